@@ -1,0 +1,24 @@
+"""nanovllm: exact, small, fast offline inference of large language models.
+
+    from nanovllm import LLM, SamplingParams
+
+Importing the package costs milliseconds: PyTorch is imported when `LLM` is first looked up.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

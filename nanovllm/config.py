@@ -1,0 +1,102 @@
+"""Config: what the user asked for, validated, and never changed afterwards.
+
+It knows nothing about models or devices: what only the checkpoint or the machine can tell (the
+model's length, the pool's size) is settled by the engine, in a copy.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of an engine; see the table in the README.
+
+    `None` stands for "what fits": the model's own length, the backend's block size, as many KV
+    blocks as the memory holds.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_kvcache_gib: float = 4.0
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int | None = None
+    attention_backend: str = "auto"
+    enable_prefix_caching: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        check_float("cpu_kvcache_gib", self.cpu_kvcache_gib, 0.0)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
+        check_bool("enforce_eager", self.enforce_eager)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+        lows = {"max_model_len": 2, "kvcache_block_size": 1, "num_kvcache_blocks": 1}
+        for name, low in lows.items():
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(
+                f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"
+            )
+        if self.tensor_parallel_size != 1:
+            raise NotImplementedError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not built yet; use 1"
+            )
+        if self.attention_backend == "triton":
+            raise NotImplementedError(
+                "attention_backend='triton' is not built yet; use 'auto', 'torch' or 'flash_attn'"
+            )
+
+    def _normalize(self) -> None:
+        """Accept paths for names, and torch's own objects for `device` and `dtype`."""
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            if value is None and name == "tokenizer":
+                continue
+            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+                raise TypeError(f"{name} must be a path or a hub id, got {value!r}")
+            object.__setattr__(self, name, str(os.fspath(value)))
+        object.__setattr__(self, "device", str(self.device))
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+
+    @property
+    def max_num_running(self) -> int:
+        """Sequences that can run at once: each takes a token of every decode step's budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @classmethod
+    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "Config":
+        """Build a Config from keyword options; an unknown one is a TypeError with a suggestion."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise TypeError(f"unknown option {name!r}; did you mean {near!r}?")
+        return cls(model=model, **options)  # type: ignore[arg-type]

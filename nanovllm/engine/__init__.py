@@ -1,0 +1,1 @@
+"""The engine: the scheduler side decides who runs, the runner side computes."""

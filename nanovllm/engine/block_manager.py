@@ -1,0 +1,145 @@
+"""BlockManager: who owns which KV block, and which blocks hold a prefix that can be used again.
+
+It knows block numbers and token ids, no tensors: what a block holds on the device is the runner's.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+def hash_block(parent_hash: int, token_ids: list[int]) -> int:
+    """Hash a full block: its tokens, chained to all that stand before them."""
+    data = parent_hash.to_bytes(8, "little") + array("i", token_ids).tobytes()
+    return xxhash.xxh64_intdigest(data)
+
+
+class BlockManager:
+    """A pool of `num_blocks` blocks of `block_size` tokens with a prefix cache.
+
+    A block is free (ref_count 0, in the queue once) or used (ref_count tables hold it). The free
+    queue is a doubly linked list (OrderedDict), least recently used first; a free block keeps its
+    hash until it is handed out again, so that a later request can find it there.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ref_counts = [0] * num_blocks
+        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.hashes: list[int | None] = [None] * num_blocks
+        self.token_ids: list[list[int]] = [[]] * num_blocks  # replaced, never changed in place
+        # Blocks computed side by side carry one hash: evicting one must not hide the others.
+        self.blocks_by_hash: dict[int, list[int]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out now."""
+        return len(self.free_queue)
+
+    def allocate(self, seq: Sequence) -> bool:
+        """Give `seq` blocks for all its tokens, cached ones first; False changes nothing."""
+        assert not seq.block_table
+        hits = self._find_prefix(seq) if self.enable_prefix_caching else []
+        num_fresh = -(-seq.num_tokens // self.block_size) - len(hits)
+        num_free_hits = sum(self.ref_counts[block] == 0 for block in hits)
+        if num_fresh + num_free_hits > self.num_free_blocks:
+            return False
+        for block in hits:
+            if self.ref_counts[block] == 0:
+                del self.free_queue[block]
+            self.ref_counts[block] += 1
+        seq.block_table = hits + [self._take_free() for _ in range(num_fresh)]
+        seq.num_published_blocks = len(hits)
+        seq.num_cached_tokens = len(hits) * self.block_size
+        if seq.num_hit_tokens is None:
+            seq.num_hit_tokens = seq.num_cached_tokens
+        return True
+
+    def append_block(self, seq: Sequence) -> None:
+        """Give `seq` one more block; the caller has seen that there is a free one."""
+        seq.block_table.append(self._take_free())
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others find the full blocks of `seq` whose KV has been computed."""
+        if not self.enable_prefix_caching:
+            return
+        num_full = seq.num_cached_tokens // self.block_size
+        hashes = self._block_hashes(seq, num_full)
+        for index in range(seq.num_published_blocks, num_full):
+            block, value = seq.block_table[index], hashes[index]
+            self.hashes[block] = value
+            self.token_ids[block] = self._tokens(seq, index)
+            self.blocks_by_hash.setdefault(value, []).append(block)
+        seq.num_published_blocks = num_full
+
+    def free(self, seq: Sequence) -> None:
+        """Take all blocks from `seq`, last first, so that its tail is evicted before its prefix."""
+        for block in reversed(seq.block_table):
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self.free_queue[block] = None
+        seq.block_table = []
+        seq.num_published_blocks = 0
+        seq.num_cached_tokens = 0
+        seq.num_scheduled_tokens = 0
+
+    def audit(self, block_tables: list[list[int]]) -> None:
+        """Assert the pool's invariants, given every block table that there is."""
+        held = Counter(block for table in block_tables for block in table)
+        for table in block_tables:
+            assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
+        for block, ref_count in enumerate(self.ref_counts):
+            assert ref_count == held[block], f"block {block}: {ref_count} != {held[block]} tables"
+            assert (block in self.free_queue) == (ref_count == 0), f"block {block} is misplaced"
+        published = sorted(block for group in self.blocks_by_hash.values() for block in group)
+        assert published == [b for b, value in enumerate(self.hashes) if value is not None]
+        for value, group in self.blocks_by_hash.items():
+            assert group and all(self.hashes[block] == value for block in group)
+
+    def _find_prefix(self, seq: Sequence) -> list[int]:
+        """The cached blocks that `seq` starts with.
+
+        Its last token is never among them, because its logits are needed.
+        """
+        hits: list[int] = []
+        for index in range((seq.num_tokens - 1) // self.block_size):
+            value = self._block_hashes(seq, index + 1)[index]
+            candidates = self.blocks_by_hash.get(value)
+            if candidates is None:
+                break
+            token_ids = self._tokens(seq, index)
+            block = next((b for b in candidates if self.token_ids[b] == token_ids), None)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """The hashes of the first blocks of `seq`, each computed once in its life."""
+        hashes = seq.block_hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[index - 1] if index else 0
+            hashes.append(hash_block(parent, self._tokens(seq, index)))
+        return hashes
+
+    def _tokens(self, seq: Sequence, index: int) -> list[int]:
+        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def _take_free(self) -> int:
+        """Hand out the least recently used free block; what it held can no longer be found."""
+        block, _ = self.free_queue.popitem(last=False)
+        self.ref_counts[block] = 1
+        value = self.hashes[block]
+        if value is not None:
+            group = self.blocks_by_hash[value]
+            group.remove(block)
+            if not group:
+                del self.blocks_by_hash[value]
+            self.hashes[block] = None
+            self.token_ids[block] = []
+        return block

@@ -1,0 +1,185 @@
+"""LLMEngine: requests in, outputs out, one step at a time. It owns scheduler and runner."""
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import get_model_class
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_list, check_int
+from nanovllm.utils.loader import resolve_model
+from nanovllm.utils.tokenizer import load_tokenizer
+
+logger = logging.getLogger("nanovllm")
+
+Prompt = str | Iterable[int]
+
+
+@dataclass(slots=True)
+class StepCounter:
+    """Tokens computed and seconds spent, by kind of step."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def add(self, is_prefill: bool, tokens: int, seconds: float) -> None:
+        """Book one step."""
+        if is_prefill:
+            self.prefill_tokens += tokens
+            self.prefill_seconds += seconds
+        else:
+            self.decode_tokens += tokens
+            self.decode_seconds += seconds
+
+
+class LLMEngine:
+    """An engine on one model. Options are the fields of `Config`.
+
+    Step by step: `add_request`, then `step` until `is_finished`. Not safe for several threads.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        config = Config.from_options(model, options)
+        path = resolve_model(config.model)
+        self.model_config = ModelConfig.from_dir(path)
+        get_model_class(self.model_config.architecture)  # refuse before anything is loaded
+        self.tokenizer = load_tokenizer(config.tokenizer, path)
+        self._runner = ModelRunner(config, self.model_config, path)
+        self._finalizer = weakref.finalize(self, self._runner.close)
+        self.config = self._runner.config
+        self.scheduler = Scheduler(self.config)
+        self.counter = StepCounter()
+        self.eos_token_ids = self.model_config.eos_token_ids
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            self.eos_token_ids |= {self.tokenizer.eos_token_id}
+        self._seqs: dict[int, Sequence] = {}
+        self._unclaimed: list[RequestOutput] = []
+        self._num_requests = 0
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one request and return its id. A bad prompt raises and changes nothing."""
+        self._check_open()
+        params = sampling_params or SamplingParams()
+        return self._enqueue(self._encode(prompt, params), params)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the outputs of the requests that it finished."""
+        self._check_open()
+        outputs, self._unclaimed = self._unclaimed, []
+        if not self.scheduler.is_finished():
+            outputs += self._step()
+        return outputs
+
+    def abort_request(self, request_id: int) -> RequestOutput:
+        """End an unfinished request, free its blocks, and return what it has generated."""
+        self._check_open()
+        if request_id not in self._seqs:
+            raise ValueError(f"request_id must be that of an unfinished request, got {request_id}")
+        seq = self._seqs.pop(request_id)
+        self.scheduler.abort(seq)
+        return self._output(seq)
+
+    def is_finished(self) -> bool:
+        """Whether every request has been finished and returned."""
+        return self.scheduler.is_finished() and not self._unclaimed
+
+    def close(self) -> None:
+        """Give back the device's memory. Idempotent; also done on collection and at exit."""
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"{type(self).__name__}({config.model!r}, device={config.device!r},"
+            f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},"
+            f" {self.scheduler.block_manager.num_blocks * self.scheduler.block_size} KV tokens)"
+        )
+
+    def _step(self) -> list[RequestOutput]:
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
+        finished = self.scheduler.postprocess(batch, self._runner.run(batch))
+        self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
+        for seq in finished:
+            del self._seqs[seq.seq_id]
+        return [self._output(seq) for seq in finished]
+
+    def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
+        """Queue a request that `_encode` has found good."""
+        assert self.config.max_model_len is not None
+        number = self._num_requests.to_bytes(8, "little")
+        seq = Sequence(
+            token_ids,
+            params,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.config.max_model_len,
+            default_seed=xxhash.xxh64_intdigest(number, seed=self.config.seed),
+        )
+        self._num_requests += 1
+        self._seqs[seq.seq_id] = seq
+        self.scheduler.add(seq)
+        return seq.seq_id
+
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's token ids, checked together with its parameters."""
+        vocab_size, max_model_len = self.model_config.vocab_size, self.config.max_model_len
+        assert max_model_len is not None
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, got {params!r}")
+        for token_id in params.stop_token_ids or ():
+            check_int("stop_token_ids", token_id, 0, vocab_size - 1)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    "prompt is text, but the model directory has no tokenizer; pass token ids,"
+                    " or tokenizer=... when the engine is made"
+                )
+            token_ids: list[int] = self.tokenizer.encode(prompt)
+        else:
+            token_ids = as_list("prompt", prompt)
+            if (
+                set(map(type, token_ids)) != {int}
+                or not 0 <= min(token_ids) <= max(token_ids) < vocab_size
+            ):
+                token_ids = [check_int("prompt token id", t, 0, vocab_size - 1) for t in token_ids]
+        if not 1 <= len(token_ids) < max_model_len:
+            raise ValueError(
+                f"prompt must have 1 to {max_model_len - 1} tokens (max_model_len={max_model_len}"
+                f" less one to generate), got {len(token_ids)}"
+            )
+        return token_ids
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        assert seq.finish_reason is not None
+        token_ids = seq.output_token_ids
+        text = ""
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return RequestOutput(
+            request_id=seq.seq_id,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=seq.num_hit_tokens or 0,
+        )
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed; make a new one")

@@ -1,0 +1,303 @@
+"""ModelRunner: one rank. It turns a scheduled batch into sampled token ids.
+
+It decides nothing about who runs, and knows no text.
+"""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+from nanovllm.engine.inputs import (
+    StepInputs,
+    decode_inputs,
+    prefill_inputs,
+    upload,
+    warmup_inputs,
+)
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.packed_linear import cpu_computes
+from nanovllm.layers.attention import Attention, get_backend
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.rotary_embedding import max_rope_positions
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.registry import get_model_class
+from nanovllm.utils.context import reset_context, set_context
+from nanovllm.utils.loader import load_dummy, load_model
+
+logger = logging.getLogger("nanovllm")
+
+GIB = 1 << 30
+MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn `Config.device` into a device that is there."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not device.startswith("cuda"):
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but PyTorch finds no CUDA device here; use 'cpu'")
+    index = int(device.partition(":")[2] or torch.cuda.current_device())
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r}, but there are {torch.cuda.device_count()} devices")
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.dtype:
+    """Turn `Config.dtype` into a type; "auto" is the model's own where the device is fit for it."""
+    resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
+    if dtype == "auto" and device.type == "cpu" and not cpu_computes(resolved):
+        return torch.float32
+    return resolved
+
+
+class ModelRunner:
+    """The model, its KV pool and its decode graphs on one device.
+
+    `config` is the engine's Config with everything settled that only the model and the machine
+    can tell: device, dtype, backend, block size, number of blocks, max_model_len.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, path: Path) -> None:
+        start = time.perf_counter()
+        model_class = get_model_class(model_config.architecture)
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self.backend = get_backend(
+            config.attention_backend, self.device, self.dtype, config.kvcache_block_size
+        )
+        self.model_config = model_config
+        self.max_num_running = config.max_num_running
+        self.block_size = config.kvcache_block_size or self.backend.block_size
+        self.block_bytes = (
+            2 * model_config.num_hidden_layers * self.block_size * model_config.num_key_value_heads
+            * model_config.head_dim * self.dtype.itemsize
+        )  # fmt: skip
+        longest = max_rope_positions(
+            model_config.rope_parameters, model_config.max_position_embeddings
+        )
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ValueError(f"max_model_len={config.max_model_len}, the model's own is {longest}")
+        self.max_positions = config.max_model_len or longest
+        self.model = self._build(model_class, config, path)
+        self.sampler = Sampler()
+        logger.info(
+            "%s on %s in %s, loaded in %.1f s; attention: %s",
+            model_config.architecture, self.device, str(self.dtype).removeprefix("torch."),
+            time.perf_counter() - start, self.backend.name,
+        )  # fmt: skip
+        self.graphs: DecodeGraphs | None = None
+        num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
+        self.config = self._settle(config, num_blocks)
+        self.kv_cache = self._bind_kv_cache(num_blocks)
+        if self._uses_graphs(config):
+            self.graphs = self._capture_graphs()
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[int]:
+        """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
+        inputs = (
+            prefill_inputs(batch.seqs, self.block_size, self.device)
+            if batch.is_prefill
+            else decode_inputs(batch.seqs, self.block_size, self.device)
+        )
+        hidden = self._forward(inputs)
+        seqs = batch.sampling_seqs
+        if not seqs:
+            return []
+        if inputs.sample_rows is not None:
+            hidden = hidden[inputs.sample_rows]
+        token_ids: list[int] = self._sample(hidden, seqs).tolist()
+        return token_ids
+
+    def close(self) -> None:
+        """Give back the device's memory; the runner is of no more use."""
+        del self.model, self.kv_cache, self.graphs
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _build(
+        self, model_class: type[Qwen3ForCausalLM], config: Config, path: Path
+    ) -> Qwen3ForCausalLM:
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device, torch.inference_mode(False):
+                model = model_class(self.model_config, self.max_positions)
+        finally:
+            torch.set_default_dtype(previous)
+        with torch.no_grad():
+            if config.load_format == "dummy":
+                load_dummy(model, config.seed)
+            else:
+                load_model(model, path)
+            for module in model.modules():
+                if isinstance(module, LinearBase):
+                    module.pack()
+                elif isinstance(module, Attention):
+                    module.backend = self.backend
+        return model.eval()
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        context = inputs.context
+        num_rows = len(inputs.input_ids)
+        if self.graphs and not context.is_prefill and num_rows <= self.graphs.max_batch_size:
+            return self.graphs.replay(inputs.input_ids, inputs.positions, context)
+        self.backend.plan(context, self.block_size)
+        set_context(context)
+        try:
+            hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions)
+            return hidden
+        finally:
+            reset_context()
+
+    def _sample(self, hidden: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+        logits = self.model.compute_logits(hidden)
+        temperatures = uniforms = None
+        if any(seq.temperature > 0 for seq in seqs):
+            temperatures = upload([seq.temperature for seq in seqs], np.float32, self.device)
+            uniforms = upload([uniform(seq) for seq in seqs], np.float64, self.device)
+        token_ids: torch.Tensor = self.sampler(logits, temperatures, uniforms)
+        return token_ids
+
+    def _fit_kv_blocks(self, config: Config) -> int:
+        """How many blocks the memory holds beside everything else."""
+        if self.device.type == "cpu":
+            budget = int(config.cpu_kvcache_gib * GIB)
+            option = f"cpu_kvcache_gib={config.cpu_kvcache_gib}"
+        else:
+            budget = self._free_device_bytes(config)
+            option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        num_blocks = budget // self.block_bytes
+        if num_blocks < 1:
+            raise ValueError(
+                f"{option} leaves {max(budget, 0) / GIB:.3f} GiB for the KV cache, one block takes"
+                f" {self.block_bytes / GIB:.3f} GiB; raise it, or lower max_num_batched_tokens"
+            )
+        return num_blocks
+
+    def _free_device_bytes(self, config: Config) -> int:
+        """Device memory left for KV beside weights, activations, sampler and decode graphs.
+
+        The largest prefill and the largest sampling batch are run, and all graphs captured on a
+        stand-in cache, so that what is subtracted was seen and not guessed.
+        """
+        torch.cuda.reset_peak_memory_stats(self.device)
+        resident = torch.cuda.memory_allocated(self.device)
+        self._warm_up(config)
+        activations = torch.cuda.max_memory_allocated(self.device) - resident
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        graphs = self._graph_bytes() if self._uses_graphs(config) else 0
+        others = total - free
+        budget = total * config.gpu_memory_utilization - others - activations - graphs
+        return int(budget / (1 + self.backend.copied_layers / self.model_config.num_hidden_layers))
+
+    @torch.inference_mode()
+    def _warm_up(self, config: Config) -> None:
+        inputs = warmup_inputs(config.max_num_batched_tokens, self.max_positions, self.device)
+        hidden = self._forward(inputs)[: config.max_num_running]
+        logits = self.model.compute_logits(hidden)
+        ones = torch.ones(len(hidden), device=self.device)
+        self.sampler(logits, ones, ones.double() / 2)
+        torch.cuda.synchronize(self.device)
+
+    def _graph_bytes(self) -> int:
+        """Capture the decode graphs on a stand-in cache, see what they take, and drop them."""
+        stand_in = self._bind_kv_cache(num_blocks=1)
+        before, _ = torch.cuda.mem_get_info(self.device)
+        graphs = self._capture_graphs()
+        after, _ = torch.cuda.mem_get_info(self.device)
+        del graphs, stand_in
+        self._unbind_kv_cache()
+        torch.cuda.empty_cache()
+        return before - after
+
+    def _settle(self, config: Config, num_blocks: int) -> Config:
+        """The Config with everything settled; `max_model_len` never exceeds the pool."""
+        capacity = num_blocks * self.block_size
+        if config.max_model_len is not None and config.max_model_len > capacity:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} does not fit: the KV pool holds {capacity}"
+                f" tokens ({num_blocks} blocks of {self.block_size})"
+            )
+        if capacity < 2:
+            raise ValueError(
+                "the KV pool holds 1 token; a request needs 2: raise num_kvcache_blocks"
+            )
+        max_model_len = min(self.max_positions, capacity)
+        if max_model_len < self.max_positions:
+            logger.warning(
+                "max_model_len is %d, what the KV pool holds; the model's own is %d",
+                max_model_len, self.max_positions,
+            )  # fmt: skip
+        logger.info(
+            "KV cache: %d tokens in %d blocks of %d, %.2f GiB",
+            capacity, num_blocks, self.block_size, num_blocks * self.block_bytes / GIB,
+        )  # fmt: skip
+        return dataclasses.replace(
+            config,
+            device=str(self.device),
+            dtype=str(self.dtype),
+            max_model_len=max_model_len,
+            kvcache_block_size=self.block_size,
+            num_kvcache_blocks=num_blocks,
+            attention_backend=self.backend.name,
+        )
+
+    def _bind_kv_cache(self, num_blocks: int) -> torch.Tensor:
+        """Allocate the pool, zeroed (masked keys are multiplied by 0), and hand out its layers."""
+        config = self.model_config
+        shape = (2, config.num_hidden_layers, num_blocks, self.block_size,
+                 config.num_key_value_heads, config.head_dim)  # fmt: skip
+        kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for layer, k_cache, v_cache in zip(self._attentions(), *kv_cache, strict=True):
+            layer.k_cache, layer.v_cache = k_cache, v_cache
+        return kv_cache
+
+    def _unbind_kv_cache(self) -> None:
+        for layer in self._attentions():
+            layer.k_cache = layer.v_cache = torch.empty(0)
+
+    def _attentions(self) -> list[Attention]:
+        return [module for module in self.model.modules() if isinstance(module, Attention)]
+
+    def _uses_graphs(self, config: Config) -> bool:
+        return self.device.type == "cuda" and self.backend.graph_safe and not config.enforce_eager
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> DecodeGraphs:
+        start = time.perf_counter()
+        graphs = self.decode_graphs()
+        graphs.capture()
+        logger.info(
+            "%d decode graphs captured in %.1f s", len(graphs.sizes), time.perf_counter() - start
+        )
+        return graphs
+
+    def decode_graphs(self) -> DecodeGraphs:
+        """The static-buffer decode path, not captured: it runs on any device."""
+        return DecodeGraphs(
+            forward=self.model,
+            plan=lambda context: self.backend.plan(context, self.block_size),
+            sizes=batch_ladder(min(self.max_num_running, MAX_GRAPH_BATCH)),
+            max_blocks=-(-self.max_positions // self.block_size),
+            device=self.device,
+        )
+
+
+def uniform(seq: Sequence) -> float:
+    """The number in [0, 1) that decides a sequence's next token: its seed and position alone."""
+    digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
+    return (digest >> 11) * 2.0**-53

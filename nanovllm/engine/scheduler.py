@@ -1,0 +1,145 @@
+"""Scheduler: which tokens of which sequences run in the next step.
+
+Plain Python over integers: it knows no tensors, no text, and not what EOS is.
+"""
+
+from collections import deque
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+class Scheduler:
+    """Prefill first, then one token for each running sequence.
+
+    Every sequence that is admitted finishes: blocks go to the oldest first, the youngest gives its
+    own up, and the engine admits only what the whole pool can hold, so the oldest always advances.
+    """
+
+    def __init__(self, config: Config) -> None:
+        assert config.num_kvcache_blocks is not None and config.kvcache_block_size is not None
+        self.block_manager = BlockManager(
+            config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        self.block_size = config.kvcache_block_size
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_running = config.max_num_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence that the whole pool can hold at its full length."""
+        self.waiting.append(seq)
+
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to run."""
+        return not self.waiting and not self.running
+
+    def schedule(self) -> Batch:
+        """Choose the next step's work; there must be some."""
+        if seqs := self._schedule_prefill():
+            return Batch(seqs, is_prefill=True)
+        seqs = self._schedule_decode()
+        assert seqs, "schedule() was called with nothing to run"
+        return Batch(seqs, is_prefill=False)
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+        """Book what a step computed: one token for each of `batch.sampling_seqs`.
+
+        Returns the sequences that finished; their blocks are free.
+        """
+        block_size = self.block_size
+        finished = []
+        tokens = iter(token_ids)
+        for seq in batch.seqs:
+            num_cached = seq.num_cached_tokens = seq.num_cached_tokens + seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            if batch.is_prefill or num_cached % block_size == 0:
+                self.block_manager.publish(seq)
+            if num_cached < len(seq.token_ids):
+                continue
+            token_id = next(tokens)
+            seq.token_ids.append(token_id)
+            if token_id in seq.stop_token_ids:
+                seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
+                finished.append(seq)
+            elif num_cached + 1 >= seq.max_num_tokens:
+                seq.finish("length")
+                finished.append(seq)
+        if finished:
+            self._remove_finished(finished)
+        return finished
+
+    def preempt(self) -> None:
+        """Send the youngest running sequence back to the head of `waiting`, without its blocks."""
+        seq = self.running.pop()
+        seq.status = SequenceStatus.WAITING
+        self.block_manager.free(seq)
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def abort(self, seq: Sequence) -> None:
+        """Take an unfinished sequence out, wherever it is."""
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+            seq.finish("abort")
+        else:
+            seq.finish("abort")
+            self._remove_finished([seq])
+
+    def audit(self) -> None:
+        """Assert that queues, sequences and blocks agree. Called between steps."""
+        assert len(self.running) <= self.max_num_running
+        assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
+        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
+        for seq in (*self.waiting, *self.running):
+            seq.audit()
+            assert len(seq.block_table) * self.block_size >= seq.num_cached_tokens
+        self.block_manager.audit([seq.block_table for seq in self.running])
+
+    def _schedule_prefill(self) -> list[Sequence]:
+        """Prompts in order of arrival, those begun first, as far as budget and pool reach."""
+        budget = self.max_num_batched_tokens
+        seqs = [seq for seq in self.running if seq.num_uncached_tokens > 1]
+        for index, seq in enumerate(seqs):
+            if not budget:
+                return seqs[:index]
+            budget -= self._schedule_tokens(seq, budget)
+        while budget and self.waiting and len(self.running) < self.max_num_running:
+            seq = self.waiting[0]
+            if not self.block_manager.allocate(seq):
+                break
+            self.waiting.popleft()
+            seq.status = SequenceStatus.RUNNING
+            self.running.append(seq)
+            budget -= self._schedule_tokens(seq, budget)
+            seqs.append(seq)
+        return seqs
+
+    def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
+        seq.num_scheduled_tokens = min(seq.num_uncached_tokens, budget)
+        return seq.num_scheduled_tokens
+
+    def _schedule_decode(self) -> list[Sequence]:
+        """All running sequences, less the youngest ones that there are no blocks for."""
+        block_size = self.block_size
+        growing = []  # in the order of `running`: what is preempted stands at its end
+        for seq in self.running:
+            seq.num_scheduled_tokens = 1
+            if len(seq.token_ids) > len(seq.block_table) * block_size:
+                growing.append(seq)
+        while len(growing) > self.block_manager.num_free_blocks:
+            if growing[-1] is self.running[-1]:
+                growing.pop()
+            self.preempt()
+        for seq in growing:
+            self.block_manager.append_block(seq)
+        return list(self.running)
+
+    def _remove_finished(self, finished: list[Sequence]) -> None:
+        for seq in finished:
+            self.block_manager.free(seq)
+        self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)

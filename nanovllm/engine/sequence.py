@@ -1,0 +1,93 @@
+"""Sequence: one request's tokens and state. It knows nothing of blocks' owners, nor of tensors."""
+
+from enum import Enum, auto
+from itertools import count
+
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life; it may go from RUNNING back to WAITING when preempted."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """One request, from prompt to last token.
+
+    State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`,
+    where the cached tokens are those whose KV is in the blocks of `block_table`, and the scheduled
+    ones those that the step in progress computes.
+    """
+
+    __slots__ = (
+        "block_hashes", "block_table", "eos_token_ids", "finish_reason", "max_num_tokens",
+        "num_cached_tokens", "num_hit_tokens", "num_prompt_tokens", "num_published_blocks",
+        "num_scheduled_tokens", "seed", "seq_id", "status", "stop_reason", "stop_token_ids",
+        "temperature", "token_ids",
+    )  # fmt: skip
+    _ids = count()
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        max_model_len: int = 2**31,
+        default_seed: int = 0,
+    ) -> None:
+        self.seq_id = next(Sequence._ids)
+        self.status = SequenceStatus.WAITING
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_cached_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_hit_tokens: int | None = None  # prefix-cache hits, set on first admission
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # of the leading full blocks, as far as anyone asked
+        self.num_published_blocks = 0
+        self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
+        self.temperature = params.temperature
+        self.seed = default_seed if params.seed is None else params.seed
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.name}, {self.num_cached_tokens} cached"
+            f" + {self.num_scheduled_tokens} scheduled of {self.num_tokens} tokens)"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens together."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_cached_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End the request; its blocks are the scheduler's to free."""
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def audit(self) -> None:
+        """Assert that the state is inside its state space."""
+        assert self.num_cached_tokens >= 0 and self.num_scheduled_tokens >= 0, self
+        assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
+        assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
+        assert bool(self.block_table) == (self.status is SequenceStatus.RUNNING), self

@@ -1,0 +1,127 @@
+"""Rotary position embedding: the table of cosines and sines, and its application.
+
+Frequencies follow transformers' definitions of each `rope_type`; a type that is not in
+`ROPE_TYPES` is refused, never treated as another.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Parameters = Mapping[str, Any]
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines for positions 0 .. max_positions-1, in float32: [P, 2, D / 2]."""
+
+    def __init__(self, inv_freq: torch.Tensor, scaling: float, max_positions: int) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
+        table = torch.stack([angles.cos(), angles.sin()], dim=1) * scaling
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look up a step's positions [T] once for all layers: cos and sin, [T, 1, D / 2] each."""
+        table: torch.Tensor = self.get_buffer("table")
+        cos, sin = table[positions].unsqueeze(2).unbind(1)
+        return cos, sin
+
+
+def apply_rotary(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate each head of x [T, H, D], as pairs (i, i + D / 2), in float32 inside."""
+    cos, sin = rope
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+
+
+def _default(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def _linear(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    inv_freq, scaling = _default(dim, parameters)
+    return inv_freq / parameters["factor"], scaling
+
+
+def _yarn(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    """Interpolate the slow frequencies, keep the fast ones, and ramp between (YaRN)."""
+    base, factor = parameters["rope_theta"], parameters["factor"]
+    trained = parameters["original_max_position_embeddings"]
+
+    def turning_dim(rotations: float) -> float:
+        """The dimension that turns `rotations` times within the trained length."""
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = turning_dim(parameters.get("beta_fast") or 32)
+    high = turning_dim(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # the ramp must not divide by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    inv_freq, _ = _default(dim, parameters)
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), _yarn_attention_factor(parameters)
+
+
+def _yarn_attention_factor(parameters: Parameters) -> float:
+    def mscale(weight: float) -> float:
+        factor = parameters["factor"]
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _llama3(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    """Divide the slow frequencies, keep the fast ones, and blend those in between (Llama 3.1)."""
+    factor, trained = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    inv_freq, scaling = _default(dim, parameters)
+    rotations = trained * inv_freq / (2 * math.pi)
+    blend = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * inv_freq / factor + blend * inv_freq, scaling
+
+
+ROPE_TYPES: dict[str, Callable[[int, Parameters], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    # NTK scaling changes the frequencies past the trained length only, and with them keys that are
+    # cached already; contexts end at that length here (`max_rope_positions`).
+    "dynamic": _default,
+    "yarn": _yarn,
+    "llama3": _llama3,
+}
+
+
+def max_rope_positions(parameters: Parameters, max_position_embeddings: int) -> int:
+    """The longest context that a model is made for, its rope scaling counted in."""
+    trained = parameters.get("original_max_position_embeddings") or max_position_embeddings
+    if parameters["rope_type"] in ("linear", "yarn"):
+        return max(max_position_embeddings, int(trained * parameters["factor"]))
+    return max_position_embeddings
+
+
+def get_rope(
+    head_dim: int, max_positions: int, max_position_embeddings: int, parameters: Parameters
+) -> RotaryEmbedding:
+    """Build the table for `max_positions` positions; an unknown rope type is a ValueError."""
+    rope_type = parameters["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope_type {rope_type!r} is not supported; {', '.join(ROPE_TYPES)} are")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported: heads are rotated whole")
+    if not parameters.get("original_max_position_embeddings"):
+        parameters = {**parameters, "original_max_position_embeddings": max_position_embeddings}
+    try:
+        inv_freq, scaling = ROPE_TYPES[rope_type](head_dim, parameters)
+    except KeyError as error:
+        raise ValueError(f"rope_type {rope_type!r} needs {error} in the config") from None
+    return RotaryEmbedding(inv_freq, scaling, max_positions)

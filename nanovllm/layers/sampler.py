@@ -1,0 +1,65 @@
+"""Sampler: from logits to token ids."""
+
+import torch
+from torch import nn
+
+CHUNK = 256  # vocabulary entries that the first level of the draw sums up
+
+
+class Sampler(nn.Module):
+    """Greedy and temperature rows in one batch.
+
+    A row draws by inverting its distribution function at one uniform number, which the host derives
+    from the request's seed and the token's position: what a request draws depends on nothing else
+    in the batch, and a row costs one random number instead of one for each vocabulary entry.
+    """
+
+    def forward(
+        self, logits: torch.Tensor, temperatures: torch.Tensor | None, uniforms: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Token ids [B] for logits [B, V]; `temperatures` None says that every row is greedy.
+
+        Temperatures [B] in float32, 0 for greedy; uniforms [B] in float64, in [0, 1).
+        """
+        greedy = logits.argmax(dim=-1)
+        if temperatures is None or uniforms is None:
+            return greedy
+        drawn = draw(logits, temperatures, uniforms)
+        return torch.where(temperatures > 0, drawn, greedy)
+
+
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative softmax(logits / temperature) exceeds its row's uniform.
+
+    Two levels: chunks of the vocabulary, then the tokens of one chunk. Sums run in float64, so that
+    the tail of a large vocabulary keeps its mass. Peak memory: one float32 copy of the logits.
+    """
+    num_rows, vocab_size = logits.shape
+    num_chunks = -(-vocab_size // CHUNK)
+    weights = logits.new_zeros(num_rows, num_chunks * CHUNK, dtype=torch.float32)
+    real = weights[:, :vocab_size]
+    # The largest logit becomes 0, so that tiny temperatures and large logits cannot overflow.
+    real.copy_(logits).sub_(logits.amax(dim=-1, keepdim=True))
+    tiny = torch.finfo(torch.float32).tiny
+    real.div_(temperatures.clamp_min(tiny).unsqueeze(1)).exp_()
+    chunks = weights.view(num_rows, num_chunks, CHUNK)
+    chunk, rest = _invert(chunks.sum(dim=-1), uniforms)
+    token, _ = _invert(chunks[torch.arange(num_rows, device=logits.device), chunk], rest)
+    return chunk * CHUNK + token
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index where cumulative weights [B, N] pass `uniforms` [B], and the fraction of it passed.
+
+    The index always has weight: the target stays under the total, whatever the rounding.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniforms * total, below_total)
+    index = torch.searchsorted(cumulative, target.unsqueeze(1), right=True)
+    index.clamp_max_(weights.shape[1] - 1)  # NaNs have no place in the order
+    weight = weights.gather(1, index).double().squeeze(1)
+    before = cumulative.gather(1, index).squeeze(1) - weight
+    rest = ((target - before) / weight).clamp(0.0, 1.0)
+    return index.squeeze(1), rest

@@ -1,0 +1,115 @@
+"""LLM: the facade. Prompts in, texts out, in the order in which the prompts came."""
+
+import numbers
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_list
+
+
+class LLM(LLMEngine):
+    """A model, ready to generate: `LLM(model, **config)`, see `Config` for the options.
+
+    `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to give
+    the device's memory back at once.
+    """
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; return the outputs in the order of the prompts.
+
+        A prompt is a str or a list of token ids; one alone, or a list of them. Parameters: None,
+        one for all, or one for each. Everything is checked before anything is queued: a bad
+        prompt or parameter raises, naming its index, and leaves the engine as it was. When the
+        call is interrupted, its requests are aborted and the engine can be used again.
+        """
+        self._check_open()
+        prompt_list = _prompt_list(prompts)
+        params_list = _params_list(sampling_params, len(prompt_list))
+        encoded = [
+            self._encode_at(index, prompt, params)
+            for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
+        ]
+        ids = [self._enqueue(*pair) for pair in zip(encoded, params_list, strict=True)]
+        return self._run_all(ids, use_tqdm)
+
+    def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Check and encode prompt `index`; an error says which one it was."""
+        try:
+            return self._encode(prompt, params)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompts[{index}]: {error}") from None
+
+    def _run_all(self, ids: list[int], use_tqdm: bool) -> list[RequestOutput]:
+        """Step until all of `ids` are done; outputs of other requests wait for `step()`."""
+        outputs: dict[int, RequestOutput] = {}
+        mine = set(ids)
+        try:
+            with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                while len(outputs) < len(ids):
+                    for output in self._step():
+                        if output["request_id"] in mine:
+                            outputs[output["request_id"]] = output
+                            bar.update()
+                        else:
+                            self._unclaimed.append(output)
+                    if use_tqdm:
+                        self._show_rates(bar)
+        finally:
+            for request_id in mine & self._seqs.keys():
+                self.abort_request(request_id)
+        return [outputs[request_id] for request_id in ids]
+
+    def _show_rates(self, bar: Any) -> None:
+        counter = self.counter
+        prefill = counter.prefill_tokens / max(counter.prefill_seconds, 1e-9)
+        decode = counter.decode_tokens / max(counter.decode_seconds, 1e-9)
+        bar.set_postfix_str(
+            f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False
+        )
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _prompt_list(prompts: Any) -> list[Any]:
+    """A list of prompts from one or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = as_list("prompts", prompts)
+    if items and all(isinstance(item, numbers.Integral) for item in items):
+        return [items]
+    return items
+
+
+def _params_list(params: Any, num_prompts: int) -> list[Any]:
+    """One SamplingParams for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise TypeError(
+            f"sampling_params must be a SamplingParams or a list of them, got {params!r}"
+        )
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"sampling_params must be one or as many as prompts ({num_prompts}), got {len(params)}"
+        )
+    return list(params)

@@ -1,0 +1,1 @@
+"""The architectures, and the registry that finds them by name."""

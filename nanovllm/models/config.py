@@ -1,0 +1,130 @@
+"""ModelConfig: what a checkpoint's `config.json` says, in one spelling, with no defaults guessed.
+
+It reads JSON only: no PyTorch, no transformers. What it cannot honour, it refuses.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import DTYPES
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder; `rope_parameters` holds `rope_type`, `rope_theta` and its factors."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    attention_bias: bool
+    tie_word_embeddings: bool
+    rope_parameters: Mapping[str, Any]
+    dtype: str
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def from_dir(cls, path: Path) -> "ModelConfig":
+        """Read `config.json` (and the EOS ids of `generation_config.json`) in `path`."""
+        raw = read_json(path / "config.json")
+        try:
+            config = cls._parse(raw)
+        except KeyError as error:
+            raise ValueError(f"{path / 'config.json'} has no field {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path / 'config.json'}: {error}") from None
+        if (path / "generation_config.json").exists():
+            generation = read_json(path / "generation_config.json")
+            eos = config.eos_token_ids | _ids(generation.get("eos_token_id"))
+            object.__setattr__(config, "eos_token_ids", eos)
+        return config
+
+    @classmethod
+    def _parse(cls, raw: dict[str, Any]) -> "ModelConfig":
+        architectures = raw.get("architectures") or []
+        if len(architectures) != 1:
+            raise ValueError(f"architectures must name one model class, got {architectures!r}")
+        _refuse_unsupported(raw)
+        num_heads, hidden_size = raw["num_attention_heads"], raw["hidden_size"]
+        num_kv_heads = raw.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={num_heads} is not a multiple of"
+                f" num_key_value_heads={num_kv_heads}"
+            )
+        return cls(
+            architecture=architectures[0],
+            vocab_size=raw["vocab_size"],
+            hidden_size=hidden_size,
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw["num_hidden_layers"],
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=raw.get("head_dim") or hidden_size // num_heads,
+            rms_norm_eps=raw["rms_norm_eps"],
+            max_position_embeddings=raw["max_position_embeddings"],
+            attention_bias=raw.get("attention_bias", False),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            rope_parameters=_rope_parameters(raw),
+            dtype=_dtype(raw),
+            eos_token_ids=_ids(raw.get("eos_token_id")),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a broken or missing file is an OSError that names it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist; a model directory must have it") from None
+    except ValueError as error:
+        raise OSError(f"{path} is not valid JSON ({error}); copy or download it again") from None
+    if not isinstance(value, dict):
+        raise OSError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act must be 'silu', got {raw['hidden_act']!r}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise ValueError(f"quantized weights ({method!r}) are not supported")
+    layer_types = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if raw.get("use_sliding_window") or layer_types:
+        raise ValueError("sliding-window attention is not supported")
+
+
+def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge transformers 5's `rope_parameters` with 4's `rope_theta` and `rope_scaling`."""
+    parameters: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
+    parameters |= raw.get("rope_scaling") or {}
+    parameters |= raw.get("rope_parameters") or {}
+    legacy_type = parameters.pop("type", "default")
+    parameters.setdefault("rope_type", legacy_type)
+    if parameters["rope_theta"] is None:
+        raise KeyError("rope_theta")
+    return parameters
+
+
+def _dtype(raw: Mapping[str, Any]) -> str:
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if dtype not in DTYPES[1:]:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES[1:])}, got {dtype!r}")
+    return str(dtype)
+
+
+def _ids(value: Any) -> frozenset[int]:
+    """Normalize an EOS entry: none, one id, or several."""
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)

@@ -1,0 +1,135 @@
+"""Qwen3, dense. T tokens of a step stand in one row, whatever sequences they belong to."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import apply_rotary, get_rope
+from nanovllm.models.config import ModelConfig
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with a norm on each query and key head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_size = config.num_attention_heads * config.head_dim
+        self.kv_size = config.num_key_value_heads * config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, config.head_dim, config.num_attention_heads,
+            config.num_key_value_heads, bias=config.attention_bias,
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(self.q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attn = Attention(config.head_dim)
+
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 * KVH, D]
+        heads = [size // self.head_dim for size in (self.q_size, self.kv_size, self.kv_size)]
+        q, k, v = qkv.split(heads, dim=1)
+        q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v).flatten(1))
+        return out
+
+
+class Qwen3MLP(nn.Module):
+    """The gated feed-forward layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        sizes = [config.intermediate_size] * 2
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Norm, attend, add; norm, feed forward, add. An add is done by the norm that follows it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rope)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen3Model(nn.Module):
+    """The decoder: token ids and positions [T] -> hidden states [T, hidden]."""
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = get_rope(
+            config.head_dim, max_positions, config.max_position_embeddings, config.rope_parameters
+        )
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        rope = self.rotary_emb(positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope)
+        assert residual is not None
+        return self.norm.add(x, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The decoder with its head. `packed_modules_mapping` says what a checkpoint's parts became."""
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, int]]] = {
+        "q_proj": ("qkv_proj", 0),
+        "k_proj": ("qkv_proj", 1),
+        "v_proj": ("qkv_proj", 2),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, max_positions)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        # Tensors that a checkpoint may hold and this model does not need.
+        self.spare_weights: tuple[str, ...] = ()
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+            self.spare_weights = ("lm_head.weight",)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden] of a step's tokens."""
+        hidden: torch.Tensor = self.model(input_ids, positions)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocab] of the rows that sample."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits

@@ -1,0 +1,88 @@
+"""Small real models, made on the spot: random Qwen3 checkpoints and a byte-level tokenizer."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+    rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, bos_token_id=None,
+    eos_token_id=257, pad_token_id=256,
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs CUDA where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and PyTorch finds none here")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(skip)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and three special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|eos|>", "<|im_start|>"]
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[1],
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def make_model(path: Path, *, seed: int = 0, shards: bool = False, **overrides: Any) -> Path:
+    """Save a random Qwen3 model with its tokenizer, as transformers itself saves it."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | overrides)).to(torch.float32)
+    for name, param in model.named_parameters():
+        if param.dim() > 1:  # larger than training would start with: peaked, varied outputs
+            param.data.normal_(0.0, 0.15)
+        elif name.endswith("bias"):
+            param.data.normal_(0.0, 0.5)
+        else:
+            param.data.uniform_(0.5, 1.5)
+    model.save_pretrained(path, max_shard_size="100KB" if shards else "1GB")
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    """Change fields of `config.json`; None deletes one."""
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The standard random model: grouped queries, untied, head_dim * heads == hidden."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def copy_of_model(model_dir: Path, tmp_path: Path) -> Callable[[], Path]:
+    """A private copy of the standard model, for tests that break it."""
+
+    def copy() -> Path:
+        target = tmp_path / "copy"
+        target.mkdir()
+        for file in model_dir.iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+        return target
+
+    return copy
