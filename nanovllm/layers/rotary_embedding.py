@@ -33,8 +33,12 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotate each head of x [T, H, D], as pairs (i, i + D / 2), in float32 inside."""
     cos, sin = rope
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x1, x2 = x.float().chunk(2, dim=-1)
+    out1, out2 = out.chunk(2, dim=-1)
+    out1.copy_((x1 * cos).addcmul_(x2, sin, value=-1))
+    out2.copy_((x2 * cos).addcmul_(x1, sin))
+    return out
 
 
 def _default(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:

@@ -21,19 +21,19 @@ class Sampler(nn.Module):
 
         Temperatures [B] in float32, 0 for greedy; uniforms [B] in float64, in [0, 1).
         """
-        greedy = logits.argmax(dim=-1)
         if temperatures is None or uniforms is None:
-            return greedy
-        drawn = draw(logits, temperatures, uniforms)
-        return torch.where(temperatures > 0, drawn, greedy)
+            return logits.max(dim=-1).indices  # the first of equals, as argmax, and faster
+        return draw(logits, temperatures, uniforms)
 
 
 def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative softmax(logits / temperature) exceeds its row's uniform.
 
+    At temperature 0 all but the largest logits weigh nothing, and the first of these is taken.
     Two levels: chunks of the vocabulary, then the tokens of one chunk. Sums run in float64, so that
     the tail of a large vocabulary keeps its mass. Peak memory: one float32 copy of the logits.
     """
+    uniforms = torch.where(temperatures > 0, uniforms, 0.0)
     num_rows, vocab_size = logits.shape
     num_chunks = -(-vocab_size // CHUNK)
     weights = logits.new_zeros(num_rows, num_chunks * CHUNK, dtype=torch.float32)
