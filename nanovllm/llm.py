@@ -1,5 +1,6 @@
 """LLM: the facade. Prompts in, texts out, in the order in which the prompts came."""
 
+import dataclasses
 import numbers
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -7,7 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list
@@ -52,28 +53,32 @@ class LLM(LLMEngine):
 
     def _run_all(self, ids: list[int], use_tqdm: bool) -> list[RequestOutput]:
         """Step until all of `ids` are done; outputs of other requests wait for `step()`."""
-        outputs: dict[int, RequestOutput] = {}
-        mine = set(ids)
+        pending = set(ids)
+        before = dataclasses.replace(self.counter)
         try:
             with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                while len(outputs) < len(ids):
-                    for output in self._step():
-                        if output["request_id"] in mine:
-                            outputs[output["request_id"]] = output
-                            bar.update()
-                        else:
-                            self._unclaimed.append(output)
+                while pending:
+                    self._step()
+                    done = pending & self._finished.keys()
+                    pending -= done
                     if use_tqdm:
-                        self._show_rates(bar)
-        finally:
-            for request_id in mine & self._seqs.keys():
+                        self._show_rates(bar, before)
+                        bar.update(len(done))
+        except BaseException:
+            for request_id in pending & self._seqs.keys():
                 self.abort_request(request_id)
-        return [outputs[request_id] for request_id in ids]
+            self._claim(ids)
+            raise
+        return self._claim(ids)
 
-    def _show_rates(self, bar: Any) -> None:
-        counter = self.counter
-        prefill = counter.prefill_tokens / max(counter.prefill_seconds, 1e-9)
-        decode = counter.decode_tokens / max(counter.decode_seconds, 1e-9)
+    def _show_rates(self, bar: Any, before: StepCounter) -> None:
+        """Put this call's rates behind the bar."""
+        now = self.counter
+        prefill, decode = (
+            (getattr(now, f"{kind}_tokens") - getattr(before, f"{kind}_tokens"))
+            / max(getattr(now, f"{kind}_seconds") - getattr(before, f"{kind}_seconds"), 1e-9)
+            for kind in ("prefill", "decode")
+        )
         bar.set_postfix_str(
             f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False
         )

@@ -83,10 +83,7 @@ class BlockManager:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_queue[block] = None
-        seq.block_table = []
-        seq.num_published_blocks = 0
-        seq.num_cached_tokens = 0
-        seq.num_scheduled_tokens = 0
+        seq.forget_cache()
 
     def audit(self, block_tables: list[list[int]]) -> None:
         """Assert the pool's invariants, given every block table that there is."""

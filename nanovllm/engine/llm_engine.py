@@ -13,7 +13,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import get_model_class
 from nanovllm.outputs import RequestOutput
@@ -67,7 +67,7 @@ class LLMEngine:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}
         self._seqs: dict[int, Sequence] = {}
-        self._unclaimed: list[RequestOutput] = []
+        self._finished: dict[int, RequestOutput] = {}  # not yet returned to anyone
         self._num_requests = 0
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -79,10 +79,9 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
         self._check_open()
-        outputs, self._unclaimed = self._unclaimed, []
         if not self.scheduler.is_finished():
-            outputs += self._step()
-        return outputs
+            self._step()
+        return self._claim(list(self._finished))
 
     def abort_request(self, request_id: int) -> RequestOutput:
         """End an unfinished request, free its blocks, and return what it has generated."""
@@ -95,7 +94,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether every request has been finished and returned."""
-        return self.scheduler.is_finished() and not self._unclaimed
+        return self.scheduler.is_finished() and not self._finished
 
     def close(self) -> None:
         """Give back the device's memory. Idempotent; also done on collection and at exit."""
@@ -109,15 +108,33 @@ class LLMEngine:
             f" {self.scheduler.block_manager.num_blocks * self.scheduler.block_size} KV tokens)"
         )
 
-    def _step(self) -> list[RequestOutput]:
-        start = time.perf_counter()
-        batch = self.scheduler.schedule()
-        num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-        finished = self.scheduler.postprocess(batch, self._runner.run(batch))
-        self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
+    def _step(self) -> None:
+        """Run one step; what it finishes goes to `_finished`.
+
+        An exception, Ctrl-C among them, may strike anywhere in it: then nothing half done is
+        trusted, and the unfinished requests start over, with the tokens that they have.
+        """
+        try:
+            start = time.perf_counter()
+            batch = self.scheduler.schedule()
+            num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
+            finished = self.scheduler.postprocess(batch, self._runner.run(batch))
+            self._retire(finished)
+            self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
+        except BaseException:
+            seqs = list(self._seqs.values())
+            self._retire([seq for seq in seqs if seq.status is SequenceStatus.FINISHED])
+            self.scheduler.restart(self._seqs.values())
+            raise
+
+    def _retire(self, finished: list[Sequence]) -> None:
         for seq in finished:
+            self._finished[seq.seq_id] = self._output(seq)
             del self._seqs[seq.seq_id]
-        return [self._output(seq) for seq in finished]
+
+    def _claim(self, request_ids: Iterable[int]) -> list[RequestOutput]:
+        """Hand out the outputs of those of `request_ids` that are finished."""
+        return [self._finished.pop(i) for i in request_ids if i in self._finished]
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
         """Queue a request that `_encode` has found good."""

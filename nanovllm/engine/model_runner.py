@@ -6,7 +6,9 @@ It decides nothing about who runs, and knows no text.
 import dataclasses
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +64,11 @@ def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.d
     return resolved
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one: Triton launches where PyTorch's current device is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class ModelRunner:
     """The model, its KV pool and its decode graphs on one device.
 
@@ -98,15 +105,19 @@ class ModelRunner:
             time.perf_counter() - start, self.backend.name,
         )  # fmt: skip
         self.graphs: DecodeGraphs | None = None
-        num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
-        self.config = self._settle(config, num_blocks)
-        self.kv_cache = self._bind_kv_cache(num_blocks)
-        if self._uses_graphs(config):
-            self.graphs = self._capture_graphs()
+        with torch.inference_mode(), on_device(self.device):
+            num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
+            self.config = self._settle(config, num_blocks)
+            self.kv_cache = self._bind_kv_cache(num_blocks)
+            if self._uses_graphs(config):
+                self.graphs = self._capture_graphs()
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> list[int]:
         """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
+        with torch.inference_mode(), on_device(self.device):
+            return self._run(batch)
+
+    def _run(self, batch: Batch) -> list[int]:
         inputs = (
             prefill_inputs(batch.seqs, self.block_size, self.device)
             if batch.is_prefill
@@ -204,7 +215,6 @@ class ModelRunner:
         budget = total * config.gpu_memory_utilization - others - activations - graphs
         return int(budget / (1 + self.backend.copied_layers / self.model_config.num_hidden_layers))
 
-    @torch.inference_mode()
     def _warm_up(self, config: Config) -> None:
         inputs = warmup_inputs(config.max_num_batched_tokens, self.max_positions, self.device)
         hidden = self._forward(inputs)[: config.max_num_running]
@@ -276,7 +286,6 @@ class ModelRunner:
     def _uses_graphs(self, config: Config) -> bool:
         return self.device.type == "cuda" and self.backend.graph_safe and not config.enforce_eager
 
-    @torch.inference_mode()
     def _capture_graphs(self) -> DecodeGraphs:
         start = time.perf_counter()
         graphs = self.decode_graphs()

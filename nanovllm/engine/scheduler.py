@@ -4,6 +4,7 @@ Plain Python over integers: it knows no tensors, no text, and not what EOS is.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
@@ -20,15 +21,27 @@ class Scheduler:
 
     def __init__(self, config: Config) -> None:
         assert config.num_kvcache_blocks is not None and config.kvcache_block_size is not None
-        self.block_manager = BlockManager(
-            config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_running = config.max_num_running
-        self.waiting: deque[Sequence] = deque()
-        self.running: deque[Sequence] = deque()
         self.num_preemptions = 0
+        self.restart([])
+
+    def restart(self, seqs: Iterable[Sequence]) -> None:
+        """Begin anew with unfinished `seqs` waiting and nothing cached.
+
+        For use after an interrupt, which may have struck anywhere and left anything half done.
+        """
+        self.block_manager = BlockManager(
+            self.num_blocks, self.block_size, self.enable_prefix_caching
+        )
+        self.running: deque[Sequence] = deque()
+        self.waiting = deque(sorted(seqs, key=lambda seq: seq.seq_id))
+        for seq in self.waiting:
+            seq.status = SequenceStatus.WAITING
+            seq.forget_cache()
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that the whole pool can hold at its full length."""

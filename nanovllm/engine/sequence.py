@@ -79,6 +79,13 @@ class Sequence:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def forget_cache(self) -> None:
+        """Go back to nothing computed, tokens kept; the blocks are the scheduler's to free."""
+        self.block_table = []
+        self.num_cached_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_published_blocks = 0
+
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the request; its blocks are the scheduler's to free."""
         self.status = SequenceStatus.FINISHED

@@ -4,7 +4,6 @@ A backend reads and writes one cache layout, `[blocks, block_size, KVH, D]` per 
 V, so that backends can be swapped and compared on the same cache.
 """
 
-import importlib.util
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -135,8 +134,12 @@ def _why_not_flash_attn(
         return f"needs dtype 'float16' or 'bfloat16', got {str(dtype).removeprefix('torch.')!r}"
     if block_size is not None and block_size % FlashAttnBackend.block_size:
         return f"needs kvcache_block_size to be a multiple of 256, got {block_size}"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "needs the flash-attn package (pip install flash-attn --no-build-isolation)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs an Ampere GPU or a newer one"
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError as error:
+        return f"cannot import flash-attn ({error}); pip install flash-attn --no-build-isolation"
     return None
 
 
