@@ -6,6 +6,7 @@ model's length, the pool's size) is settled by the engine, in a copy.
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -16,6 +17,17 @@ from nanovllm.utils.checks import check_bool, check_choice, check_float, check_i
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+INT_RANGES = {
+    "max_num_batched_tokens": (1, None),
+    "max_num_seqs": (1, None),
+    "max_model_len": (2, None),
+    "tensor_parallel_size": (1, 8),
+    "kvcache_block_size": (1, None),
+    "num_kvcache_blocks": (1, None),
+    "seed": (0, 2**63 - 1),
+}
+NONE_FITS = ("max_model_len", "kvcache_block_size", "num_kvcache_blocks")
+FLOAT_RANGES = {"gpu_memory_utilization": (0.01, 1.0), "cpu_kvcache_gib": (0.0, math.inf)}
 
 
 @dataclass(frozen=True)
@@ -49,18 +61,8 @@ class Config:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_int("max_num_seqs", self.max_num_seqs, 1)
-        check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
-        check_float("cpu_kvcache_gib", self.cpu_kvcache_gib, 0.0)
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        check_int("seed", self.seed, 0, 2**63 - 1)
-        lows = {"max_model_len": 2, "kvcache_block_size": 1, "num_kvcache_blocks": 1}
-        for name, low in lows.items():
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"
@@ -75,7 +77,7 @@ class Config:
             )
 
     def _normalize(self) -> None:
-        """Accept paths for names, and torch's own objects for `device` and `dtype`."""
+        """Accept paths for names, torch's objects for `device` and `dtype`, NumPy's numbers."""
         for name in ("model", "tokenizer"):
             value = getattr(self, name)
             if value is None and name == "tokenizer":
@@ -85,6 +87,11 @@ class Config:
             object.__setattr__(self, name, str(os.fspath(value)))
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        for name, (low, high) in INT_RANGES.items():
+            if getattr(self, name) is not None or name not in NONE_FITS:
+                object.__setattr__(self, name, check_int(name, getattr(self, name), low, high))
+        for name, bounds in FLOAT_RANGES.items():
+            object.__setattr__(self, name, check_float(name, getattr(self, name), *bounds))
 
     @property
     def max_num_running(self) -> int:

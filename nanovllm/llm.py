@@ -41,8 +41,17 @@ class LLM(LLMEngine):
             self._encode_at(index, prompt, params)
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
-        ids = [self._enqueue(*pair) for pair in zip(encoded, params_list, strict=True)]
-        return self._run_all(ids, use_tqdm)
+        ids: list[int] = []
+        try:
+            for token_ids, params in zip(encoded, params_list, strict=True):
+                ids.append(self._enqueue(token_ids, params))
+            self._run_until_done(ids, use_tqdm)
+        except BaseException:
+            for request_id in self._seqs.keys() & ids:
+                self.abort_request(request_id)
+            self._claim(ids)
+            raise
+        return self._claim(ids)
 
     def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Check and encode prompt `index`; an error says which one it was."""
@@ -51,25 +60,18 @@ class LLM(LLMEngine):
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompts[{index}]: {error}") from None
 
-    def _run_all(self, ids: list[int], use_tqdm: bool) -> list[RequestOutput]:
-        """Step until all of `ids` are done; outputs of other requests wait for `step()`."""
+    def _run_until_done(self, ids: list[int], use_tqdm: bool) -> None:
+        """Step until all of `ids` are finished; outputs of other requests wait for `step()`."""
         pending = set(ids)
         before = dataclasses.replace(self.counter)
-        try:
-            with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                while pending:
-                    self._step()
-                    done = pending & self._finished.keys()
-                    pending -= done
-                    if use_tqdm:
-                        self._show_rates(bar, before)
-                        bar.update(len(done))
-        except BaseException:
-            for request_id in pending & self._seqs.keys():
-                self.abort_request(request_id)
-            self._claim(ids)
-            raise
-        return self._claim(ids)
+        with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+            while pending:
+                self._step()
+                done = pending & self._finished.keys()
+                pending -= done
+                if use_tqdm:
+                    self._show_rates(bar, before)
+                    bar.update(len(done))
 
     def _show_rates(self, bar: Any, before: StepCounter) -> None:
         """Put this call's rates behind the bar."""

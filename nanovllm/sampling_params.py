@@ -47,11 +47,11 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        check_float("temperature", self.temperature, 0.0)
-        check_int("max_tokens", self.max_tokens, 1)
+        object.__setattr__(self, "temperature", check_float("temperature", self.temperature, 0.0))
+        object.__setattr__(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1))
         check_bool("ignore_eos", self.ignore_eos)
         if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1)
+            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         for field in dataclasses.fields(self):

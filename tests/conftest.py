@@ -2,16 +2,20 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from nanovllm import LLM
+from nanovllm.engine.batch import Batch
+from nanovllm.outputs import RequestOutput
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -66,6 +70,43 @@ def edit_config(path: Path, **changes: Any) -> None:
     file = path / "config.json"
     config = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+class LogitRecorder:
+    """Notes what an engine chooses each token from: logits by sequence and its length then."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.logits: dict[tuple[int, int], torch.Tensor] = {}
+        self._keys: list[tuple[int, int]] = []
+        runner = llm._runner
+        run, compute_logits = runner.run, runner.model.compute_logits
+
+        def recording_run(batch: Batch) -> list[int]:
+            self._keys = [(seq.seq_id, seq.num_tokens) for seq in batch.sampling_seqs]
+            return run(batch)
+
+        def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = compute_logits(hidden)
+            self.logits |= zip(self._keys, logits.float().cpu(), strict=True)
+            return logits
+
+        runner.run = recording_run  # type: ignore[method-assign]
+        runner.model.compute_logits = recording_logits  # type: ignore[method-assign]
+
+    def of(self, output: RequestOutput) -> torch.Tensor:
+        """Logits [tokens, vocab] of a finished request's tokens."""
+        start = output["num_prompt_tokens"]
+        lengths = range(start, start + len(output["token_ids"]))
+        return torch.stack([self.logits[output["request_id"], length] for length in lengths])
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small lose by a second thread, the more so where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

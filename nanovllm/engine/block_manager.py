@@ -5,6 +5,7 @@ It knows block numbers and token ids, no tensors: what a block holds on the devi
 
 from array import array
 from collections import Counter, OrderedDict
+from itertools import count
 
 import xxhash
 
@@ -33,6 +34,11 @@ class BlockManager:
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.hashes: list[int | None] = [None] * num_blocks
         self.token_ids: list[list[int]] = [[]] * num_blocks  # replaced, never changed in place
+        # A number for each prefix (a block and all before it), and that of a block's parent: equal
+        # tokens behind parents that collide collide for certain, and only these tell them apart.
+        self.prefixes = [0] * num_blocks
+        self.parents = [0] * num_blocks
+        self.prefix_numbers = count(1)
         # Blocks computed side by side carry one hash: evicting one must not hide the others.
         self.blocks_by_hash: dict[int, list[int]] = {}
 
@@ -44,6 +50,8 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> bool:
         """Give `seq` blocks for all its tokens, cached ones first; False changes nothing."""
         assert not seq.block_table
+        if not self.free_queue:  # at least the last token's block is a fresh one
+            return False
         hits = self._find_prefix(seq) if self.enable_prefix_caching else []
         num_fresh = -(-seq.num_tokens // self.block_size) - len(hits)
         num_free_hits = sum(self.ref_counts[block] == 0 for block in hits)
@@ -72,8 +80,14 @@ class BlockManager:
         hashes = self._block_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
             block, value = seq.block_table[index], hashes[index]
+            parent = self.prefixes[seq.block_table[index - 1]] if index else 0
+            twin = self._find_block(value, parent, self._tokens(seq, index))
             self.hashes[block] = value
             self.token_ids[block] = self._tokens(seq, index)
+            self.parents[block] = parent
+            self.prefixes[block] = (
+                next(self.prefix_numbers) if twin is None else self.prefixes[twin]
+            )
             self.blocks_by_hash.setdefault(value, []).append(block)
         seq.num_published_blocks = num_full
 
@@ -104,17 +118,21 @@ class BlockManager:
         Its last token is never among them, because its logits are needed.
         """
         hits: list[int] = []
+        parent = 0
         for index in range((seq.num_tokens - 1) // self.block_size):
             value = self._block_hashes(seq, index + 1)[index]
-            candidates = self.blocks_by_hash.get(value)
-            if candidates is None:
-                break
-            token_ids = self._tokens(seq, index)
-            block = next((b for b in candidates if self.token_ids[b] == token_ids), None)
+            block = self._find_block(value, parent, self._tokens(seq, index))
             if block is None:
                 break
             hits.append(block)
+            parent = self.prefixes[block]
         return hits
+
+    def _find_block(self, value: int, parent: int, token_ids: list[int]) -> int | None:
+        for block in self.blocks_by_hash.get(value, ()):
+            if self.parents[block] == parent and self.token_ids[block] == token_ids:
+                return block
+        return None
 
     def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[int]:
         """The hashes of the first blocks of `seq`, each computed once in its life."""

@@ -6,9 +6,7 @@ It decides nothing about who runs, and knows no text.
 import dataclasses
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+from nanovllm.engine.device import on_device, resolve_device, resolve_dtype
 from nanovllm.engine.inputs import (
     StepInputs,
     decode_inputs,
@@ -25,7 +24,6 @@ from nanovllm.engine.inputs import (
     warmup_inputs,
 )
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.packed_linear import cpu_computes
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import max_rope_positions
@@ -40,33 +38,6 @@ logger = logging.getLogger("nanovllm")
 
 GIB = 1 << 30
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
-
-
-def resolve_device(device: str) -> torch.device:
-    """Turn `Config.device` into a device that is there."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not device.startswith("cuda"):
-        return torch.device(device)
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but PyTorch finds no CUDA device here; use 'cpu'")
-    index = int(device.partition(":")[2] or torch.cuda.current_device())
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device={device!r}, but there are {torch.cuda.device_count()} devices")
-    return torch.device("cuda", index)
-
-
-def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.dtype:
-    """Turn `Config.dtype` into a type; "auto" is the model's own where the device is fit for it."""
-    resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
-    if dtype == "auto" and device.type == "cpu" and not cpu_computes(resolved):
-        return torch.float32
-    return resolved
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one: Triton launches where PyTorch's current device is."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class ModelRunner:

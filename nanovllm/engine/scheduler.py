@@ -42,6 +42,11 @@ class Scheduler:
         for seq in self.waiting:
             seq.status = SequenceStatus.WAITING
             seq.forget_cache()
+            # Appended, but not yet seen to be the last: it will be sampled again.
+            if seq.output_token_ids and (
+                seq.token_ids[-1] in seq.stop_token_ids or seq.num_tokens >= seq.max_num_tokens
+            ):
+                seq.token_ids.pop()
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that the whole pool can hold at its full length."""

@@ -88,9 +88,9 @@ class Sequence:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the request; its blocks are the scheduler's to free."""
-        self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self.status = SequenceStatus.FINISHED  # last: an interrupt may strike anywhere
 
     def audit(self) -> None:
         """Assert that the state is inside its state space."""

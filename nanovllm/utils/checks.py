@@ -22,7 +22,10 @@ def check_float(name: str, value: Any, low: float, high: float = math.inf) -> fl
     bounds = f">= {low}" if high == math.inf else f"in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number {bounds}, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float can hold
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         raise ValueError(f"{name} must be finite and {bounds}, got {value}")
     return number

@@ -1,0 +1,186 @@
+"""The scheduler's share of a decode step: schedule() + postprocess() with many running sequences.
+
+    python benchmarks/scheduler_step.py [--against DIR]
+
+No model and no tensors: the tokens that a device would sample come from a list. The lengths of the
+prompts differ by one token each, so that every step has its even share of sequences that enter a
+new block and of blocks to hash. None finishes. The host pays this time between any two decode
+steps, so it counts against the milliseconds that the device takes for one.
+
+`--against DIR` names a checkout of the nano-vllm project. Its sequence, block manager and scheduler
+are loaded beside ours under another package name (with a stand-in for its config module, which asks
+for a model directory) and take their steps in turn with ours: same workload, same run.
+"""
+
+import argparse
+import gc
+import inspect
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+MIN_PROMPT_LEN = 100
+RIVAL = "rival_nanovllm"
+RIVAL_MODULES = ("sampling_params", "engine.sequence", "engine.block_manager", "engine.scheduler")
+
+Step = Callable[[], None]
+
+
+def prompts(num_seqs: int) -> list[list[int]]:
+    """Prompts that share nothing, of all lengths modulo any block size."""
+    return [
+        list(range(index * 10_000, index * 10_000 + MIN_PROMPT_LEN + index))
+        for index in range(num_seqs)
+    ]
+
+
+def pool_blocks(num_seqs: int, num_steps: int, block_size: int) -> int:
+    """Blocks for all sequences at their full length: nobody is preempted."""
+    longest = MIN_PROMPT_LEN + num_seqs + num_steps
+    return num_seqs * -(-longest // block_size)
+
+
+def our_step(num_seqs: int, num_steps: int, block_size: int) -> Step:
+    """Prefill our scheduler, and return its decode step."""
+    config = Config(
+        "no model",
+        max_num_seqs=num_seqs,
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size),
+    )
+    scheduler = Scheduler(config)
+    params = SamplingParams(max_tokens=num_steps + 2, ignore_eos=True)
+    for prompt in prompts(num_seqs):
+        scheduler.add(Sequence(prompt, params))
+    tokens = list(range(num_seqs))
+    while scheduler.waiting or any(seq.num_uncached_tokens > 1 for seq in scheduler.running):
+        batch = scheduler.schedule()
+        scheduler.postprocess(batch, tokens[: len(batch.sampling_seqs)])
+
+    def step() -> None:
+        scheduler.postprocess(scheduler.schedule(), tokens)
+
+    return step
+
+
+def load_rival(checkout: Path) -> dict[str, types.ModuleType]:
+    """The modules of another nano-vllm, by their names under its package."""
+    stub = types.ModuleType(f"{RIVAL}.config")
+    stub.Config = types.SimpleNamespace  # type: ignore[attr-defined]
+    modules = {"config": stub}
+    for package in (RIVAL, f"{RIVAL}.engine"):
+        sys.modules[package] = types.ModuleType(package)
+    sys.modules[stub.__name__] = stub
+    for name in RIVAL_MODULES:
+        path = checkout / "nanovllm" / f"{name.replace('.', '/')}.py"
+        source = path.read_text().replace("from nanovllm.", f"from {RIVAL}.")
+        modules[name] = module = types.ModuleType(f"{RIVAL}.{name}")
+        sys.modules[module.__name__] = module
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    return modules
+
+
+def rival_step(
+    modules: dict[str, types.ModuleType], num_seqs: int, num_steps: int, block_size: int
+) -> Step:
+    """Prefill the other scheduler, and return its decode step."""
+    sequence = modules["engine.sequence"].Sequence
+    sequence.block_size = block_size
+    config = modules["config"].Config(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=16384,
+        eos=-1,
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size),
+    )
+    scheduler = modules["engine.scheduler"].Scheduler(config)
+    # Versions with chunked prefill want to be told which kind of step it was.
+    told = len(inspect.signature(scheduler.postprocess).parameters) == 3
+    params = modules["sampling_params"].SamplingParams(max_tokens=num_steps + 2, ignore_eos=True)
+    for prompt in prompts(num_seqs):
+        scheduler.add(sequence(prompt, params))
+    tokens = list(range(num_seqs))
+
+    def step() -> None:
+        seqs, is_prefill = scheduler.schedule()
+        scheduler.postprocess(seqs, tokens, *([is_prefill] if told else []))
+
+    while scheduler.waiting:
+        step()
+    return step
+
+
+def microseconds(steps: dict[str, Step], num_steps: int) -> dict[str, dict[str, float]]:
+    """Take the steps in turn, so that a busy machine is as bad for one as for the other."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    gc.collect()
+    for _ in range(num_steps):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append((time.perf_counter() - start) * 1e6)
+    return {
+        name: {
+            "median": round(statistics.median(values), 1),
+            "mean": round(statistics.fmean(values), 1),
+            "p90": round(statistics.quantiles(values, n=10)[-1], 1),
+        }
+        for name, values in times.items()
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--num-seqs", type=int, default=256, metavar="N")
+    parser.add_argument("--num-steps", type=int, default=600, metavar="N")
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 256], metavar="N")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout of nano-vllm")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure each block size; print a table and one JSON line."""
+    args = parse_args()
+    rival = load_rival(args.against) if args.against else None
+    processor = platform.processor() or platform.machine()
+    result: dict[str, Any] = {
+        "benchmark": "scheduler_step",
+        "machine": f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "num_seqs": args.num_seqs,
+        "num_steps": args.num_steps,
+        "unit": "us per decode step",
+    }
+    print(f"schedule() + postprocess(), {args.num_seqs} running sequences, us per decode step")
+    print(f"{'block size':>10} {'':12} {'median':>8} {'mean':>8} {'p90':>8}")
+    for block_size in args.block_sizes:
+        workload = (args.num_seqs, args.num_steps, block_size)
+        steps = {"nanovllm": our_step(*workload)}
+        if rival:
+            steps["nano-vllm"] = rival_step(rival, *workload)
+        figures = microseconds(steps, args.num_steps)
+        for name, row in figures.items():
+            print(f"{block_size:>10} {name:12}" + "".join(f" {v:>8.1f}" for v in row.values()))
+        result[f"block_size_{block_size}"] = figures
+        if rival:
+            ours, theirs = figures.values()
+            ratio = {key: round(theirs[key] / ours[key], 2) for key in ours}
+            print(f"{'':10} {'ratio':12}" + "".join(f" {v:>8.2f}" for v in ratio.values()))
+            figures["ratio"] = ratio
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""BlockManager: who holds which block, what can be found again, and what is evicted first."""
+
+import copy
+import time
+
+import pytest
+import xxhash
+
+from nanovllm.engine import block_manager
+from nanovllm.engine.block_manager import BlockManager, hash_block
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+def admit(manager: BlockManager, token_ids: list[int]) -> Sequence:
+    """A sequence with blocks for all its tokens, none computed but the hits."""
+    seq = Sequence(token_ids, SamplingParams())
+    assert manager.allocate(seq)
+    return seq
+
+
+def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
+    """Book the KV of the first `num_tokens` tokens (all, if not told) as computed."""
+    seq.num_cached_tokens = seq.num_tokens if num_tokens is None else num_tokens
+    manager.publish(seq)
+
+
+def run(manager: BlockManager, token_ids: list[int]) -> Sequence:
+    """A sequence whose tokens are all computed."""
+    seq = admit(manager, token_ids)
+    compute(manager, seq)
+    return seq
+
+
+def run_and_free(manager: BlockManager, token_ids: list[int]) -> list[int]:
+    """A sequence that comes and goes; returns the blocks that it had."""
+    seq = run(manager, token_ids)
+    table = seq.block_table
+    manager.free(seq)
+    return table
+
+
+def num_hits(manager: BlockManager, token_ids: list[int]) -> int:
+    """How many blocks of the prompt would be found now; looks, and takes nothing."""
+    other = copy.deepcopy(manager)
+    return admit(other, token_ids).num_cached_tokens // manager.block_size
+
+
+def snapshot(manager: BlockManager) -> str:
+    """All state, with the order of the free queue (which a comparison of dicts would not see)."""
+    return repr(vars(manager))
+
+
+# Hashes
+
+
+def test_hash_is_xxh64_of_parent_and_tokens() -> None:
+    """A hash that leaves out the parent, or that depends on the platform's int."""
+    first = xxhash.xxh64_intdigest(bytes.fromhex("0000000000000000 01000000 02000000"))
+    assert hash_block(0, [1, 2]) == first
+    second = xxhash.xxh64_intdigest(first.to_bytes(8, "little") + bytes.fromhex("03000000"))
+    assert hash_block(first, [3]) == second
+
+
+def test_hash_chains() -> None:
+    """Equal tokens after different beginnings taken for equal: wrong KV, silently."""
+    manager = BlockManager(8, 2)
+    first, second, _ = run(manager, [1, 2, 5, 6, 0]).block_table
+    assert manager.hashes[first] == hash_block(0, [1, 2])
+    assert manager.hashes[second] == hash_block(hash_block(0, [1, 2]), [5, 6])
+    assert num_hits(manager, [1, 2, 5, 6, 0]) == 2
+    assert num_hits(manager, [3, 4, 5, 6, 0]) == 0
+    assert num_hits(manager, [1, 2, 1, 2, 0]) == 1
+    assert num_hits(manager, [5, 6, 0]) == 0
+
+
+def test_collision_of_different_tokens_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hash trusted without a look at the tokens: [3, 4] would be served the KV of [1, 2]."""
+    monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: 42)
+    manager = BlockManager(8, 2)
+    one = run(manager, [1, 2, 0])
+    other = run(manager, [3, 4, 0])
+    manager.audit([one.block_table, other.block_table])
+    assert one.block_table[0] not in admit(manager, [3, 4, 0]).block_table
+    assert admit(manager, [1, 2, 0]).block_table[0] == one.block_table[0]
+    assert num_hits(manager, [5, 6, 0]) == 0
+
+
+def test_collision_of_equal_tokens_after_different_prefixes_is_no_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block's own tokens compared, but not what stands before them.
+
+    Where [1, 2] and [3, 4] collide, so do all blocks chained to them: the [5, 6] after [1, 2] and
+    the [5, 6] after [3, 4] have one hash and the same tokens, and very different KV.
+    """
+    weak = {1: 7, 3: 7, 5: 8}
+    monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: weak[token_ids[0]])
+    manager = BlockManager(8, 2)
+    one = run(manager, [1, 2, 5, 6, 0])
+    run(manager, [3, 4, 5, 6, 0])
+    hit = admit(manager, [3, 4, 5, 6, 0])
+    assert one.block_table[1] not in hit.block_table
+
+
+def test_collision_along_one_prompt_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that repeats itself finds its first block again as its second: held twice."""
+    monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: 42)
+    manager = BlockManager(8, 2)
+    first = run(manager, [1, 2, 1, 2, 0])
+    again = admit(manager, [1, 2, 1, 2, 0])
+    manager.audit([first.block_table, again.block_table])
+
+
+# What is published
+
+
+def test_only_computed_full_blocks_are_found() -> None:
+    """Publishing at allocation: others would read KV that nobody has written yet."""
+    manager = BlockManager(16, 2)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    seq = admit(manager, prompt)
+    found = [num_hits(manager, prompt)]
+    for num_tokens in range(1, 8):
+        compute(manager, seq, num_tokens)
+        found.append(num_hits(manager, prompt))
+    assert found == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_generated_tokens_are_found_too() -> None:
+    """A chat's second turn that recomputes the answer of the first."""
+    manager = BlockManager(8, 2)
+    seq = run(manager, [1, 2, 3])
+    seq.token_ids += [4, 5]
+    manager.append_block(seq)
+    compute(manager, seq)
+    assert num_hits(manager, [1, 2, 3, 4, 5]) == 2
+
+
+def test_publishing_twice_is_publishing_once() -> None:
+    """A block listed twice under its hash survives its own eviction."""
+    manager = BlockManager(4, 2)
+    seq = run(manager, [1, 2, 3])
+    before = snapshot(manager)
+    manager.publish(seq)
+    assert snapshot(manager) == before
+    manager.audit([seq.block_table])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_tokens", "hits"),
+    [(2, 2, 0), (2, 3, 1), (2, 4, 1), (2, 5, 2), (1, 1, 0), (1, 2, 1), (1, 4, 3), (4, 4, 0),
+     (4, 5, 1), (4, 8, 1), (4, 9, 2), (16, 16, 0), (16, 17, 1)],
+)  # fmt: skip
+def test_the_last_token_is_never_a_hit(block_size: int, num_tokens: int, hits: int) -> None:
+    """A prompt that is cached to its end leaves no token to compute, hence no logits."""
+    manager = BlockManager(32, block_size)
+    prompt = list(range(num_tokens))
+    run(manager, prompt)
+    seq = admit(manager, prompt)
+    assert seq.num_cached_tokens == hits * block_size == (num_tokens - 1) // block_size * block_size
+    assert seq.num_uncached_tokens >= 1
+
+
+def test_hits_are_shared_and_counted() -> None:
+    """A hit without its reference: the first to finish frees what the other still reads."""
+    manager = BlockManager(6, 2)
+    one = run(manager, [1, 2, 3, 4, 5])
+    other = admit(manager, [1, 2, 3, 4, 6])
+    assert (one.block_table, other.block_table) == ([0, 1, 2], [0, 1, 3])
+    assert manager.ref_counts == [2, 2, 1, 1, 0, 0]
+    manager.free(one)
+    assert manager.ref_counts == [1, 1, 0, 1, 0, 0]
+    assert manager.num_free_blocks == 3
+    manager.audit([other.block_table])
+    manager.free(other)
+    assert manager.num_free_blocks == 6
+    manager.audit([])
+
+
+def test_first_hits_are_kept_for_the_report() -> None:
+    """A preempted request's hits on its own blocks reported as cached prompt tokens."""
+    manager = BlockManager(8, 2)
+    seq = run(manager, [1, 2, 3, 4, 5])
+    manager.free(seq)
+    assert manager.allocate(seq)
+    assert (seq.num_hit_tokens, seq.num_cached_tokens) == (0, 4)
+    assert admit(manager, [1, 2, 9]).num_hit_tokens == 2
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    """enable_prefix_caching=False that only hides the hits, and keeps the books all the same."""
+    manager = BlockManager(8, 2, enable_prefix_caching=False)
+    run_and_free(manager, [1, 2, 3, 4, 5])
+    assert (num_hits(manager, [1, 2, 3, 4, 5]), manager.blocks_by_hash) == (0, {})
+    assert manager.num_free_blocks == 8
+    manager.audit([])
+
+
+# The free queue
+
+
+@pytest.mark.parametrize(("num_evicted", "hits"), [(0, 3), (1, 2), (2, 1), (3, 0)])
+def test_tail_is_evicted_before_prefix(num_evicted: int, hits: int) -> None:
+    """Blocks freed first to last: one eviction takes the first block, and with it all hits."""
+    manager = BlockManager(4, 2)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    run_and_free(manager, prompt)
+    for token_id in range(90, 90 + num_evicted):
+        admit(manager, [token_id])
+    assert num_hits(manager, prompt[: 2 * manager.num_free_blocks]) == hits
+
+
+def test_eviction_order() -> None:
+    """A queue that is not least recently used first: old before new, tail before prefix."""
+    manager = BlockManager(6, 2)
+    old = run_and_free(manager, [1, 2, 3, 4, 5])
+    new = run_and_free(manager, [6, 7, 8, 9, 10])
+    assert (old, new) == ([0, 1, 2], [3, 4, 5])
+    assert [admit(manager, [n]).block_table[0] for n in range(90, 96)] == [2, 1, 0, 5, 4, 3]
+
+
+def test_a_hit_makes_a_block_recent() -> None:
+    """First in, first out instead of least recently used: a busy system prompt is evicted."""
+    manager = BlockManager(4, 2)
+    run_and_free(manager, [1, 2, 0])  # blocks 0, 1; queue 2, 3, 1, 0
+    run_and_free(manager, [5, 6, 0])  # blocks 2, 3; queue 1, 0, 3, 2
+    hit = run(manager, [1, 2, 7])  # block 0 again, and 1; queue 3, 2
+    assert hit.block_table == [0, 1]
+    manager.free(hit)  # queue 3, 2, 1, 0
+    assert [admit(manager, [n]).block_table[0] for n in (90, 91)] == [3, 2]
+    assert num_hits(manager, [1, 2, 7]) == 1
+
+
+def test_hits_come_out_of_the_middle_of_the_queue() -> None:
+    """A hit that stays in the queue, and is handed out a second time while it is read."""
+    manager = BlockManager(6, 2)
+    run_and_free(manager, [1, 2, 3, 4, 0])  # blocks 0, 1, 2
+    run_and_free(manager, [5, 6, 0])  # blocks 3, 4
+    assert list(manager.free_queue) == [5, 2, 1, 0, 4, 3]
+    seq = admit(manager, [1, 2, 3, 4, 9])  # takes 0 and 1 out of the middle, 5 from the head
+    assert seq.block_table == [0, 1, 5]
+    assert list(manager.free_queue) == [2, 4, 3]
+    manager.audit([seq.block_table])
+
+
+def test_taking_hits_does_not_depend_on_the_length_of_the_queue() -> None:
+    """A deque's remove(): 2,000 hits behind 100,000 free blocks cost seconds, not milliseconds."""
+    manager = BlockManager(100_000, 1)
+    prompt = list(range(2000))
+    run_and_free(manager, prompt)
+    start = time.process_time()
+    assert admit(manager, prompt).num_cached_tokens == 1999
+    assert time.process_time() - start < 0.5
+
+
+def test_an_evicted_block_is_not_found() -> None:
+    """A hash that outlives its block's content: a hit on somebody else's KV."""
+    manager = BlockManager(2, 2)
+    run_and_free(manager, [1, 2, 0])
+    seq = run(manager, [3, 4, 0])
+    assert sorted(seq.block_table) == [0, 1]
+    manager.free(seq)
+    assert num_hits(manager, [1, 2, 0]) == 0
+    assert num_hits(manager, [3, 4, 0]) == 1
+
+
+# Duplicates
+
+
+def side_by_side(manager: BlockManager) -> tuple[Sequence, Sequence]:
+    """Two sequences that computed the same prompt in the same step."""
+    one, other = admit(manager, [1, 2, 0]), admit(manager, [1, 2, 0])
+    compute(manager, one)
+    compute(manager, other)
+    assert not set(one.block_table) & set(other.block_table)
+    manager.audit([one.block_table, other.block_table])
+    return one, other
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_evicting_a_duplicate_does_not_hide_the_other(first_out: int) -> None:
+    """One block for each hash: evicting either of two must leave the other to be found."""
+    manager = BlockManager(4, 2)
+    pair = side_by_side(manager)
+    gone, kept = pair[first_out], pair[1 - first_out]
+    table = gone.block_table
+    manager.free(gone)
+    evictors = [admit(manager, [90]), admit(manager, [91])]
+    assert sorted(evictor.block_table[0] for evictor in evictors) == sorted(table)
+    manager.free(evictors[0])
+    hit = admit(manager, [1, 2, 9])
+    assert hit.block_table[0] == kept.block_table[0]
+    manager.audit([s.block_table for s in (kept, evictors[1], hit)])
+
+
+def test_when_all_duplicates_are_evicted_nothing_is_found() -> None:
+    """An entry that stays behind when the last block of its hash goes."""
+    manager = BlockManager(4, 2)
+    for seq in side_by_side(manager):
+        manager.free(seq)
+    assert num_hits(manager, [1, 2, 9]) == 1
+    evictors = [admit(manager, [token_id]) for token_id in range(90, 94)]
+    manager.audit([evictor.block_table for evictor in evictors])
+    for evictor in evictors:
+        manager.free(evictor)
+    assert num_hits(manager, [1, 2, 9]) == 0
+    assert manager.blocks_by_hash == {}
+
+
+# Allocations that are refused
+
+
+def test_free_hits_count_against_the_free_blocks() -> None:
+    """Two hits lie in a queue of two, and a third block is needed: there is none left for it."""
+    manager = BlockManager(3, 2)
+    run_and_free(manager, [1, 2, 3, 4, 5])
+    other = admit(manager, [9])
+    assert (other.block_table, list(manager.free_queue)) == ([2], [1, 0])
+    before = snapshot(manager)
+    seq = Sequence([1, 2, 3, 4, 5], SamplingParams())
+    assert not manager.allocate(seq)
+    assert snapshot(manager) == before
+    manager.audit([other.block_table])
+
+
+def test_used_hits_do_not_count_against_the_free_blocks() -> None:
+    """Shared blocks counted as if they had to be found anew: a request refused for nothing."""
+    manager = BlockManager(4, 2)
+    one = run(manager, [1, 2, 3, 4, 5])
+    seq = admit(manager, [1, 2, 3, 4, 6])
+    assert (one.block_table, seq.block_table, manager.num_free_blocks) == ([0, 1, 2], [0, 1, 3], 0)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 9], [1, 2, 9, 9, 9], [9] * 5, [9] * 50])
+def test_refusal_changes_nothing(prompt: list[int]) -> None:
+    """References or blocks taken before the refusal: a leak at each retry."""
+    manager = BlockManager(5, 2)
+    run_and_free(manager, [1, 2, 3, 4, 5])
+    other = admit(manager, [7, 7, 7, 7, 7])
+    before = snapshot(manager)
+    seq = Sequence(prompt, SamplingParams())
+    for _ in range(3):
+        assert not manager.allocate(seq)
+    assert snapshot(manager) == before
+    assert (seq.block_table, seq.num_cached_tokens, seq.num_hit_tokens) == ([], 0, None)
+    assert seq.num_published_blocks == 0
+    manager.free(other)
+    assert manager.num_free_blocks == 5
+
+
+def test_exactly_what_is_free_is_given() -> None:
+    """An off-by-one that keeps the last block for nobody."""
+    manager = BlockManager(3, 4)
+    seq = admit(manager, list(range(12)))
+    assert (seq.block_table, manager.num_free_blocks) == ([0, 1, 2], 0)
+    assert not manager.allocate(Sequence([1], SamplingParams()))
+    manager.free(seq)
+    assert not manager.allocate(Sequence(list(range(13)), SamplingParams()))
+    assert manager.num_free_blocks == 3
+
+
+# The audit
+
+
+def test_free_resets_the_sequence() -> None:
+    """A preempted sequence that believes its KV is still there."""
+    manager = BlockManager(4, 2)
+    seq = run(manager, [1, 2, 3])
+    seq.num_scheduled_tokens = 1
+    manager.free(seq)
+    assert seq.block_table == []
+    assert (seq.num_cached_tokens, seq.num_scheduled_tokens, seq.num_published_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("damage", ["leak", "both", "neither", "twice", "stale", "hidden"])
+def test_audit_sees(damage: str) -> None:
+    """An audit that passes whatever the state: free + used = all, and every hash leads home."""
+    manager = BlockManager(4, 2)
+    seq = run(manager, [1, 2, 3])
+    tables = [seq.block_table]
+    manager.audit(tables)
+    if damage == "leak":  # held by nobody, and never free again
+        manager.ref_counts[3] = 1
+        del manager.free_queue[3]
+    elif damage == "both":  # free and used at once
+        manager.free_queue[0] = None
+    elif damage == "neither":  # lost
+        del manager.free_queue[3]
+    elif damage == "twice":
+        tables = [[0, 1, 1]]
+        manager.ref_counts[1] = 2
+    elif damage == "stale":  # evicted, and still to be found
+        manager.hashes[0] = None
+    else:  # published, and not to be found
+        manager.blocks_by_hash.clear()
+    with pytest.raises(AssertionError):
+        manager.audit(tables)

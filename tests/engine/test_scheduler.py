@@ -1,0 +1,595 @@
+"""Scheduler: who runs in which step, on how many tokens, and how a request ends.
+
+The numbers are small enough to be worked out by hand. The device is a list of token ids.
+"""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+EOS = 2
+TOKEN = 50  # what the device samples if a test does not say
+serial = itertools.count(1000)
+
+
+def make_scheduler(num_blocks: int = 100, block_size: int = 4, **options: Any) -> Scheduler:
+    return Scheduler(
+        Config("m", num_kvcache_blocks=num_blocks, kvcache_block_size=block_size, **options)
+    )
+
+
+def fresh(num_tokens: int) -> list[int]:
+    """A prompt that shares nothing with any other."""
+    return list(itertools.islice(serial, num_tokens))
+
+
+def add(
+    scheduler: Scheduler, prompt: list[int], max_model_len: int | None = None, **params: Any
+) -> Sequence:
+    """Queue a request; if a test does not say, it may grow to what the whole pool can hold."""
+    if max_model_len is None:
+        max_model_len = scheduler.block_manager.num_blocks * scheduler.block_size
+    seq = Sequence(
+        prompt,
+        SamplingParams(**params),
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=max_model_len,
+    )
+    scheduler.add(seq)
+    return seq
+
+
+def step(scheduler: Scheduler, *token_ids: int) -> list[tuple[Sequence, int]]:
+    """Run one step; returns who ran, and on how many tokens."""
+    batch = scheduler.schedule()
+    work = [(seq, seq.num_scheduled_tokens) for seq in batch.seqs]
+    num_samples = len(batch.sampling_seqs)
+    tokens = list(token_ids) or [TOKEN] * num_samples
+    assert len(tokens) == num_samples
+    scheduler.postprocess(batch, tokens)
+    scheduler.audit()
+    return work
+
+
+def interrupt(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+    """A step that is scheduled and never booked: Ctrl-C while the device computed."""
+    batch = scheduler.schedule()
+    scheduler.audit()
+    return [(seq, seq.num_scheduled_tokens) for seq in batch.seqs]
+
+
+def drain(scheduler: Scheduler, limit: int = 1000) -> None:
+    """Run until all have finished, and see that they gave all their blocks back."""
+    for _ in range(limit):
+        if scheduler.is_finished():
+            assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+            return
+        step(scheduler)
+    raise AssertionError(f"not finished after {limit} steps")
+
+
+def test_the_scheduler_side_does_not_import_torch() -> None:
+    """An import that makes a simulation of the scheduler wait seconds for PyTorch."""
+    code = "import sys, nanovllm.engine.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Budgets and order
+
+
+def test_prefill_fills_the_budget_in_order_of_arrival() -> None:
+    """A budget that is overdrawn, or left half empty because the next prompt does not fit whole."""
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    a, b, c = add(scheduler, fresh(4)), add(scheduler, fresh(5)), add(scheduler, fresh(6))
+    assert step(scheduler) == [(a, 4), (b, 5), (c, 1)]
+    assert [len(seq.output_token_ids) for seq in (a, b, c)] == [1, 1, 0]
+    assert step(scheduler) == [(c, 5)]
+    assert [len(seq.output_token_ids) for seq in (a, b, c)] == [1, 1, 1]
+    assert step(scheduler) == [(a, 1), (b, 1), (c, 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chunks"), [(3, [3]), (4, [4]), (5, [4, 1]), (8, [4, 4]), (10, [4, 4, 2])]
+)
+def test_a_long_prompt_is_prefilled_in_chunks(num_tokens: int, chunks: list[int]) -> None:
+    """A token sampled from the middle of a prompt, or none where a chunk ends exactly with it."""
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    seq = add(scheduler, fresh(num_tokens))
+    for index, chunk in enumerate(chunks):
+        assert seq.output_token_ids == []
+        assert step(scheduler) == [(seq, chunk)]
+        assert seq.num_cached_tokens == sum(chunks[: index + 1])
+    assert seq.output_token_ids == [TOKEN]
+
+
+def test_tokens_go_to_those_that_completed_their_prompt() -> None:
+    """The sampled ids handed out by position in the batch, chunks included."""
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    a, b = add(scheduler, fresh(9)), add(scheduler, fresh(2))
+    assert step(scheduler) == [(a, 6)]
+    c = add(scheduler, fresh(7))
+    assert step(scheduler, 61, 62) == [(a, 3), (b, 2), (c, 1)]
+    assert [seq.output_token_ids for seq in (a, b, c)] == [[61], [62], []]
+    assert step(scheduler, 63) == [(c, 6)]
+    assert step(scheduler, 64, 65, 66) == [(a, 1), (b, 1), (c, 1)]
+    assert [seq.output_token_ids for seq in (a, b, c)] == [[61, 64], [62, 65], [63, 66]]
+
+
+def test_prefill_comes_first() -> None:
+    """A new request that waits for the running ones to finish."""
+    scheduler = make_scheduler()
+    a = add(scheduler, fresh(3))
+    step(scheduler)
+    step(scheduler)
+    b = add(scheduler, fresh(3))
+    assert step(scheduler) == [(b, 3)]
+    assert step(scheduler) == [(a, 1), (b, 1)]
+
+
+def test_max_num_seqs_bounds_those_that_run_at_all() -> None:
+    """A bound on each step only: prefill after prefill piles up more than decode can take."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    a, b, c = (add(scheduler, fresh(3), max_tokens=n) for n in (2, 4, 2))
+    assert step(scheduler) == [(a, 3), (b, 3)]
+    assert step(scheduler) == [(a, 1), (b, 1)]
+    assert a.status is SequenceStatus.FINISHED
+    assert step(scheduler) == [(c, 3)]
+    assert step(scheduler) == [(b, 1), (c, 1)]
+    assert list(scheduler.running) == [b]
+    drain(scheduler)
+
+
+def test_the_token_budget_holds_in_decode_too() -> None:
+    """Five sequences decode in a step whose buffers hold three tokens."""
+    scheduler = make_scheduler(max_num_batched_tokens=3)
+    seqs = [add(scheduler, fresh(1), max_tokens=3) for _ in range(5)]
+    assert step(scheduler) == [(seq, 1) for seq in seqs[:3]]
+    assert step(scheduler) == [(seq, 1) for seq in seqs[:3]]
+    assert step(scheduler) == [(seq, 1) for seq in seqs[:3]]
+    assert step(scheduler) == [(seq, 1) for seq in seqs[3:]]
+    drain(scheduler)
+
+
+def test_a_small_request_does_not_overtake_a_large_one() -> None:
+    """A large request that starves behind a stream of small ones."""
+    scheduler = make_scheduler(num_blocks=4)
+    a = add(scheduler, fresh(8), max_tokens=2)
+    large, small = add(scheduler, fresh(12)), add(scheduler, fresh(1))
+    assert step(scheduler) == [(a, 8)]
+    assert step(scheduler) == [(a, 1)]
+    assert step(scheduler) == [(large, 12), (small, 1)]
+
+
+# Prefix cache
+
+
+def test_a_prompt_seen_before_is_not_computed_again() -> None:
+    """No hit, a hit on the last token, or the hits' tokens computed and budgeted all the same."""
+    scheduler = make_scheduler(max_num_batched_tokens=24)
+    prompt = fresh(20)
+    a = add(scheduler, prompt)
+    assert step(scheduler) == [(a, 20)]
+    b, c = add(scheduler, prompt), add(scheduler, [*prompt, 7])
+    d = add(scheduler, fresh(20))
+    assert step(scheduler) == [(b, 4), (c, 1), (d, 19)]
+    assert [seq.num_hit_tokens for seq in (a, b, c, d)] == [0, 16, 20, 0]
+    assert b.block_table[:4] == a.block_table[:4] == c.block_table[:4]
+    drain(scheduler)
+
+
+def test_a_chunk_is_shared_as_soon_as_it_is_computed() -> None:
+    """Blocks published when the prompt is complete only, or before they are computed."""
+    scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=2)
+    prompt = fresh(16)
+    a = add(scheduler, prompt)
+    assert step(scheduler) == [(a, 6)]
+    assert step(scheduler) == [(a, 6)]
+    b = add(scheduler, prompt)
+    assert step(scheduler) == [(a, 4), (b, 2)]
+    assert b.num_hit_tokens == 12
+
+
+def test_blocks_filled_by_decode_are_shared() -> None:
+    """The generated part of a conversation computed again at its next turn."""
+    scheduler = make_scheduler()
+    a = add(scheduler, [1001, 1002, 1003])
+    step(scheduler)  # samples the fourth token
+    early = add(scheduler, [1001, 1002, 1003, TOKEN, 9])
+    assert interrupt(scheduler) == [(early, 5)]
+    scheduler.abort(early)
+    assert step(scheduler) == [(a, 1)]  # computes it: the block is full now
+    late = add(scheduler, [1001, 1002, 1003, TOKEN, 9])
+    assert step(scheduler) == [(late, 1)]
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    """enable_prefix_caching=False that does not reach the block manager."""
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    prompt = fresh(20)
+    for _ in range(3):
+        seq = add(scheduler, prompt, max_tokens=2)
+        assert step(scheduler) == [(seq, 20)]
+        assert seq.num_hit_tokens == 0
+        drain(scheduler)
+
+
+# KV pressure
+
+
+def under_pressure() -> tuple[Scheduler, list[Sequence]]:
+    """Three sequences of a full block each in a pool of three, all about to need one more."""
+    scheduler = make_scheduler(num_blocks=3)
+    seqs = [add(scheduler, fresh(4), max_tokens=3) for _ in range(3)]
+    assert step(scheduler) == [(seq, 4) for seq in seqs]
+    assert scheduler.block_manager.num_free_blocks == 0
+    return scheduler, seqs
+
+
+def test_the_youngest_are_preempted_to_the_head_of_the_queue() -> None:
+    """The oldest preempted, a preempted one queued behind later arrivals, or its tokens lost."""
+    scheduler, (a, b, c) = under_pressure()
+    d = add(scheduler, fresh(4))
+    assert step(scheduler) == [(a, 1)]
+    assert list(scheduler.waiting) == [b, c, d]
+    assert scheduler.num_preemptions == 2
+    for seq in (b, c):
+        assert (seq.status, seq.block_table) == (SequenceStatus.WAITING, [])
+        assert seq.output_token_ids == [TOKEN]
+    drain(scheduler)
+    assert [seq.output_token_ids for seq in (a, b, c)] == [[TOKEN] * 3] * 3
+
+
+def test_no_more_are_preempted_than_needed() -> None:
+    """One that has room left in its block preempted with those that need another."""
+    scheduler = make_scheduler(num_blocks=3)
+    a, b, c = add(scheduler, fresh(4)), add(scheduler, fresh(2)), add(scheduler, fresh(3))
+    step(scheduler)
+    assert step(scheduler) == [(a, 1), (b, 1)]
+    assert (list(scheduler.waiting), len(a.block_table)) == ([c], 2)
+
+
+def test_a_preempted_sequence_finds_its_own_blocks() -> None:
+    """All of a preempted sequence computed again although its blocks still lie in the queue."""
+    scheduler, (a, b, c) = under_pressure()
+    block = b.block_table[0]
+    assert step(scheduler) == [(a, 1)]
+    assert step(scheduler) == [(a, 1)]
+    assert a.finish_reason == "length"
+    assert step(scheduler) == [(b, 1)]  # the block of C was the first to be evicted
+    assert b.block_table[0] == block
+    assert (b.output_token_ids, b.num_hit_tokens) == ([TOKEN] * 2, 0)
+    drain(scheduler)
+    assert c.output_token_ids == [TOKEN] * 3
+
+
+def test_a_preempted_sequence_is_prefilled_in_chunks() -> None:
+    """The prompt's length, not the sequence's, taken for what is to be computed again."""
+    scheduler = make_scheduler(max_num_batched_tokens=4, enable_prefix_caching=False)
+    seq = add(scheduler, fresh(6))
+    for _ in range(5):
+        step(scheduler)
+    assert seq.output_token_ids == [TOKEN] * 4
+    scheduler.preempt()
+    assert [step(scheduler, *tokens) for tokens in ([], [], [51])] == [
+        [(seq, 4)], [(seq, 4)], [(seq, 2)]
+    ]  # fmt: skip
+    assert seq.output_token_ids == [*[TOKEN] * 4, 51]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("prompt_len", [1, 9, 15])
+def test_a_request_as_large_as_the_pool(block_size: int, prompt_len: int) -> None:
+    """An endless loop, or an assert, where a request needs each and every block."""
+    scheduler = make_scheduler(16 // block_size, block_size)
+    seqs = [add(scheduler, fresh(prompt_len), max_model_len=16, max_tokens=1000) for _ in range(3)]
+    drain(scheduler)
+    assert [(seq.num_tokens, seq.finish_reason) for seq in seqs] == [(16, "length")] * 3
+
+
+def test_block_size_one() -> None:
+    """A block that is full and a block that is new fall together: a token lost, or a block."""
+    scheduler = make_scheduler(num_blocks=8, block_size=1)
+    prompt = fresh(3)
+    a = add(scheduler, prompt, max_tokens=3)
+    assert step(scheduler) == [(a, 3)]
+    b = add(scheduler, prompt, max_tokens=5)
+    assert step(scheduler) == [(b, 1)]
+    assert (b.num_hit_tokens, scheduler.block_manager.num_free_blocks) == (2, 4)
+    assert step(scheduler) == [(a, 1), (b, 1)]
+    assert (a.block_table[:2], len(a.block_table)) == (b.block_table[:2], 4)
+    assert step(scheduler) == [(a, 1), (b, 1)]  # the last two of the pool
+    assert a.finish_reason == "length"
+    drain(scheduler)
+    assert b.output_token_ids == [TOKEN] * 5
+
+
+# How a request ends
+
+
+@pytest.mark.parametrize(
+    ("params", "max_model_len", "sampled", "reason", "stop_reason"),
+    [
+        ({"max_tokens": 1}, 100, [5], "length", None),
+        ({"max_tokens": 3}, 100, [5, 6, 7], "length", None),
+        ({"max_tokens": 9}, 5, [5, 6], "length", None),
+        ({"max_tokens": 9}, 4, [5], "length", None),
+        ({"max_tokens": 9}, 100, [5, EOS], "stop", None),
+        ({"max_tokens": 9, "stop_token_ids": [7, 8]}, 100, [5, 8], "stop", 8),
+        ({"max_tokens": 9, "stop_token_ids": [7, 8]}, 100, [5, EOS], "stop", None),
+        ({"max_tokens": 2}, 100, [5, EOS], "stop", None),
+        ({"max_tokens": 1}, 100, [EOS], "stop", None),
+        ({"max_tokens": 2, "stop_token_ids": [8]}, 100, [5, 8], "stop", 8),
+        ({"max_tokens": 9}, 5, [5, EOS], "stop", None),
+        ({"max_tokens": 3, "ignore_eos": True}, 100, [EOS, EOS, EOS], "length", None),
+        ({"max_tokens": 9, "ignore_eos": True, "stop_token_ids": [8]}, 100, [EOS, 8], "stop", 8),
+        ({"max_tokens": 9, "ignore_eos": True, "stop_token_ids": [EOS]}, 100, [EOS], "stop", EOS),
+    ],
+)
+def test_how_a_request_ends(
+    params: dict[str, Any], max_model_len: int, sampled: list[int], reason: str, stop_reason: Any
+) -> None:
+    """One token too many or too few, a stop on the last token called "length", a lost stop id."""
+    scheduler = make_scheduler()
+    seq = add(scheduler, [EOS, 8, 3], max_model_len, **params)
+    for index, token_id in enumerate(sampled):
+        assert (seq.finish_reason, seq.output_token_ids) == (None, sampled[:index])
+        step(scheduler, token_id)
+    assert (seq.finish_reason, seq.stop_reason) == (reason, stop_reason)
+    assert (seq.status, seq.output_token_ids) == (SequenceStatus.FINISHED, sampled)
+    assert scheduler.is_finished()
+    assert scheduler.block_manager.num_free_blocks == 100
+
+
+def test_postprocess_returns_those_that_finished_and_only_they_leave() -> None:
+    """A neighbour dropped from `running` with the one that finished."""
+    scheduler = make_scheduler()
+    a, b, c = (add(scheduler, fresh(3)) for _ in range(3))
+    batch = scheduler.schedule()
+    assert scheduler.postprocess(batch, [5, EOS, 5]) == [b]
+    assert list(scheduler.running) == [a, c]
+    batch = scheduler.schedule()
+    assert scheduler.postprocess(batch, [EOS, EOS]) == [a, c]
+    assert scheduler.is_finished()
+
+
+# Abort
+
+
+def waiting(scheduler: Scheduler) -> Sequence:
+    for _ in range(2):
+        add(scheduler, fresh(3))
+    step(scheduler)
+    return add(scheduler, fresh(3))
+
+
+def running(scheduler: Scheduler) -> Sequence:
+    seqs = [add(scheduler, fresh(3)) for _ in range(3)]
+    for _ in range(3):
+        step(scheduler)
+    return seqs[1]
+
+
+def mid_chunk(scheduler: Scheduler) -> Sequence:
+    add(scheduler, fresh(5))
+    seq = add(scheduler, fresh(20))
+    step(scheduler)
+    assert 0 < seq.num_cached_tokens < 20
+    return seq
+
+
+def preempted(scheduler: Scheduler) -> Sequence:
+    seq = running(scheduler)
+    scheduler.preempt()
+    scheduler.preempt()
+    assert scheduler.waiting[0] is seq
+    return seq
+
+
+def interrupted(scheduler: Scheduler) -> Sequence:
+    seq = running(scheduler)
+    interrupt(scheduler)
+    return seq
+
+
+@pytest.mark.parametrize("state", [waiting, running, mid_chunk, preempted, interrupted])
+def test_abort(state: Callable[[Scheduler], Sequence]) -> None:
+    """Blocks leaked, or a request that is still scheduled after its caller has left."""
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    seq = state(scheduler)
+    others = {other for other in (*scheduler.waiting, *scheduler.running) if other is not seq}
+    num_tokens = seq.num_tokens
+    scheduler.abort(seq)
+    scheduler.audit()
+    assert (seq.status, seq.finish_reason, seq.stop_reason) == (
+        SequenceStatus.FINISHED, "abort", None
+    )  # fmt: skip
+    assert (seq.num_tokens, seq.block_table) == (num_tokens, [])
+    assert {*scheduler.waiting, *scheduler.running} == others
+    drain(scheduler)
+    assert {other.finish_reason for other in others} == {"length"}
+    assert seq.num_tokens == num_tokens
+
+
+def test_aborting_one_of_two_that_share_a_prefix() -> None:
+    """The shared blocks freed under the other one."""
+    scheduler = make_scheduler(num_blocks=6)
+    prompt = fresh(9)
+    a = add(scheduler, prompt)
+    step(scheduler)
+    b = add(scheduler, prompt)
+    step(scheduler)
+    assert (a.block_table[:2], scheduler.block_manager.num_free_blocks) == (b.block_table[:2], 2)
+    scheduler.abort(a)
+    scheduler.audit()
+    assert scheduler.block_manager.num_free_blocks == 3
+    drain(scheduler)
+
+
+# A step that was scheduled and never booked
+
+
+def test_an_interrupted_prefill_is_done_again() -> None:
+    """Blocks allocated twice, prompts skipped as if computed, or a budget charged for ghosts."""
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    a, b = add(scheduler, fresh(4)), add(scheduler, fresh(5))
+    assert interrupt(scheduler) == [(a, 4), (b, 5)]
+    tables, num_free = [a.block_table, b.block_table], scheduler.block_manager.num_free_blocks
+    assert interrupt(scheduler) == [(a, 4), (b, 5)]
+    assert [a.block_table, b.block_table] == tables
+    assert scheduler.block_manager.num_free_blocks == num_free == 97
+    c = add(scheduler, fresh(6))
+    assert step(scheduler) == [(a, 4), (b, 5), (c, 3)]
+    assert step(scheduler) == [(c, 3)]
+    assert [seq.output_token_ids for seq in (a, b, c)] == [[TOKEN]] * 3
+    drain(scheduler)
+
+
+def test_an_interrupted_prefill_publishes_nothing() -> None:
+    """KV that was never computed found by the next request with the same prompt."""
+    scheduler = make_scheduler()
+    prompt = fresh(9)
+    a = add(scheduler, prompt)
+    interrupt(scheduler)
+    scheduler.abort(a)
+    b = add(scheduler, prompt)
+    assert step(scheduler) == [(b, 9)]
+    assert b.num_hit_tokens == 0
+
+
+def test_an_interrupted_chunk_is_done_again() -> None:
+    """A chunk counted as cached when it is scheduled, not when it is computed."""
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    seq = add(scheduler, fresh(10))
+    assert step(scheduler) == [(seq, 4)]
+    assert interrupt(scheduler) == [(seq, 4)]
+    assert step(scheduler) == [(seq, 4)]
+    assert seq.num_cached_tokens == 8
+    assert step(scheduler) == [(seq, 2)]
+    assert seq.output_token_ids == [TOKEN]
+
+
+def test_an_interrupted_prefill_with_one_token_left_is_done_again() -> None:
+    """Admitted with all but its last token in the cache, it looks like one that decodes."""
+    scheduler = make_scheduler()
+    prompt = fresh(9)
+    a = add(scheduler, prompt)
+    step(scheduler)
+    b = add(scheduler, prompt)
+    assert interrupt(scheduler) == [(b, 1)]
+    assert step(scheduler, 51, 52) == [(a, 1), (b, 1)]
+    assert (a.output_token_ids, b.output_token_ids) == ([TOKEN, 51], [52])
+    drain(scheduler)
+
+
+def test_an_interrupted_decode_is_done_again() -> None:
+    """A block appended at each attempt, or a token that counts although nobody sampled it."""
+    scheduler = make_scheduler()
+    a, b = add(scheduler, fresh(4)), add(scheduler, fresh(6))
+    step(scheduler)
+    for _ in range(3):
+        assert interrupt(scheduler) == [(a, 1), (b, 1)]
+        assert (len(a.block_table), len(b.block_table)) == (2, 2)
+    c = add(scheduler, fresh(5))
+    assert step(scheduler) == [(c, 5)]
+    assert step(scheduler) == [(a, 1), (b, 1), (c, 1)]
+    assert [seq.num_tokens for seq in (a, b, c)] == [6, 8, 7]
+    drain(scheduler)
+
+
+def test_an_interrupted_preemption_is_harmless() -> None:
+    """A preempted sequence lost with the step that preempted it, or booked as computed."""
+    scheduler, (a, b, c) = under_pressure()
+    assert interrupt(scheduler) == [(a, 1)]
+    assert list(scheduler.waiting) == [b, c]
+    assert step(scheduler) == [(a, 1)]
+    drain(scheduler)
+    assert [seq.output_token_ids for seq in (a, b, c)] == [[TOKEN] * 3] * 3
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_aborting_everything_after_an_interrupted_step(num_steps: int) -> None:
+    """What `generate` does on Ctrl-C, wherever it comes: the pool is whole again."""
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=6, max_num_seqs=3)
+    seqs = [add(scheduler, fresh(5)) for _ in range(4)]
+    for _ in range(num_steps):
+        step(scheduler)
+    interrupt(scheduler)
+    for seq in seqs:
+        scheduler.abort(seq)
+        scheduler.audit()
+    assert scheduler.is_finished()
+    assert scheduler.block_manager.num_free_blocks == 6
+    again = add(scheduler, fresh(5))
+    assert step(scheduler) == [(again, 5)]
+
+
+class Interrupter:
+    """A tracer that raises KeyboardInterrupt before the n-th line that the scheduler side runs."""
+
+    def __init__(self, num_lines: int) -> None:
+        self.num_lines = num_lines
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> "Interrupter | None":
+        if not frame.f_globals.get("__name__", "").startswith("nanovllm.engine."):
+            return None
+        if event == "line":
+            self.num_lines -= 1
+            if self.num_lines == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
+    """Four requests in a tight pool, interrupted once; whether they were, and how each ended."""
+    scheduler = make_scheduler(5, 2, max_num_batched_tokens=7, max_num_seqs=3)
+    prompt = [11, 12, 13]
+    asked = [{"max_tokens": 3}, {"max_tokens": 9}, {"stop_token_ids": [106]}, {"max_tokens": 1}]
+    live = [add(scheduler, [*prompt, 20 + n], **params) for n, params in enumerate(asked)]
+    seqs, tracer, interrupted = list(live), Interrupter(num_lines), False
+    while not scheduler.is_finished():
+        sys.settrace(tracer)
+        try:
+            batch = scheduler.schedule()
+            # A token that tells its place, and EOS for the second sequence in the end.
+            tokens = [
+                EOS if seq is seqs[1] and seq.num_tokens == 8 else 100 + seq.num_tokens
+                for seq in batch.sampling_seqs
+            ]
+            scheduler.postprocess(batch, tokens)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            interrupted = True
+            scheduler.restart([s for s in live if s.status is not SequenceStatus.FINISHED])
+        sys.settrace(None)
+        live = [seq for seq in live if seq.status is not SequenceStatus.FINISHED]
+        scheduler.audit()
+    assert scheduler.block_manager.num_free_blocks == 5
+    return interrupted, [(s.output_token_ids, s.finish_reason, s.stop_reason) for s in seqs]
+
+
+def test_an_interrupt_before_any_line_changes_no_result() -> None:
+    """Ctrl-C inside schedule() or postprocess(): blocks lost, a sequence in no queue or in two, a
+    stop token appended and not seen, a finished request that does not know why.
+    """
+    _, expected = run_with_an_interrupt(0)
+    assert expected == [
+        ([104, 105, 106], "length", None),
+        ([104, 105, 106, 107, EOS], "stop", None),
+        ([104, 105, 106], "stop", 106),
+        ([104], "length", None),
+    ]
+    for num_lines in itertools.count(1):
+        interrupted, result = run_with_an_interrupt(num_lines)
+        assert result == expected, f"interrupted before line {num_lines}"
+        if not interrupted:
+            break

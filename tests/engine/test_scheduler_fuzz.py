@@ -1,0 +1,376 @@
+"""The scheduler side against an independent model of the KV memory.
+
+The model knows nothing of hashes, references or queues. It writes into each slot of the pool which
+token, after which tokens, was computed there, and before each step it looks whether every scheduled
+sequence would read exactly what belongs to it. Two drivers feed it: hypothesis, which shrinks what
+it finds, and a long random walk, which gets further.
+"""
+
+import random
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from nanovllm.config import Config
+from nanovllm.engine import block_manager
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK_SIZES = (1, 2, 3, 4, 16)
+EOS, STOP = 3, 4
+NUM_TOKENS = 5  # so few that prompts share prefixes all the time
+
+Slot = tuple[int, int]
+
+
+def first_prompts() -> list[list[int]]:
+    """What the first prompts begin with; later ones begin like any earlier request, as it grows."""
+    return [[0] * 80, [0, 1] * 40]
+
+
+class Simulation:
+    """A scheduler, a device that only remembers what was written where, and all the checks."""
+
+    def __init__(self, **options: Any) -> None:
+        self.config = Config("m", **options)
+        self.scheduler = Scheduler(self.config)
+        self.block_size: int = options["kvcache_block_size"]
+        self.num_slots: int = options["num_kvcache_blocks"] * self.block_size
+        self.live: list[Sequence] = []  # in order of arrival
+        self.tokens: dict[Sequence, list[int]] = {}  # prompt and what was sampled
+        self.asked: dict[Sequence, tuple[SamplingParams, int]] = {}  # and the longest it may get
+        self.memory: dict[Slot, int] = {}  # what a slot holds, as the number of a prefix
+        self.prefixes: dict[
+            tuple[int, int], int
+        ] = {}  # (number of all but the last, last) -> number
+        self.num_steps = 0
+
+    def add(self, prompt: list[int], max_model_len: int, **params: Any) -> None:
+        """Queue a request that the pool can hold, as the engine sees to it."""
+        asked = SamplingParams(**params)
+        seq = Sequence(prompt, asked, eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
+        self.scheduler.add(seq)
+        self.live.append(seq)
+        self.tokens[seq] = list(prompt)
+        self.asked[seq] = asked, min(len(prompt) + asked.max_tokens, max_model_len)
+
+    def step(self, tokens: list[int]) -> None:
+        batch = self.scheduler.schedule()
+        self.check_batch(batch)
+        self.write(batch)
+        self.book(batch, tokens)
+        self.num_steps += 1
+
+    def interrupted_step(self, computed: bool, restart: bool) -> None:
+        """A step that is not booked, whether or not the device computed it, and what follows."""
+        batch = self.scheduler.schedule()
+        self.check_batch(batch)
+        if computed:
+            self.write(batch)
+        if restart:
+            self.scheduler.restart(reversed(self.live))
+
+    def abort(self, index: int) -> None:
+        seq = self.live.pop(index % len(self.live))
+        num_tokens = seq.num_tokens
+        self.scheduler.abort(seq)
+        assert (seq.finish_reason, seq.num_tokens) == ("abort", num_tokens)
+
+    def drain(self) -> None:
+        """Every request finishes, and then every block is free.
+
+        The bound: the oldest gets a token in each decode step, and between two of them each of the
+        others is prefilled once at most.
+        """
+        decodes = sum(seq.max_num_tokens - seq.num_tokens + 1 for seq in self.live)
+        prefills = sum(seq.max_num_tokens for seq in self.live) + 1
+        for _ in range(decodes * prefills):
+            if self.scheduler.is_finished():
+                break
+            self.step([0])
+            self.check_state()
+        assert self.scheduler.is_finished() and not self.live
+        manager = self.scheduler.block_manager
+        assert manager.num_free_blocks == manager.num_blocks
+        manager.audit([])
+
+    def check_batch(self, batch: Batch) -> None:
+        """What is scheduled keeps to the limits, reads the right KV and writes nobody else's."""
+        seqs, config = batch.seqs, self.config
+        assert seqs, "no progress"
+        assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
+        assert len(self.scheduler.running) <= config.max_num_seqs
+        assert sum(seq.num_scheduled_tokens for seq in seqs) <= config.max_num_batched_tokens
+        for seq in seqs:
+            seq.audit()
+            assert seq.status is SequenceStatus.RUNNING
+            assert seq.num_scheduled_tokens >= 1
+            assert config.enable_prefix_caching or seq.num_hit_tokens == 0
+            assert batch.is_prefill or seq.num_scheduled_tokens == seq.num_uncached_tokens == 1
+            self.check_reads(seq)
+        complete = [
+            seq
+            for seq in seqs
+            if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens
+        ]
+        assert batch.sampling_seqs == complete
+        self.check_writes(seqs)
+
+    def check_reads(self, seq: Sequence) -> None:
+        """Each cached position holds its token, computed after just the tokens before it."""
+        for position, prefix in enumerate(self.numbered(seq)[: seq.num_cached_tokens]):
+            assert self.memory.get(self.slot(seq, position)) == prefix, (seq, position)
+
+    def check_writes(self, seqs: list[Sequence]) -> None:
+        """No slot is written twice, none that others read, none that could be found as a hit."""
+        manager = self.scheduler.block_manager
+        slots = [slot for seq in seqs for slot in self.written(seq)]
+        assert len(set(slots)) == len(slots)
+        for block in {block for block, _ in slots}:
+            assert manager.ref_counts[block] == 1
+            assert manager.hashes[block] is None
+
+    def check_state(self) -> None:
+        """Between steps: the books agree, nobody overtakes, and what is published is there."""
+        scheduler = self.scheduler
+        scheduler.audit()  # audits each sequence, too
+        assert [*scheduler.running, *scheduler.waiting] == self.live, "not first come, first served"
+        assert all(seq.token_ids == self.tokens[seq] for seq in self.live)
+        manager = scheduler.block_manager
+        assert sum(count > 0 for count in manager.ref_counts) + manager.num_free_blocks == (
+            manager.num_blocks
+        )
+        for block, value in enumerate(manager.hashes):
+            if value is not None:
+                prefix = self.memory[block, 0]
+                for offset, token_id in enumerate(manager.token_ids[block][1:], start=1):
+                    prefix = self.prefixes[prefix, token_id]
+                    assert self.memory[block, offset] == prefix
+                assert len(manager.token_ids[block]) == self.block_size
+
+    def write(self, batch: Batch) -> None:
+        """The device computes: all of a step's writes happen together, after the reads."""
+        for seq in batch.seqs:
+            numbers = self.numbered(seq)[seq.num_cached_tokens :]
+            for slot, prefix in zip(self.written(seq), numbers, strict=False):
+                self.memory[slot] = prefix
+
+    def book(self, batch: Batch, tokens: list[int]) -> None:
+        """Postprocess, and compare with what should have become of each sequence."""
+        sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
+        expected = {}
+        for seq in batch.seqs:
+            cached = seq.num_cached_tokens + seq.num_scheduled_tokens
+            expected[seq] = (list(seq.token_ids), cached, None, None)
+        for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
+            self.tokens[seq].append(token_id)
+            token_ids = list(self.tokens[seq])
+            reason, stop_reason = self.ending(seq, token_ids)
+            cached = 0 if reason else seq.num_tokens
+            expected[seq] = (token_ids, cached, reason, stop_reason)
+        finished = self.scheduler.postprocess(batch, sampled)
+        for seq in batch.seqs:
+            state = (seq.token_ids, seq.num_cached_tokens, seq.finish_reason, seq.stop_reason)
+            assert state == expected[seq]
+            assert seq.num_scheduled_tokens == 0
+            seq.audit()
+        assert finished == [seq for seq in batch.seqs if expected[seq][2]]
+        self.live = [seq for seq in self.live if seq not in finished]
+
+    def ending(self, seq: Sequence, token_ids: list[int]) -> tuple[str | None, int | None]:
+        """How a request with these tokens ends, if it does."""
+        params, max_num_tokens = self.asked[seq]
+        if token_ids[-1] == EOS and not params.ignore_eos:
+            return "stop", None
+        if params.stop_token_ids and token_ids[-1] in params.stop_token_ids:
+            return "stop", token_ids[-1]
+        return ("length", None) if len(token_ids) == max_num_tokens else (None, None)
+
+    def numbered(self, seq: Sequence) -> list[int]:
+        """For each position the number of the prefix that ends there: equal iff all of it is."""
+        numbers, number = [], -1
+        for token_id in seq.token_ids:
+            number = self.prefixes.setdefault((number, token_id), len(self.prefixes))
+            numbers.append(number)
+        return numbers
+
+    def slot(self, seq: Sequence, position: int) -> Slot:
+        return seq.block_table[position // self.block_size], position % self.block_size
+
+    def written(self, seq: Sequence) -> list[Slot]:
+        start = seq.num_cached_tokens
+        return [self.slot(seq, start + index) for index in range(seq.num_scheduled_tokens)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Hypothesis decides what happens next."""
+
+    @initialize(
+        block_size=st.sampled_from(BLOCK_SIZES),
+        num_blocks=st.integers(2, 10),
+        max_num_seqs=st.integers(1, 5),
+        max_num_batched_tokens=st.integers(1, 40),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
+        self.simulation = Simulation(
+            kvcache_block_size=block_size, num_kvcache_blocks=num_blocks, **options
+        )
+        self.prompts = first_prompts()
+
+    @rule(
+        copies=st.integers(1, 3),
+        origin=st.integers(0, 20),
+        keep=st.integers(0, 40),
+        more=st.lists(st.integers(0, 1), max_size=6),
+        max_model_len=st.integers(2, 80),
+        params=st.fixed_dictionaries(
+            {
+                "max_tokens": st.integers(1, 60),
+                "ignore_eos": st.booleans(),
+                "stop_token_ids": st.sampled_from([None, [STOP]]),
+            }
+        ),
+    )
+    def add(
+        self,
+        copies: int,
+        origin: int,
+        keep: int,
+        more: list[int],
+        max_model_len: int,
+        params: dict[str, Any],
+    ) -> None:
+        max_model_len = min(max_model_len, self.simulation.num_slots)
+        tokens = self.prompts[origin % len(self.prompts)][:keep] + more or [0]
+        for _ in range(copies):
+            self.simulation.add(tokens[: max_model_len - 1], max_model_len, **params)
+        self.prompts.append(self.simulation.live[-1].token_ids)
+
+    @precondition(lambda self: self.simulation.live)
+    @rule(tokens=st.lists(st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=4))
+    def step(self, tokens: list[int]) -> None:
+        self.simulation.step(tokens)
+
+    @precondition(lambda self: self.simulation.live)
+    @rule(count=st.integers(1, 30))
+    def steps_without_a_stop(self, count: int) -> None:
+        for _ in range(count):
+            if self.simulation.live:
+                self.simulation.step([0, 1])
+                self.simulation.check_state()
+
+    @precondition(lambda self: self.simulation.live)
+    @rule(computed=st.booleans(), restart=st.booleans())
+    def interrupted_step(self, computed: bool, restart: bool) -> None:
+        self.simulation.interrupted_step(computed, restart)
+
+    @precondition(lambda self: self.simulation.live)
+    @rule(index=st.integers(0, 20))
+    def abort(self, index: int) -> None:
+        self.simulation.abort(index)
+
+    @invariant()
+    def state(self) -> None:
+        self.simulation.check_state()
+
+    def teardown(self) -> None:
+        # Not after a failure, which would be hidden by what follows from it.
+        if hasattr(self, "simulation") and sys.exc_info()[0] is None:
+            self.simulation.drain()
+
+
+def walk(seed: int, num_actions: int = 300) -> Simulation:
+    """A random walk that ends in a drain."""
+    rng = random.Random(seed)
+    block_size = rng.choice(BLOCK_SIZES)
+    simulation = Simulation(
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=rng.randint(2, 8) if block_size > 1 else rng.randint(4, 24),
+        max_num_seqs=rng.randint(2, 8),
+        max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
+        enable_prefix_caching=rng.random() < 0.9,
+    )
+    num_slots = simulation.num_slots
+    prompts = first_prompts()
+    arrivals, num_tokens = rng.choice([0.05, 0.2, 0.5]), rng.choice([2, 2, NUM_TOKENS])
+    for _ in range(num_actions):
+        action = rng.random()
+        if not simulation.live or (action < arrivals and len(simulation.live) < 12):
+            max_model_len = rng.randint(2, num_slots)
+            tokens = rng.choice(prompts)[: rng.randint(0, num_slots // 2)]
+            tokens = tokens + rng.choices([0, 1], k=rng.randint(1, block_size))
+            simulation.add(
+                tokens[: max_model_len - 1],
+                max_model_len,
+                max_tokens=rng.randint(1, num_slots),
+                ignore_eos=rng.random() < 0.5,
+                stop_token_ids=rng.choice([None, [STOP]]),
+            )
+            prompts.append(simulation.live[-1].token_ids)
+        elif action < 0.93:
+            simulation.step(rng.choices(range(num_tokens), k=4))
+        elif action < 0.97:
+            simulation.interrupted_step(rng.random() < 0.5, restart=rng.random() < 0.2)
+        else:
+            simulation.abort(rng.randrange(len(simulation.live)))
+        simulation.check_state()
+    simulation.drain()
+    return simulation
+
+
+SETTINGS = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=200,
+    stateful_step_count=40,
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def weaken_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes of two bits: nearly every block collides with several others."""
+    strong = block_manager.hash_block
+    monkeypatch.setattr(
+        block_manager, "hash_block", lambda parent, token_ids: strong(parent, token_ids) % 4
+    )
+
+
+def test_state_machine() -> None:
+    """Whatever comes when: right KV, no overtaking, no limit broken, no block lost, no livelock."""
+    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+
+
+def test_state_machine_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit that is right only as long as no two hashes are equal."""
+    weaken_hashes(monkeypatch)
+    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 400, 100))
+def test_random_walks(first_seed: int) -> None:
+    """The same, further from the start: pools under pressure for hundreds of steps."""
+    simulations = [walk(seed) for seed in range(first_seed, first_seed + 100)]
+    # A walk that never meets pressure or a hit would prove nothing.
+    assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100
+
+
+def test_random_walks_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit that is right only as long as no two hashes are equal."""
+    weaken_hashes(monkeypatch)
+    for seed in range(100):
+        walk(seed)

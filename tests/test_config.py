@@ -1,0 +1,210 @@
+"""Config: bad values are refused by name, nothing is clamped, nothing changes afterwards."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.config import Config
+
+INT_FROM_1 = [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("8", TypeError),
+              (True, TypeError)]  # fmt: skip
+FLOATS = [(math.nan, ValueError), (math.inf, ValueError), (10**400, ValueError),
+          ("0.5", TypeError), (True, TypeError), (None, TypeError)]  # fmt: skip
+BOOLS = [(1, TypeError), ("no", TypeError), (None, TypeError)]
+
+# field: what its error says of the allowed range, and the bad values with the type of the error
+BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
+    "model": ("a path or a hub id", [(3, TypeError), (None, TypeError), ("", TypeError)]),
+    "tokenizer": ("a path or a hub id", [(3, TypeError), (["x"], TypeError), ("", TypeError)]),
+    "device": (
+        "'auto', 'cpu', 'cuda' or 'cuda:N'",
+        [("gpu", ValueError), ("cuda:", ValueError), ("cuda:-1", ValueError), (0, ValueError)],
+    ),
+    "dtype": (
+        "'auto', 'float32', 'float16', 'bfloat16'",
+        [("float8", ValueError), ("int8", ValueError), (16, ValueError), (None, ValueError)],
+    ),
+    "load_format": ("'auto', 'dummy'", [("gguf", ValueError), (None, ValueError)]),
+    "attention_backend": (
+        "'auto', 'flash_attn', 'triton', 'torch'",
+        [("flash", ValueError), (None, ValueError)],
+    ),
+    "max_num_batched_tokens": (">= 1", [*INT_FROM_1, (None, TypeError)]),
+    "max_num_seqs": (">= 1", [*INT_FROM_1, (None, TypeError)]),
+    "max_model_len": (">= 2", [(1, ValueError), (0, ValueError), (2.0, TypeError)]),
+    "gpu_memory_utilization": (
+        "in [0.01, 1.0]",
+        [(0, ValueError), (0.001, ValueError), (1.01, ValueError), *FLOATS],
+    ),
+    "cpu_kvcache_gib": (">= 0.0", [(-0.1, ValueError), *FLOATS]),
+    "tensor_parallel_size": ("in [1, 8]", [*INT_FROM_1, (9, ValueError), (None, TypeError)]),
+    "enforce_eager": ("True or False", BOOLS),
+    "kvcache_block_size": (">= 1", INT_FROM_1),
+    "num_kvcache_blocks": (">= 1", INT_FROM_1),
+    "enable_prefix_caching": ("True or False", BOOLS),
+    "seed": (
+        f"in [0, {2**63 - 1}]",
+        [(-1, ValueError), (2**63, ValueError), (0.5, TypeError), (None, TypeError)],
+    ),
+}
+CASES = [
+    pytest.param(name, allowed, value, error, id=f"{name}={value!r:.12}")
+    for name, (allowed, bad) in BAD.items()
+    for value, error in bad
+]
+
+
+def config(**options: Any) -> Config:
+    return Config(**{"model": "some/model", **options})
+
+
+def test_every_field_has_bad_values() -> None:
+    """A new option whose values nobody checks."""
+    assert set(BAD) == {field.name for field in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize(("name", "allowed", "value", "error"), CASES)
+def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[Exception]) -> None:
+    """A bad value that is clamped, ignored, or refused without saying which, what, and why."""
+    with pytest.raises(error) as caught:
+        config(**{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name} must be ")
+    assert allowed in message
+    assert str(value) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "way_out"),
+    [("tensor_parallel_size", 2, "use 1"), ("attention_backend", "triton", "'torch'")],
+)
+def test_what_is_not_built_is_refused(name: str, value: Any, way_out: str) -> None:
+    """An option of a later stage that is accepted and ignored."""
+    with pytest.raises(NotImplementedError, match=name) as caught:
+        config(**{name: value})
+    assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
+def test_frozen(field: "dataclasses.Field[Any]") -> None:
+    """A module that changes the configuration under another one."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config(), field.name, getattr(config(), field.name))
+
+
+@pytest.mark.parametrize(
+    ("option", "nearest"),
+    [
+        ("max_seqs", "max_num_seqs"),
+        ("tensor_paralel_size", "tensor_parallel_size"),
+        ("block_size", "kvcache_block_size"),
+        ("max_len", "max_model_len"),
+        ("backend", "attention_backend"),
+    ],
+)
+def test_unknown_option_names_the_nearest(option: str, nearest: str) -> None:
+    """A misspelt option that is swallowed by **kwargs, so that the default runs in silence."""
+    with pytest.raises(TypeError) as caught:
+        Config.from_options("some/model", {option: 1})
+    assert str(caught.value) == f"unknown option {option!r}; did you mean {nearest!r}?"
+
+
+def test_option_like_no_other_is_refused_too() -> None:
+    """A suggestion that needs some likeness, and an IndexError where there is none."""
+    with pytest.raises(TypeError, match="unknown option 'ξ'; did you mean '"):
+        Config.from_options("some/model", {"ξ": 1})
+
+
+def test_from_options_is_the_constructor() -> None:
+    """from_options drops or reorders what it is given."""
+    options: dict[str, Any] = {"max_num_seqs": 3, "kvcache_block_size": 16, "enforce_eager": True}
+    assert Config.from_options("some/model", options) == config(**options)
+
+
+def test_numpy_ints_are_ints() -> None:
+    """np.int64 refused as "not an int", or kept: an np.int8 times a block size wraps around."""
+    fields = ["max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size",
+              "num_kvcache_blocks", "seed", "tensor_parallel_size"]  # fmt: skip
+    given = {name: np.int8(1 if name == "tensor_parallel_size" else 100) for name in fields}
+    value = config(**given)
+    assert {name: getattr(value, name) for name in fields} == given
+    assert [name for name in fields if type(getattr(value, name)) is not int] == []
+
+
+def test_numpy_floats_are_floats() -> None:
+    """np.float32 refused as "not a number"."""
+    assert config(gpu_memory_utilization=np.float32(0.5)).gpu_memory_utilization == 0.5
+    assert config(cpu_kvcache_gib=2).cpu_kvcache_gib == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpu_memory_utilization", 1.0), ("gpu_memory_utilization", 0.01), ("max_model_len", 2),
+        ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kvcache_block_size", 1),
+        ("num_kvcache_blocks", 1), ("seed", 0), ("seed", 2**63 - 1),
+    ],
+)  # fmt: skip
+def test_ends_of_the_ranges_are_allowed(name: str, value: Any) -> None:
+    """A bound that is off by one."""
+    assert getattr(config(**{name: value}), name) == value
+
+
+def test_paths_are_names() -> None:
+    """A pathlib.Path refused, or kept, so that `model + "/config.json"` fails later."""
+    value = Config(model=Path("/models/q"), tokenizer=Path("/models/t"))  # type: ignore[arg-type]
+    assert (value.model, value.tokenizer) == ("/models/q", "/models/t")
+    assert config().tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (torch.device("cpu"), "cpu"),
+        (torch.device("cuda", 1), "cuda:1"),
+        ("cuda:0", "cuda:0"),
+        ("auto", "auto"),
+    ],
+)
+def test_torch_device(given: Any, kept: str) -> None:
+    """`device=torch.device("cuda", 1)` refused, or its index lost."""
+    assert config(device=given).device == kept
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_torch_dtype(name: str) -> None:
+    """`dtype=torch.bfloat16` refused because it prints as "torch.bfloat16"."""
+    assert config(dtype=getattr(torch, name)).dtype == name
+    assert config(dtype=name).dtype == name
+
+
+def test_max_num_running() -> None:
+    """More sequences at once than a decode step has tokens for."""
+    assert config(max_num_seqs=8, max_num_batched_tokens=3).max_num_running == 3
+    assert config(max_num_seqs=3, max_num_batched_tokens=8).max_num_running == 3
+
+
+def test_defaults() -> None:
+    """A default that drifts from the documented one."""
+    expected = {
+        "model": "some/model", "tokenizer": None, "device": "auto", "dtype": "auto",
+        "load_format": "auto", "max_num_batched_tokens": 16384, "max_num_seqs": 512,
+        "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
+        "tensor_parallel_size": 1, "enforce_eager": False, "kvcache_block_size": None,
+        "num_kvcache_blocks": None, "attention_backend": "auto", "enable_prefix_caching": True,
+        "seed": 0,
+    }  # fmt: skip
+    assert dataclasses.asdict(config()) == expected
+
+
+def test_a_copy_with_a_settled_field_is_checked_again() -> None:
+    """The engine settles `None`s in a copy: that must neither fail nor skip the checks."""
+    settled = dataclasses.replace(config(), num_kvcache_blocks=7, kvcache_block_size=16)
+    assert (settled.num_kvcache_blocks, settled.kvcache_block_size) == (7, 16)
+    with pytest.raises(ValueError, match="num_kvcache_blocks"):
+        dataclasses.replace(config(), num_kvcache_blocks=0)

@@ -1,0 +1,151 @@
+"""SamplingParams: bad values and unbuilt fields are refused by name; ids are copied."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import NOT_BUILT_YET
+
+BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
+    "temperature": (
+        ">= 0.0",
+        [
+            (-0.1, ValueError), (math.nan, ValueError), (math.inf, ValueError),
+            (10**400, ValueError), ("1", TypeError), (True, TypeError), (None, TypeError),
+        ],
+    ),
+    "max_tokens": (
+        ">= 1",
+        [
+            (0, ValueError), (-1, ValueError), (1.5, TypeError), (2.0, TypeError),
+            ("4", TypeError), (True, TypeError), (None, TypeError),
+        ],
+    ),
+    "ignore_eos": ("True or False", [(1, TypeError), ("yes", TypeError), (None, TypeError)]),
+    "seed": (
+        f"in [0, {2**63 - 1}]",
+        [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)],
+    ),
+    "stop_token_ids": (
+        "a list of token ids",
+        [(5, TypeError), ("12", TypeError), (True, TypeError)],
+    ),
+}  # fmt: skip
+CASES = [
+    pytest.param(name, allowed, value, error, id=f"{name}={value!r:.12}")
+    for name, (allowed, bad) in BAD.items()
+    for value, error in bad
+]
+NON_DEFAULT: dict[str, Any] = {
+    "top_k": 50, "top_p": 0.9, "min_p": 0.1, "min_tokens": 1, "stop": ["\n"], "n": 2,
+    "logprobs": 0, "prompt_logprobs": 0, "repetition_penalty": 1.1, "presence_penalty": -0.5,
+    "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "allowed_token_ids": [], "bad_words": [],
+    "include_stop_str_in_output": True, "skip_special_tokens": False, "priority": 1,
+}  # fmt: skip
+
+
+def test_every_field_is_checked_or_not_built() -> None:
+    """A new parameter that is accepted and ignored."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == set(BAD) | set(NOT_BUILT_YET)
+    assert set(NOT_BUILT_YET) <= set(NON_DEFAULT)
+
+
+@pytest.mark.parametrize(("name", "allowed", "value", "error"), CASES)
+def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[Exception]) -> None:
+    """max_tokens=0 that returns a token all the same, temperature=nan that samples nonsense."""
+    with pytest.raises(error) as caught:
+        SamplingParams(**{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name} must be ")
+    assert allowed in message
+    assert str(value) in message
+
+
+@pytest.mark.parametrize(
+    ("bad_id", "error"),
+    [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("a", TypeError), (None, TypeError),
+     ([1], TypeError)],
+)  # fmt: skip
+def test_bad_stop_token_id_is_refused(bad_id: Any, error: type[Exception]) -> None:
+    """An id that no token can ever equal, so that the request silently never stops there."""
+    with pytest.raises(error, match=r"stop_token_ids must be .*>= 0, got ") as caught:
+        SamplingParams(stop_token_ids=[2, bad_id])
+    assert str(bad_id) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NOT_BUILT_YET)
+def test_unbuilt_field_is_refused(name: str) -> None:
+    """A parameter of a later stage that is accepted and ignored."""
+    value = NON_DEFAULT[name]
+    with pytest.raises(NotImplementedError) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).startswith(f"{name}={value!r} is not built yet")
+
+
+def test_defaults_may_be_spelt_out() -> None:
+    """An unbuilt field refused although it asks for nothing; a default that drifts."""
+    defaults: dict[str, Any] = {
+        "temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "max_tokens": 64,
+        "min_tokens": 0, "stop": None, "stop_token_ids": None, "ignore_eos": False, "seed": None,
+        "n": 1, "logprobs": None, "prompt_logprobs": None, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None,
+        "allowed_token_ids": None, "bad_words": None, "include_stop_str_in_output": False,
+        "skip_special_tokens": True, "priority": 0,
+    }  # fmt: skip
+    assert SamplingParams(**defaults) == SamplingParams()
+    assert dataclasses.asdict(SamplingParams()) == defaults
+
+
+def test_unknown_parameter_is_refused() -> None:
+    """A misspelt parameter that is swallowed."""
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda f: f.name)
+def test_frozen(field: "dataclasses.Field[Any]") -> None:
+    """One object shared by many requests, changed while they run."""
+    params = SamplingParams()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(params, field.name, getattr(params, field.name))
+
+
+def test_stop_token_ids_are_copied() -> None:
+    """The caller appends to its list later, and running requests stop elsewhere."""
+    stop_token_ids = [7, 8]
+    params = SamplingParams(stop_token_ids=stop_token_ids)
+    stop_token_ids.append(9)
+    assert params.stop_token_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(7, 8), np.array([7, 8]), iter([7, 8]), range(7, 9)],
+    ids=["tuple", "array", "iterator", "range"],
+)
+def test_any_iterable_of_ids(given: Any) -> None:
+    """An array or a one-shot iterator kept as it is: ambiguous, or empty at its second use."""
+    params = SamplingParams(stop_token_ids=given)
+    assert params.stop_token_ids == (7, 8)
+    assert [type(token_id) for token_id in params.stop_token_ids or ()] == [int, int]
+
+
+def test_zero_temperature_and_ends_of_ranges_are_allowed() -> None:
+    """Greedy refused, as in engines that divide by the temperature; bounds off by one."""
+    params = SamplingParams(temperature=0, max_tokens=1, seed=2**63 - 1, stop_token_ids=[])
+    assert (params.temperature, params.max_tokens, params.seed) == (0, 1, 2**63 - 1)
+    assert SamplingParams(seed=0).seed == 0
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    """np.int64 refused as "not an int", or kept: 100 + np.int8(100) is -56."""
+    params = SamplingParams(max_tokens=np.int8(100), seed=np.int8(5), temperature=np.float32(0.5))  # type: ignore[arg-type]
+    assert (params.max_tokens, params.seed, params.temperature) == (100, 5, 0.5)
+    assert Sequence([0] * 100, params).max_num_tokens == 200
+    assert (type(params.max_tokens), type(params.seed)) == (int, int)
