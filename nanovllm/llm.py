@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list
+from nanovllm.utils.checks import as_list, shorten
 
 
 class LLM(LLMEngine):
@@ -41,17 +41,14 @@ class LLM(LLMEngine):
             self._encode_at(index, prompt, params)
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
-        ids: list[int] = []
+        others = self._seqs.keys() | self._finished.keys()
         try:
-            for token_ids, params in zip(encoded, params_list, strict=True):
-                ids.append(self._enqueue(token_ids, params))
+            ids = [self._enqueue(*pair) for pair in zip(encoded, params_list, strict=True)]
             self._run_until_done(ids, use_tqdm)
+            return self._claim(ids)
         except BaseException:
-            for request_id in self._seqs.keys() & ids:
-                self.abort_request(request_id)
-            self._claim(ids)
+            self._recover(keep=others)
             raise
-        return self._claim(ids)
 
     def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Check and encode prompt `index`; an error says which one it was."""
@@ -102,9 +99,8 @@ def _prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     items = as_list("prompts", prompts)
-    if items and all(isinstance(item, numbers.Integral) for item in items):
-        return [items]
-    return items
+    is_one_prompt = bool(items) and isinstance(items[0], numbers.Number)
+    return [items] if is_one_prompt else items
 
 
 def _params_list(params: Any, num_prompts: int) -> list[Any]:
@@ -113,7 +109,7 @@ def _params_list(params: Any, num_prompts: int) -> list[Any]:
         return [params or SamplingParams()] * num_prompts
     if not isinstance(params, Sequence) or isinstance(params, str):
         raise TypeError(
-            f"sampling_params must be a SamplingParams or a list of them, got {params!r}"
+            f"sampling_params must be a SamplingParams or a list of them, got {shorten(params)}"
         )
     if len(params) != num_prompts:
         raise ValueError(

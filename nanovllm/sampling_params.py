@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_float, check_int
+from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
 
 NOT_BUILT_YET = (
     "top_k", "top_p", "min_p", "min_tokens", "stop", "n", "logprobs", "prompt_logprobs",
@@ -65,5 +65,5 @@ class SamplingParams:
 def _token_ids(value: Any) -> tuple[int, ...]:
     """Copy token ids out of the caller's container, so that it can be changed with no effect."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"stop_token_ids must be a list of token ids, got {value!r}")
+        raise TypeError(f"stop_token_ids must be a list of token ids, got {shorten(value)}")
     return tuple(check_int("stop_token_ids", token_id, 0) for token_id in value)

@@ -5,6 +5,7 @@ It knows block numbers and token ids, no tensors: what a block holds on the devi
 
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Set
 from itertools import count
 
 import xxhash
@@ -47,12 +48,18 @@ class BlockManager:
         """Blocks that can be handed out now."""
         return len(self.free_queue)
 
-    def allocate(self, seq: Sequence) -> bool:
-        """Give `seq` blocks for all its tokens, cached ones first; False changes nothing."""
+    def allocate(self, seq: Sequence, in_progress: Set[int] = frozenset()) -> bool:
+        """Give `seq` blocks for all its tokens, cached ones first; False changes nothing.
+
+        False also where the first block that is not cached is `in_progress`, by its hash: somebody
+        else is computing it, and to wait is to share.
+        """
         assert not seq.block_table
         if not self.free_queue:  # at least the last token's block is a fresh one
             return False
         hits = self._find_prefix(seq) if self.enable_prefix_caching else []
+        if in_progress and self._next_hash(seq, len(hits)) in in_progress:
+            return False
         num_fresh = -(-seq.num_tokens // self.block_size) - len(hits)
         num_free_hits = sum(self.ref_counts[block] == 0 for block in hits)
         if num_fresh + num_free_hits > self.num_free_blocks:
@@ -91,6 +98,12 @@ class BlockManager:
             self.blocks_by_hash.setdefault(value, []).append(block)
         seq.num_published_blocks = num_full
 
+    def full_block_hashes(self, seq: Sequence) -> list[int]:
+        """The hashes under which others will find the full blocks of `seq`, computed or not."""
+        if not self.enable_prefix_caching:
+            return []
+        return self._block_hashes(seq, seq.num_tokens // self.block_size)
+
     def free(self, seq: Sequence) -> None:
         """Take all blocks from `seq`, last first, so that its tail is evicted before its prefix."""
         for block in reversed(seq.block_table):
@@ -127,6 +140,12 @@ class BlockManager:
             hits.append(block)
             parent = self.prefixes[block]
         return hits
+
+    def _next_hash(self, seq: Sequence, num_hits: int) -> int | None:
+        """The hash of the first block of `seq` that was not found and could have been."""
+        if num_hits == (seq.num_tokens - 1) // self.block_size:
+            return None
+        return self._block_hashes(seq, num_hits + 1)[num_hits]
 
     def _find_block(self, value: int, parent: int, token_ids: list[int]) -> int | None:
         for block in self.blocks_by_hash.get(value, ()):

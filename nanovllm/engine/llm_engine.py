@@ -4,7 +4,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import get_model_class
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, check_int
+from nanovllm.utils.checks import as_list, check_int, shorten
 from nanovllm.utils.loader import resolve_model
 from nanovllm.utils.tokenizer import load_tokenizer
 
@@ -67,19 +67,19 @@ class LLMEngine:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}
         self._seqs: dict[int, Sequence] = {}
-        self._finished: dict[int, RequestOutput] = {}  # not yet returned to anyone
+        self._finished: dict[int, Sequence] = {}  # not yet returned to anyone
         self._num_requests = 0
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its id. A bad prompt raises and changes nothing."""
         self._check_open()
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         return self._enqueue(self._encode(prompt, params), params)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
         self._check_open()
-        if not self.scheduler.is_finished():
+        if self._seqs:
             self._step()
         return self._claim(list(self._finished))
 
@@ -94,7 +94,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether every request has been finished and returned."""
-        return self.scheduler.is_finished() and not self._finished
+        return not self._seqs and not self._finished
 
     def close(self) -> None:
         """Give back the device's memory. Idempotent; also done on collection and at exit."""
@@ -109,32 +109,35 @@ class LLMEngine:
         )
 
     def _step(self) -> None:
-        """Run one step; what it finishes goes to `_finished`.
-
-        An exception, Ctrl-C among them, may strike anywhere in it: then nothing half done is
-        trusted, and the unfinished requests start over, with the tokens that they have.
-        """
+        """Run one step; what it finishes goes to `_finished`."""
         try:
             start = time.perf_counter()
             batch = self.scheduler.schedule()
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-            finished = self.scheduler.postprocess(batch, self._runner.run(batch))
-            self._retire(finished)
+            for seq in self.scheduler.postprocess(batch, self._runner.run(batch)):
+                self._finished[seq.seq_id] = self._seqs.pop(seq.seq_id)
             self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
         except BaseException:
-            seqs = list(self._seqs.values())
-            self._retire([seq for seq in seqs if seq.status is SequenceStatus.FINISHED])
-            self.scheduler.restart(self._seqs.values())
+            self._recover(keep=self._seqs.keys() | self._finished.keys())
             raise
 
-    def _retire(self, finished: list[Sequence]) -> None:
-        for seq in finished:
-            self._finished[seq.seq_id] = self._output(seq)
-            del self._seqs[seq.seq_id]
+    def _recover(self, keep: Set[int]) -> None:
+        """Go on with the requests in `keep` alone, after an exception or Ctrl-C.
 
-    def _claim(self, request_ids: Iterable[int]) -> list[RequestOutput]:
-        """Hand out the outputs of those of `request_ids` that are finished."""
-        return [self._finished.pop(i) for i in request_ids if i in self._finished]
+        That may strike anywhere and leave anything half done, so nothing but the sequences' tokens
+        is trusted: unfinished ones start over with those that they have.
+        """
+        seqs = [seq for i, seq in (self._seqs | self._finished).items() if i in keep]
+        self._finished = {s.seq_id: s for s in seqs if s.status is SequenceStatus.FINISHED}
+        self._seqs = {s.seq_id: s for s in seqs if s.seq_id not in self._finished}
+        self.scheduler.restart(self._seqs.values())
+
+    def _claim(self, request_ids: list[int]) -> list[RequestOutput]:
+        """Hand out the outputs of finished requests."""
+        outputs = [self._output(self._finished[i]) for i in request_ids]
+        for request_id in request_ids:
+            del self._finished[request_id]
+        return outputs
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
         """Queue a request that `_encode` has found good."""
@@ -157,28 +160,34 @@ class LLMEngine:
         vocab_size, max_model_len = self.model_config.vocab_size, self.config.max_model_len
         assert max_model_len is not None
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be a SamplingParams, got {params!r}")
+            raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
         for token_id in params.stop_token_ids or ():
             check_int("stop_token_ids", token_id, 0, vocab_size - 1)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "prompt is text, but the model directory has no tokenizer; pass token ids,"
-                    " or tokenizer=... when the engine is made"
-                )
-            token_ids: list[int] = self.tokenizer.encode(prompt)
-        else:
-            token_ids = as_list("prompt", prompt)
-            if (
-                set(map(type, token_ids)) != {int}
-                or not 0 <= min(token_ids) <= max(token_ids) < vocab_size
-            ):
-                token_ids = [check_int("prompt token id", t, 0, vocab_size - 1) for t in token_ids]
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else as_list("prompt", prompt)
+        plain = set(map(type, token_ids)) <= {int}
+        if (
+            not plain
+            or not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < vocab_size
+        ):
+            token_ids = [check_int("prompt token id", t, 0, vocab_size - 1) for t in token_ids]
         if not 1 <= len(token_ids) < max_model_len:
             raise ValueError(
                 f"prompt must have 1 to {max_model_len - 1} tokens (max_model_len={max_model_len}"
                 f" less one to generate), got {len(token_ids)}"
             )
+        return token_ids
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "prompt is text, but the model directory has no tokenizer; pass token ids,"
+                " or tokenizer=... when the engine is made"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt is not valid Unicode text: {error}") from None
+        token_ids: list[int] = self.tokenizer.encode(text)
         return token_ids
 
     def _output(self, seq: Sequence) -> RequestOutput:

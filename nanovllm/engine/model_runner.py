@@ -37,6 +37,7 @@ from nanovllm.utils.loader import load_dummy, load_model
 logger = logging.getLogger("nanovllm")
 
 GIB = 1 << 30
+MAX_GIB = 1 << 30  # more than any machine has; keeps integers out of the way of infinities
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
 
@@ -156,7 +157,7 @@ class ModelRunner:
     def _fit_kv_blocks(self, config: Config) -> int:
         """How many blocks the memory holds beside everything else."""
         if self.device.type == "cpu":
-            budget = int(config.cpu_kvcache_gib * GIB)
+            budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB)
             option = f"cpu_kvcache_gib={config.cpu_kvcache_gib}"
         else:
             budget = self._free_device_bytes(config)
@@ -242,7 +243,14 @@ class ModelRunner:
         config = self.model_config
         shape = (2, config.num_hidden_layers, num_blocks, self.block_size,
                  config.num_key_value_heads, config.head_dim)  # fmt: skip
-        kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        try:
+            kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        except (RuntimeError, TypeError) as error:  # too large, or larger than a tensor can be
+            raise MemoryError(
+                f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / GIB:.1f}"
+                f" GiB, more than {self.device} has free; lower num_kvcache_blocks, cpu_kvcache_gib"
+                " or gpu_memory_utilization"
+            ) from error
         for layer, k_cache, v_cache in zip(self._attentions(), *kv_cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
         return kv_cache

@@ -119,17 +119,24 @@ class Scheduler:
         self.block_manager.audit([seq.block_table for seq in self.running])
 
     def _schedule_prefill(self) -> list[Sequence]:
-        """Prompts in order of arrival, those begun first, as far as budget and pool reach."""
+        """Prompts in order of arrival, those begun first, as far as budget and pool reach.
+
+        One that begins with a block that another is computing waits for it, and finds it cached.
+        """
         budget = self.max_num_batched_tokens
         seqs = [seq for seq in self.running if seq.num_uncached_tokens > 1]
         for index, seq in enumerate(seqs):
             if not budget:
                 return seqs[:index]
             budget -= self._schedule_tokens(seq, budget)
+        in_progress: set[int] = set()
+        for seq in seqs:
+            in_progress.update(self.block_manager.full_block_hashes(seq))
         while budget and self.waiting and len(self.running) < self.max_num_running:
             seq = self.waiting[0]
-            if not self.block_manager.allocate(seq):
+            if not self.block_manager.allocate(seq, in_progress):
                 break
+            in_progress.update(self.block_manager.full_block_hashes(seq))
             self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)

@@ -2,18 +2,27 @@
 
 import math
 import numbers
-from collections.abc import Collection, Iterable
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
+
+# What can be iterated over, and yet is no list of token ids.
+NOT_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
+
+
+_repr = reprlib.Repr()
+_repr.maxother = _repr.maxstring = 100
+shorten = _repr.repr  # a message holds a few items of a long value, not all of them
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Return `value` as an int if it is one (numpy's count, bools do not) in `[low, high]`."""
     bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an int {bounds}, got {value!r}")
+        raise TypeError(f"{name} must be an int {bounds}, got {shorten(value)}")
     number = int(value)
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {bounds}, got {value}")
+        raise ValueError(f"{name} must be {bounds}, got {shorten(value)}")
     return number
 
 
@@ -21,32 +30,34 @@ def check_float(name: str, value: Any, low: float, high: float = math.inf) -> fl
     """Return `value` as a float if it is a finite real number in `[low, high]`."""
     bounds = f">= {low}" if high == math.inf else f"in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number {bounds}, got {value!r}")
+        raise TypeError(f"{name} must be a number {bounds}, got {shorten(value)}")
     try:
         number = float(value)
     except OverflowError:  # an int that no float can hold
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
-        raise ValueError(f"{name} must be finite and {bounds}, got {value}")
+        raise ValueError(f"{name} must be finite and {bounds}, got {shorten(value)}")
     return number
 
 
 def check_bool(name: str, value: Any) -> None:
     """Raise unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {shorten(value)}")
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {shorten(value)}"
+        )
 
 
 def as_list(name: str, value: Any) -> list[Any]:
     """List the items of any list-like `value`; NumPy and PyTorch arrays count, text does not."""
-    if hasattr(value, "tolist"):
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
         value = value.tolist()
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | dict | set):
-        raise TypeError(f"{name} must be a str or a list of token ids, got {value!r}")
+    if not isinstance(value, Iterable) or isinstance(value, NOT_LISTS):
+        raise TypeError(f"{name} must be a str or a list of token ids, got {shorten(value)}")
     return list(value)

@@ -1,8 +1,9 @@
 """The step's attention metadata, which every layer reads and no layer is handed.
 
-One step runs at a time in a process: the runner sets the context, the layers read it.
+One step runs at a time in a thread: the runner sets the context, the layers read it.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,22 +31,20 @@ class Context:
     plan: Any = None  # what the attention backend works out once for all layers
 
 
-_context: Context | None = None
+_current = threading.local()
 
 
 def set_context(context: Context) -> None:
     """Make `context` the current step's."""
-    global _context
-    _context = context
+    _current.context = context
 
 
 def get_context() -> Context:
     """The current step's metadata."""
-    assert _context is not None, "no step is running"
-    return _context
+    context: Context = _current.context
+    return context
 
 
 def reset_context() -> None:
     """Forget the step, and the tensors that it held."""
-    global _context
-    _context = None
+    del _current.context
