@@ -76,7 +76,7 @@ def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[E
     message = str(caught.value)
     assert message.startswith(f"{name} must be ")
     assert allowed in message
-    assert str(value) in message
+    assert str(value)[:15] in message
 
 
 @pytest.mark.parametrize(

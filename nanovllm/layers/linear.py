@@ -1,7 +1,7 @@
 """Linear layers, named by how tensor parallelism would split them.
 
 Every layer knows how a checkpoint's tensors go into its parameters: `weight_loader(param, loaded,
-shard_id)` fills one part of one and returns the number of elements that it filled.
+shard_id)` fills one part of one.
 """
 
 import torch
@@ -11,12 +11,11 @@ from torch import nn
 from nanovllm.kernels.packed_linear import can_pack, pack, packed_linear
 
 
-def copy_into(target: torch.Tensor, loaded: torch.Tensor) -> int:
+def copy_into(target: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy a checkpoint's tensor into its place, which must have its very shape."""
     if target.shape != loaded.shape:
         raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {tuple(target.shape)}")
     target.copy_(loaded)
-    return loaded.numel()
 
 
 class LinearBase(nn.Module):
@@ -30,10 +29,12 @@ class LinearBase(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
         self.packed: torch.Tensor | None = None
 
-    def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None) -> int:
+    def weight_loader(
+        self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None
+    ) -> None:
         """Fill the whole of `param`."""
         assert shard_id is None
-        return copy_into(param, loaded)
+        copy_into(param, loaded)
 
     def pack(self) -> None:
         """Trade the weight for a copy in oneDNN's blocked layout, where that is faster.
@@ -70,11 +71,13 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, sum(out_features), bias)
         self.out_features = out_features
 
-    def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None) -> int:
+    def weight_loader(
+        self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None
+    ) -> None:
         """Fill the rows of projection `shard_id`."""
         assert shard_id is not None
         start = sum(self.out_features[:shard_id])
-        return copy_into(param[start : start + self.out_features[shard_id]], loaded)
+        copy_into(param[start : start + self.out_features[shard_id]], loaded)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):

@@ -39,13 +39,14 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tenso
     weights = logits.new_zeros(num_rows, num_chunks * CHUNK, dtype=torch.float32)
     real = weights[:, :vocab_size]
     # The largest logit becomes 0, so that tiny temperatures and large logits cannot overflow.
-    real.copy_(logits).sub_(logits.amax(dim=-1, keepdim=True))
-    tiny = torch.finfo(torch.float32).tiny
-    real.div_(temperatures.clamp_min(tiny).unsqueeze(1)).exp_()
+    limits = torch.finfo(torch.float32)
+    top = logits.amax(dim=-1, keepdim=True).float().clamp_max_(limits.max)
+    real.copy_(logits).sub_(top).clamp_max_(0.0)  # a logit that overflowed to inf is the largest
+    real.div_(temperatures.clamp_min(limits.tiny).unsqueeze(1)).exp_()
     chunks = weights.view(num_rows, num_chunks, CHUNK)
     chunk, rest = _invert(chunks.sum(dim=-1), uniforms)
     token, _ = _invert(chunks[torch.arange(num_rows, device=logits.device), chunk], rest)
-    return chunk * CHUNK + token
+    return (chunk * CHUNK + token).clamp_max_(vocab_size - 1)
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +59,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniforms * total, below_total)
     index = torch.searchsorted(cumulative, target.unsqueeze(1), right=True)
-    index.clamp_max_(weights.shape[1] - 1)  # NaNs have no place in the order
+    index.clamp_max_(weights.shape[1] - 1)  # NaNs stand outside the order
     weight = weights.gather(1, index).double().squeeze(1)
     before = cumulative.gather(1, index).squeeze(1) - weight
     rest = ((target - before) / weight).clamp(0.0, 1.0)

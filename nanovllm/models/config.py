@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES
+from nanovllm.utils.checks import check_bool, check_float, check_int
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class ModelConfig:
             config = cls._parse(raw)
         except KeyError as error:
             raise ValueError(f"{path / 'config.json'} has no field {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{path / 'config.json'}: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{path / 'config.json'}: {error}") from None
         if (path / "generation_config.json").exists():
             generation = read_json(path / "generation_config.json")
-            eos = config.eos_token_ids | _ids(generation.get("eos_token_id"))
+            eos = config.eos_token_ids | _ids("eos_token_id", generation.get("eos_token_id"))
             object.__setattr__(config, "eos_token_ids", eos)
         return config
 
@@ -54,29 +55,40 @@ class ModelConfig:
         if len(architectures) != 1:
             raise ValueError(f"architectures must name one model class, got {architectures!r}")
         _refuse_unsupported(raw)
-        num_heads, hidden_size = raw["num_attention_heads"], raw["hidden_size"]
-        num_kv_heads = raw.get("num_key_value_heads") or num_heads
+
+        def size(name: str) -> int:
+            return check_int(name, raw[name], 1)
+
+        num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
+        num_kv_heads = num_heads
+        if raw.get("num_key_value_heads") is not None:
+            num_kv_heads = size("num_key_value_heads")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={num_heads} is not a multiple of"
                 f" num_key_value_heads={num_kv_heads}"
             )
+        head_dim = hidden_size // num_heads if raw.get("head_dim") is None else size("head_dim")
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {head_dim}")
+        for name in ("attention_bias", "tie_word_embeddings"):
+            check_bool(name, raw.get(name, False))
         return cls(
             architecture=architectures[0],
-            vocab_size=raw["vocab_size"],
+            vocab_size=size("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
+            intermediate_size=size("intermediate_size"),
+            num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
-            head_dim=raw.get("head_dim") or hidden_size // num_heads,
-            rms_norm_eps=raw["rms_norm_eps"],
-            max_position_embeddings=raw["max_position_embeddings"],
+            head_dim=head_dim,
+            rms_norm_eps=check_float("rms_norm_eps", raw["rms_norm_eps"], 0.0),
+            max_position_embeddings=size("max_position_embeddings"),
             attention_bias=raw.get("attention_bias", False),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             rope_parameters=_rope_parameters(raw),
             dtype=_dtype(raw),
-            eos_token_ids=_ids(raw.get("eos_token_id")),
+            eos_token_ids=_ids("eos_token_id", raw.get("eos_token_id")),
         )
 
 
@@ -96,23 +108,35 @@ def read_json(path: Path) -> dict[str, Any]:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {raw['hidden_act']!r}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise ValueError(f"quantized weights ({method!r}) are not supported")
-    layer_types = set(raw.get("layer_types") or ()) - {"full_attention"}
-    if raw.get("use_sliding_window") or layer_types:
+    if quantization := raw.get("quantization_config"):
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        )
+        raise ValueError(f"quantization_config: quantized weights ({method!r}) are not supported")
+    layer_types = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+    if raw.get("use_sliding_window") or "sliding_attention" in layer_types:
         raise ValueError("sliding-window attention is not supported")
+    if layer_types:
+        raise ValueError(f"layer_types {layer_types} are not supported, 'full_attention' is")
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Merge transformers 5's `rope_parameters` with 4's `rope_theta` and `rope_scaling`."""
     parameters: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
-    parameters |= raw.get("rope_scaling") or {}
-    parameters |= raw.get("rope_parameters") or {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = raw.get(name) or {}
+        if not isinstance(value, dict):
+            raise TypeError(f"{name} must be an object, got {value!r}")
+        parameters |= value
     legacy_type = parameters.pop("type", "default")
     parameters.setdefault("rope_type", legacy_type)
     if parameters["rope_theta"] is None:
         raise KeyError("rope_theta")
+    if parameters["rope_type"] != "default" and "factor" not in parameters:
+        raise ValueError(f"rope_type {parameters['rope_type']!r} needs a factor")
+    for name in ("rope_theta", "factor"):
+        if name in parameters:
+            check_float(name, parameters[name], 1.0)
     return parameters
 
 
@@ -123,8 +147,8 @@ def _dtype(raw: Mapping[str, Any]) -> str:
     return str(dtype)
 
 
-def _ids(value: Any) -> frozenset[int]:
-    """Normalize an EOS entry: none, one id, or several."""
+def _ids(name: str, value: Any) -> frozenset[int]:
+    """Normalize an entry of token ids: none, one id, or several."""
     if value is None:
         return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+    return frozenset(check_int(name, i, 0) for i in (value if isinstance(value, list) else [value]))

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.linear import copy_into
+from nanovllm.layers.linear import LinearBase, copy_into
 from nanovllm.models.config import read_json
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -16,11 +16,14 @@ INDEX = "model.safetensors.index.json"
 
 def resolve_model(model: str) -> Path:
     """The directory of `model`: a local one, or a hub id's, downloaded if it is not cached."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise NotADirectoryError(f"model must be a directory, {model!r} is a file")
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise NotADirectoryError(f"model must be a directory, {model!r} is a file")
+    except (RuntimeError, ValueError) as error:  # no such user; a NUL in the name
+        raise FileNotFoundError(f"model directory {model!r} cannot exist: {error}") from None
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise FileNotFoundError(f"model directory {model!r} does not exist")
     from huggingface_hub import snapshot_download
@@ -74,47 +77,49 @@ def load_model(model: Qwen3ForCausalLM, path: Path) -> None:
     or is one that the model calls spare; anything else is a ValueError that names the tensor. Peak
     host memory: the mapped files' pages, which the system may drop, beside the model.
     """
-    params = dict(model.named_parameters())
-    filled = dict.fromkeys(params, 0)
-    seen: set[tuple[str, int | None]] = set()
+    places = checkpoint_places(model)
+    missing = dict.fromkeys(places)
     for name, tensor in read_weights(path):
         if name in model.spare_weights or name.endswith("rotary_emb.inv_freq"):
             continue
-        target, shard_id = _place(model, name)
-        if target not in params:
+        if name not in places:
             raise ValueError(f"{path}: unexpected tensor {name!r}")
-        if (target, shard_id) in seen:
+        if name not in missing:
             raise ValueError(f"{path}: tensor {name!r} stands in two files")
-        seen.add((target, shard_id))
         try:
-            filled[target] += _fill(model, target, tensor, shard_id)
+            _fill(model, *places[name], tensor)
         except ValueError as error:
             raise ValueError(f"{path}: tensor {name!r} has {error}") from None
-    missing = [name for name, param in params.items() if filled[name] != param.numel()]
+        del missing[name]
     if missing:
-        raise ValueError(
-            f"{path}: the files hold no (or not all) values for {', '.join(missing[:5])}"
-            + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        )
+        names = [*missing]
+        rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
 
 
-def _place(model: Qwen3ForCausalLM, name: str) -> tuple[str, int | None]:
-    """The parameter that a tensor goes to, and which part of it."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part in model.packed_modules_mapping:
-            parts[index], shard_id = model.packed_modules_mapping[part]
-            return ".".join(parts), shard_id
-    return name, None
+def checkpoint_places(model: Qwen3ForCausalLM) -> dict[str, tuple[str, int | None]]:
+    """Where each tensor of a checkpoint goes: a parameter, and which part of it if it is fused."""
+    places: dict[str, tuple[str, int | None]] = {}
+    for name, _ in model.named_parameters():
+        module = name.split(".")[-2]
+        parts = [
+            (part, shard_id)
+            for part, (fused, shard_id) in model.packed_modules_mapping.items()
+            if fused == module
+        ]
+        for part, shard_id in parts:
+            places[name.replace(f".{module}.", f".{part}.")] = (name, shard_id)
+        if not parts:
+            places[name] = (name, None)
+    return places
 
 
-def _fill(model: nn.Module, target: str, tensor: torch.Tensor, shard_id: int | None) -> int:
-    module_name, _, _ = target.rpartition(".")
-    param = model.get_parameter(target)
-    loader = getattr(model.get_submodule(module_name), "weight_loader", None)
-    if loader is None:
-        return copy_into(param, tensor)
-    return int(loader(param, tensor, shard_id))
+def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: torch.Tensor) -> None:
+    module, param = model.get_submodule(target.rpartition(".")[0]), model.get_parameter(target)
+    if isinstance(module, LinearBase):
+        module.weight_loader(param, tensor, shard_id)
+    else:
+        copy_into(param, tensor)
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:

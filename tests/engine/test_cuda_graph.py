@@ -1,0 +1,342 @@
+"""Decode over static buffers: the ladder, its padding, and, on a device, capture and replay.
+
+On the CPU a replay is a call of the model on the buffers, so that all but the capture runs.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LogitRecorder, make_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOP = 40  # the ladder is 1, 2, 4, 8, 16, 32, 40
+LENGTHS = [1, 50, 3, 17, 64, 2, 33, 16, 5, 90, 4, 8, 65, 15, 7, 31, 6, 1, 20, 48]
+PROMPTS = [
+    [(11 * i + 7 * j * j) % 259 for j in range(LENGTHS[i % 20] + i // 20)] for i in range(48)
+]
+PARAMS = [SamplingParams(temperature=0, max_tokens=4 + i % 9, ignore_eos=True) for i in range(48)]
+
+
+def make_llm(path: Path, **options: Any) -> LLM:
+    defaults: dict[str, Any] = dict(
+        device="cpu", dtype="float32", cpu_kvcache_gib=0.05, max_num_seqs=TOP, kvcache_block_size=4
+    )
+    return LLM(path, **defaults | options)
+
+
+def use_static_buffers(llm: LLM) -> list[int]:
+    """Make decode run over padded buffers; returns the list of sizes that will have run."""
+    graphs = llm._runner.graphs = llm._runner.decode_graphs()
+    forward, sizes = graphs.forward, []
+
+    def recording(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(input_ids))
+        return forward(input_ids, positions)
+
+    graphs.forward = recording
+    return sizes
+
+
+def generate(llm: LLM, num_prompts: int) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS[:num_prompts], PARAMS[:num_prompts], use_tqdm=False)
+    return [out["token_ids"] for out in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[list[int]]:
+    """The plain path's output, from exact-size tensors that are made for each step."""
+    with make_llm(model_dir) as llm:
+        assert llm._runner.graphs is None
+        return generate(llm, len(PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def static(model_dir: Path) -> Iterator[LLM]:
+    with make_llm(model_dir, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+# The ladder
+
+
+@pytest.mark.parametrize("largest", [*range(1, 70), 100, 255, 256, 257, 511, 512])
+def test_ladder_does_not_end_at_the_largest_batch(largest: int) -> None:
+    ladder = batch_ladder(largest)
+    assert ladder[-1] == largest and ladder[0] == 1
+    assert ladder == sorted(set(ladder))
+    for low, high in itertools.pairwise(ladder):
+        assert high - low <= max(low, 16), "a bucket is more than half padding"
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "top"), [(1, 1), (3, 3), (40, 40), (512, 512), (9999, 512)]
+)
+def test_ladder_of_the_runner_is_not_that_of_its_config(
+    max_num_seqs: int, top: int, model_dir: Path
+) -> None:
+    with make_llm(model_dir, max_num_seqs=max_num_seqs) as llm:
+        graphs = llm._runner.decode_graphs()
+        assert graphs.max_batch_size == top == len(graphs.input_ids)
+    with make_llm(model_dir, max_num_seqs=max_num_seqs, max_num_batched_tokens=2) as llm:
+        assert llm._runner.decode_graphs().max_batch_size == min(top, 2)
+
+
+# Static buffers on the CPU
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40])
+def test_padding_changes_the_output_of_a_batch_of(
+    size: int, static: LLM, expected: list[list[int]]
+) -> None:
+    """Around every step of the ladder, in one engine: the buffers are stale from the last one."""
+    sizes = use_static_buffers(static)
+    assert generate(static, size) == expected[:size]
+    ladder = batch_ladder(TOP)
+    assert sizes[0] == ladder[bisect.bisect_left(ladder, size)], "not the next larger bucket"
+    assert set(sizes) <= set(ladder)
+    assert sizes == sorted(sizes, reverse=True), "as requests finish the buckets shrink"
+
+
+def test_a_batch_above_the_top_of_the_ladder_is_cut(
+    model_dir: Path, expected: list[list[int]]
+) -> None:
+    """It runs without graphs, until enough requests have finished."""
+    with make_llm(model_dir, max_num_seqs=48) as llm:
+        sizes = use_static_buffers(llm)
+        graphs = llm._runner.graphs
+        assert graphs is not None
+        graphs.sizes = graphs.sizes[:4]
+        assert graphs.max_batch_size == 8
+        assert generate(llm, 48) == expected
+        assert set(sizes) == {8}, "5 requests have the longest outputs: bucket 8, and no other"
+        assert generate(llm, 9) == expected[:9]
+        assert set(sizes) == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_num_batched_tokens=16),
+        dict(num_kvcache_blocks=32),
+        dict(num_kvcache_blocks=32, max_num_batched_tokens=16),
+        dict(kvcache_block_size=1, num_kvcache_blocks=128),
+        dict(kvcache_block_size=256),
+    ],
+)
+def test_graphs_do_not_survive_chunks_and_preemptions(
+    options: dict[str, Any], model_dir: Path, expected: list[list[int]]
+) -> None:
+    with make_llm(model_dir, **options) as llm:
+        sizes = use_static_buffers(llm)
+        for _ in range(2):
+            assert generate(llm, 48) == expected
+        assert sizes
+        if "num_kvcache_blocks" in options:
+            assert llm.scheduler.num_preemptions >= 5
+
+
+def test_block_table_grows_wider_than_the_buffers(model_dir: Path) -> None:
+    """Up to the very last token that the model may have, and with a width that does not divide."""
+    options: dict[str, Any] = dict(max_model_len=101, kvcache_block_size=8, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    with make_llm(model_dir, **options) as llm:
+        plain = [out["token_ids"] for out in llm.generate(PROMPTS[:5], params, use_tqdm=False)]
+        assert [len(p) + len(t) for p, t in zip(PROMPTS, plain, strict=False)] == [101] * 5
+        sizes = use_static_buffers(llm)
+        outputs = llm.generate(PROMPTS[:5], params, use_tqdm=False)
+        assert [out["token_ids"] for out in outputs] == plain and sizes
+
+
+def test_seeded_samples_differ_under_graphs(model_dir: Path) -> None:
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=12) for i in range(11)]
+    with make_llm(model_dir) as llm:
+        plain = llm.generate(PROMPTS[:11], params, use_tqdm=False)
+        use_static_buffers(llm)
+        again = llm.generate(PROMPTS[:11], params, use_tqdm=False)
+    assert [out["token_ids"] for out in again] == [out["token_ids"] for out in plain]
+
+
+def watch_the_cache(llm: LLM) -> Callable[[], int]:
+    """Check after every decode step which slots were written; returns how many steps there were."""
+    runner = llm._runner
+    run, block_size, steps = runner.run, runner.block_size, 0
+
+    @torch.inference_mode()
+    def checking(batch: Batch) -> list[int]:
+        nonlocal steps
+        if batch.is_prefill:
+            return run(batch)
+        steps += 1
+        real = [
+            seq.block_table[seq.num_cached_tokens // block_size] * block_size
+            + seq.num_cached_tokens % block_size
+            for seq in batch.seqs
+        ]
+        # A request that runs again may write what is there; so let something else be there.
+        runner.kv_cache.flatten(2, 3)[:, :, real] = 77.0
+        before = runner.kv_cache.clone()
+        token_ids = run(batch)
+        changed = (runner.kv_cache != before).any(-1).any(-1)  # [2, layers, blocks, block_size]
+        for written in changed.flatten(2).flatten(0, 1):
+            assert written.nonzero().flatten().tolist() == sorted(real)
+        return token_ids
+
+    runner.run = checking  # type: ignore[method-assign]
+    return lambda: steps
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 13, 33])
+def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
+    """After a full batch, whose slots stand in the buffers still."""
+    with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
+        use_static_buffers(llm)
+        num_steps = watch_the_cache(llm)
+        generate(llm, TOP)
+        seen = num_steps()
+        generate(llm, size)
+        assert num_steps() > seen >= 3
+
+
+def poison(graphs: DecodeGraphs, num_blocks: int, block_size: int) -> None:
+    """Fill the buffers with what a full batch of long requests may have left behind."""
+    graphs.input_ids.random_(0, 259)
+    graphs.positions.random_(0, 100)
+    graphs.slot_mapping.random_(0, num_blocks * block_size)
+    graphs.context_lens.random_(1, 100)
+    graphs.block_tables.random_(0, num_blocks)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 13])
+def test_stale_rows_leak_into_a_smaller_batch(
+    size: int, model_dir: Path, expected: list[list[int]]
+) -> None:
+    """The buffers are filled with rubbish before every single step."""
+    with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
+        use_static_buffers(llm)
+        num_steps = watch_the_cache(llm)
+        runner = llm._runner
+        graphs, run = runner.graphs, runner.run
+        assert graphs is not None
+
+        @torch.inference_mode()
+        def poisoned(batch: Batch) -> list[int]:
+            poison(graphs, 500, runner.block_size)
+            return run(batch)
+
+        runner.run = poisoned  # type: ignore[method-assign]
+        assert generate(llm, size) == expected[:size]
+        assert num_steps() >= 3
+
+
+# On a device
+
+
+def flash_llm(path: Path, **options: Any) -> LLM:
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    defaults: dict[str, Any] = dict(
+        device="cuda", dtype="bfloat16", attention_backend="flash_attn", max_num_seqs=TOP,
+        num_kvcache_blocks=200,
+    )  # fmt: skip
+    return LLM(path, **defaults | options)
+
+
+MAX_ERROR = 0.5  # of a logit in bf16; a wrong key or length moves logits by their spread, 2.4
+
+
+def assert_same_but_for_near_ties(
+    path: Path,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    batches: list[list[list[int]]],
+    num_tokens: int,
+) -> None:
+    """Two ways to compute in bf16 agree, up to a token whose rival's logit is as good.
+
+    Behind such a token the outputs may go different ways, so the rest of that prompt says nothing;
+    half of the prompts, at least, must have none.
+    """
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    runs = []
+    for options in (first, second):
+        with flash_llm(path, **options) as llm:
+            recorder = LogitRecorder(llm)
+            outputs = [o for batch in batches for o in llm.generate(batch, params, use_tqdm=False)]
+            runs.append([(out["token_ids"], recorder.of(out)) for out in outputs])
+    num_same = 0
+    for (tokens, logits), (others, other_logits) in zip(*runs, strict=True):
+        pairs = enumerate(zip(tokens, others, strict=True))
+        same = next((i for i, (token, other) in pairs if token != other), num_tokens)
+        error = (logits[: same + 1] - other_logits[: same + 1]).abs().max()
+        assert error < MAX_ERROR, f"logits differ by {error} before the tokens do"
+        if same < num_tokens:
+            rivals = logits[same, [tokens[same], others[same]]]
+            assert abs(rivals[0] - rivals[1]) < MAX_ERROR, "other tokens, and no tie"
+        num_same += same == num_tokens
+    assert 2 * num_same >= len(runs[0])
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a head_dim that models do have."""
+    path = tmp_path_factory.mktemp("wide")
+    return make_model(path, hidden_size=256, head_dim=64, max_position_embeddings=2048)
+
+
+BATCHES = [PROMPTS[:3], PROMPTS[3:24], PROMPTS]  # the last one starts above the top of the ladder
+
+
+@pytest.mark.cuda
+def test_replay_differs_from_eager_decode(wide_model: Path) -> None:
+    assert_same_but_for_near_ties(wide_model, {}, dict(enforce_eager=True), BATCHES, 24)
+
+
+@pytest.mark.cuda
+def test_flash_attn_differs_from_torch(wide_model: Path) -> None:
+    torch_backend = dict(attention_backend="torch", kvcache_block_size=256)
+    assert_same_but_for_near_ties(wide_model, {}, torch_backend, BATCHES, 24)
+
+
+@pytest.mark.cuda
+def test_replay_computes_with_the_lengths_of_the_capture(wide_model: Path) -> None:
+    """One request after the other in one bucket, up and down, over the borders of blocks."""
+    lengths = [1, 1100, 254, 255, 256, 257, 700, 2, 510, 511, 512, 513]
+    batches = [[[(7 * j + 3 * n) % 259 for j in range(n)]] for n in lengths]
+    assert_same_but_for_near_ties(wide_model, {}, dict(enforce_eager=True), batches, 5)
+
+
+@pytest.mark.cuda
+def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path) -> None:
+    """In a pool that is sized from what the device has left beside them."""
+    sized: dict[str, Any] = dict(num_kvcache_blocks=None, gpu_memory_utilization=0.2)
+    with flash_llm(wide_model, **sized) as llm:
+        graphs = llm._runner.graphs
+        assert graphs is not None and sorted(graphs.graphs) == batch_ladder(TOP)
+        padded = graphs.replay
+        sizes: list[int] = []
+
+        def recording(input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+            sizes.append(len(input_ids))
+            return padded(input_ids, *rest)
+
+        graphs.replay = recording  # type: ignore[method-assign]
+        generate(llm, 48)
+        assert max(sizes) == TOP and min(sizes) < 8
+
+
+@pytest.mark.cuda
+def test_captured_padding_rows_write_to_the_cache(wide_model: Path) -> None:
+    with flash_llm(wide_model, num_kvcache_blocks=60, enable_prefix_caching=False) as llm:
+        num_steps = watch_the_cache(llm)
+        for size in (TOP, 3, 13, 33):
+            generate(llm, size)
+        assert num_steps() >= 12

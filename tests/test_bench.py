@@ -1,0 +1,284 @@
+"""The benchmark: what it counts, what it draws, and its command line."""
+
+import argparse
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm.models.config import ModelConfig
+from nanovllm.utils import roofline
+from nanovllm.utils.roofline import Machine
+
+BENCH = Path(__file__).parents[1] / "bench.py"
+H200 = Machine(bytes_per_second=4.3e12, flops_per_second=790e12)
+
+
+def load_bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench", BENCH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_bench()
+
+
+def shape(name: str, tmp_path: Path) -> ModelConfig:
+    bench.write_shape(name, tmp_path)
+    return ModelConfig.from_dir(tmp_path)
+
+
+def draw(vocab_size: int = 151_936, *options: str) -> tuple[list[list[int]], list[int]]:
+    workload = bench.draw_workload(bench.make_parser().parse_args(options), vocab_size)
+    return workload.prompts, workload.output_lens
+
+
+def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=300
+    )
+
+
+class TestCounts:
+    """A model small enough for pencil and paper."""
+
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=10, hidden_size=4, intermediate_size=6,
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=2,
+        rms_norm_eps=1e-6, max_position_embeddings=64, attention_bias=False,
+        tie_word_embeddings=True, rope_parameters={}, dtype="bfloat16",
+        eos_token_ids=frozenset(),
+    )  # fmt: skip
+
+    def test_params(self) -> None:
+        # qkv 4 x (4 + 2 + 2), o 4 x 4, gate, up and down 4 x 6 each
+        assert roofline.decoder_params(self.config) == 3 * (32 + 16 + 72)
+        assert roofline.head_params(self.config) == 40
+        # one table; two norms of 4 and two of 2 in each layer; the last norm
+        assert roofline.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
+
+    def test_bytes(self) -> None:
+        assert roofline.step_weight_bytes(self.config, itemsize=2) == 2 * (360 + 40)
+        # K and V of one head of two, in three layers, two bytes each
+        assert roofline.kv_bytes_per_token(self.config, itemsize=2) == 2 * 3 * 1 * 2 * 2
+
+    def test_prefill_flops(self) -> None:
+        linear = 2 * 360 * (3 + 1)
+        head = 2 * 40 * 2  # the last row of each prompt
+        pairs = (1 + 2 + 3) + 1
+        attention = pairs * 3 * 2 * (2 * 2 + 2 * 2)  # layers, heads, q @ k and p @ v
+        assert roofline.prefill_flops(self.config, [3, 1]) == linear + head + attention
+
+    def test_decode(self) -> None:
+        # The first token of each comes from its prefill.
+        assert roofline.decode_batches([4, 1, 2]) == [2, 1, 1]
+        assert roofline.decode_batches([1]) == []
+        # Three steps attend to 6, 7 and 8 tokens; none; one attends to 4.
+        assert roofline.decode_kv_tokens([5, 9, 3], [4, 1, 2]) == 6 + 7 + 8 + 4
+
+    @pytest.mark.parametrize(
+        ("machine", "gemm"),
+        [
+            (Machine(1.0, 1e12), 3 * 800.0),  # three steps read 800 bytes each
+            (Machine(1e12, 1.0), 800.0 * (2 + 1 + 1)),  # each row of a step is 2 x 400 FLOPs
+            (Machine(1.0, 0.75), 3200 / 1.5 + 2 * 3200 / 3),  # both, by the step
+        ],
+    )
+    def test_a_decode_step_is_bound_by_bytes_or_by_flops(
+        self, machine: Machine, gemm: float
+    ) -> None:
+        floor = roofline.floor(self.config, 2, [5, 9, 3], [4, 1, 2], machine)
+        assert floor.decode_gemm_seconds == pytest.approx(gemm)
+
+    def test_the_floor_is_its_parts(self) -> None:
+        machine = Machine(bytes_per_second=10.0, flops_per_second=5.0)
+        floor = roofline.floor(self.config, 2, [3, 1], [2, 1], machine)
+        assert floor.decode_kv_seconds == 4 * 24 / 10
+        assert floor.prefill_seconds == roofline.prefill_flops(self.config, [3, 1]) / 5
+        assert floor.seconds == pytest.approx(
+            floor.prefill_seconds + floor.decode_gemm_seconds + floor.decode_kv_seconds
+        )
+
+    def test_a_short_prefill_still_reads_the_weights(self) -> None:
+        floor = roofline.floor(self.config, 2, [1], [1], Machine(1.0, 1e12))
+        assert floor.prefill_seconds == 800
+
+
+@pytest.mark.parametrize("name", bench.SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Path) -> None:
+    bench.write_shape(name, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": bias}))
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(tmp_path))
+    params = sum(param.numel() for param in model.parameters())
+    assert roofline.num_params(ModelConfig.from_dir(tmp_path)) == params
+
+
+class TestWorkload:
+    def test_it_is_nano_vllms(self) -> None:
+        """What Python's generator gives in that order of draws; a figure compares only then."""
+        random.seed(0)
+        theirs = [
+            [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)
+        ]
+        their_lens = [random.randint(100, 1024) for _ in range(256)]
+        assert draw() == (theirs, their_lens)
+        assert sum(map(len, theirs)) == 142_827 and sum(their_lens) == 133_966
+
+    def test_options_bound_lengths_and_the_vocabulary_bounds_tokens(self) -> None:
+        prompts, output_lens = draw(
+            50, "--num-seqs=64", "--min-input-len=3", "--max-input-len=5",
+            "--min-output-len=2", "--max-output-len=4",
+        )  # fmt: skip
+        assert {len(prompt) for prompt in prompts} == {3, 4, 5}
+        assert set(output_lens) == {2, 3, 4}
+        assert {token for prompt in prompts for token in prompt} == set(range(50))
+
+    @pytest.mark.parametrize(
+        ("name", "seconds", "tokens_per_second"),
+        [("qwen3-0.6b", 3.74, 35.9e3), ("qwen3-8b", 10.65, 12.6e3)],
+    )
+    def test_floor_of_the_classic_workload(
+        self, name: str, seconds: float, tokens_per_second: float, tmp_path: Path
+    ) -> None:
+        """Figures worked out independently, for one H200, in bfloat16."""
+        prompts, output_lens = draw()
+        input_lens = [len(prompt) for prompt in prompts]
+        floor = roofline.floor(shape(name, tmp_path), 2, input_lens, output_lens, H200)
+        assert floor.seconds == pytest.approx(seconds, rel=0.02)
+        assert sum(output_lens) / floor.seconds == pytest.approx(tokens_per_second, rel=0.02)
+        if name == "qwen3-0.6b":
+            assert floor.decode_kv_seconds == pytest.approx(3.22, abs=0.01)
+            assert floor.prefill_seconds == pytest.approx(0.17, abs=0.01)
+            assert floor.decode_gemm_seconds == pytest.approx(0.33, abs=0.03)
+
+
+class TestCommandLine:
+    def test_a_tiny_run_ends_with_one_json_line(self, model_dir: Path, tmp_path: Path) -> None:
+        file = tmp_path / "result.json"
+        run = run_cli(
+            f"--model={model_dir}", "--num-seqs=3", "--min-input-len=4", "--max-input-len=9",
+            "--min-output-len=2", "--max-output-len=5", "--max-model-len=64",
+            "--num-kvcache-blocks=32", "--repeats=2", "--device=cpu", "--dtype=float32",
+            f"--json={file}",
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        text, _, last = run.stdout.rstrip("\n").rpartition("\n")
+        assert text.index("roofline:") < text.index("run 1:") < text.index("output tok/s,")
+        result = json.loads(last)
+        assert json.loads(file.read_text()) == result
+        assert result["device"] == "cpu" and result["dtype"] == "float32"
+        assert result["torch"] == torch.__version__ and "cores" in result["machine"]
+        assert result["attention_backend"] == "torch" and result["preemptions"] == 0
+        load, floor = result["workload"], result["roofline"]
+        assert 12 <= load["input_tokens"] <= 27 and 6 <= load["output_tokens"] <= 15
+        seconds = result["seconds"]
+        assert len(seconds) == 2 and min(seconds) <= result["median_seconds"] <= max(seconds)
+        assert result["output_tokens_per_second"] == pytest.approx(
+            load["output_tokens"] / result["median_seconds"]
+        )
+        assert result["roofline_percent"] == pytest.approx(
+            100 * floor["seconds"] / result["median_seconds"]
+        )
+        parts = ("prefill_seconds", "decode_gemm_seconds", "decode_kv_seconds")
+        assert floor["seconds"] == pytest.approx(sum(floor[part] for part in parts))
+        assert floor["copy_bytes_per_second"] > 0 and floor["matmul_flops_per_second"] > 0
+        assert result["prefill_tokens_per_second"] > 0 and result["decode_tokens_per_second"] > 0
+
+    def test_repeats_do_not_find_their_prompts_in_the_cache(
+        self, model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The second run of the same prompts would skip their prefill, and look fast."""
+        cached: list[int] = []
+
+        class SpyingLLM(bench.LLM):  # type: ignore[misc, name-defined]
+            def generate(self, *args: object, **kwargs: object) -> list[dict[str, int]]:
+                outputs: list[dict[str, int]] = super().generate(*args, **kwargs)
+                cached.extend(output["num_cached_tokens"] for output in outputs)
+                return outputs
+
+        monkeypatch.setattr(bench, "LLM", SpyingLLM)
+        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
+        bench.main(
+            [f"--model={model_dir}", "--num-seqs=2", "--min-input-len=40", "--max-input-len=50",
+             "--min-output-len=2", "--max-output-len=3", "--max-model-len=64",
+             "--num-kvcache-blocks=64", "--device=cpu"]
+        )  # fmt: skip
+        assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]) == 3
+        assert cached == [0] * 7  # the warm-up's, and two in each of three runs
+
+    def test_a_shape_needs_no_files(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(bench.SHAPES, "qwen3-42m", (64, 96, 2, 4, 2, 16, 259, True))
+        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
+        bench.main(
+            ["--shape=qwen3-42m", "--num-seqs=2", "--min-input-len=4", "--max-input-len=5",
+             "--min-output-len=1", "--max-output-len=1", "--num-kvcache-blocks=300",
+             "--repeats=1", "--device=cpu"]
+        )  # fmt: skip
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["model"] == "qwen3-42m"
+        assert result["options"]["load_format"] == "dummy"
+        assert result["workload"]["output_tokens"] == 2
+        assert result["roofline"]["decode_gemm_seconds"] == 0  # prefill yields one token each
+
+    def test_a_slow_machine_is_told_of_smaller_options(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bench, "measure_machine", lambda *_: Machine(1e10, 1e11))
+        args: argparse.Namespace = bench.make_parser().parse_args(["--device=cpu"])
+        config = shape(args.shape, tmp_path)
+        workload = bench.draw_workload(args, config.vocab_size)
+        bench.print_floor(bench.describe(args, config, workload, torch.device("cpu")))
+        out = capsys.readouterr().out
+        assert "minutes at the very least" in out and "--shape qwen3-42m" in out
+
+    def test_help_names_the_options_and_their_defaults(self) -> None:
+        run = run_cli("--help")
+        assert run.returncode == 0
+        for text in ("--shape", "--attention-backend", "--json", "(default: 1024)"):
+            assert text in run.stdout
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--shape=qwen3-9000b"], "invalid choice"),
+            (["--shape=qwen3-8b", "--model=x"], "not allowed with"),
+            (["--model=/nowhere"], "/nowhere"),
+            (["--num-seqs=0"], "must be at least 1, got 0"),
+            (["--num-seqs=many"], "invalid positive value: 'many'"),
+            (["--min-input-len=9", "--max-input-len=8"], "--min-input-len 9 is above"),
+            (["--max-input-len=4000"], "add up to 5024"),
+            (["--device=tpu"], "device must be"),
+            (["--json=/nowhere/result.json"], "/nowhere"),
+        ],
+    )
+    def test_a_bad_option_is_one_line_and_no_traceback(
+        self, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as exit_info:
+            bench.main(options)
+        assert exit_info.value.code == 2
+        err = capsys.readouterr().err
+        assert message in err.splitlines()[-1] and "Traceback" not in err
+
+    def test_what_the_engine_refuses_is_an_error_of_the_options(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
+        with pytest.raises(SystemExit):
+            bench.main(["--shape=qwen3-42m", "--device=cpu", "--attention-backend=flash_attn"])
+        assert "needs a CUDA device" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""The canary: a trained model adds numbers, whatever the engine does on the way.
+
+A wrong key, a lost block or a stale row shows as a wrong sum, where a random model shows nothing.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.outputs import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROBLEMS = sample_problems(2000)
+SOME = PROBLEMS[:300]
+LINES = [f"{prompt}{answer}\n" for prompt, answer in PROBLEMS[-40:]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def make_llm(**options: Any) -> LLM:
+    defaults: dict[str, Any] = dict(
+        device="cpu", dtype="float32", cpu_kvcache_gib=0.2, max_model_len=512
+    )
+    return LLM(EMBEDDED_MODEL, **defaults | options)
+
+
+def solve(llm: LLM, problems: list[tuple[str, str]], context: str = "") -> list[RequestOutput]:
+    """Answer the problems behind a context; 99.5% must be right, and end by themselves."""
+    outputs = llm.generate([context + prompt for prompt, _ in problems], GREEDY, use_tqdm=False)
+    wrong = [
+        f"{prompt}{out['text']!r} ({out['finish_reason']}), not {answer}"
+        for (prompt, answer), out in zip(problems, outputs, strict=True)
+        if out["text"] != answer or out["finish_reason"] != "stop"
+    ]
+    assert len(wrong) <= 0.005 * len(problems), f"{len(wrong)} wrong, the first: {wrong[:3]}"
+    return outputs
+
+
+def test_problems_are_not_what_they_say() -> None:
+    assert len(set(PROBLEMS)) == 2000 and PROBLEMS[:300] == sample_problems(300)
+    for prompt, answer in PROBLEMS:
+        first, second = prompt.removesuffix("=").split("+")
+        assert int(first) + int(second) == int(answer)
+
+
+def test_the_model_cannot_add() -> None:
+    with make_llm() as llm:
+        outputs = solve(llm, PROBLEMS)
+    assert len({out["text"] for out in outputs}) > 500
+    for out in outputs:
+        assert llm.tokenizer.decode(out["token_ids"][:-1]) == out["text"]
+        assert out["token_ids"][-1] in llm.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_num_seqs=3),
+        dict(max_num_seqs=1, kvcache_block_size=1),
+        dict(max_num_batched_tokens=5),
+        dict(max_num_batched_tokens=33, kvcache_block_size=4),
+        dict(kvcache_block_size=256),
+        dict(enable_prefix_caching=False, kvcache_block_size=2),
+        dict(dtype="bfloat16"),
+    ],
+)
+def test_sums_are_wrong_with(options: dict[str, Any]) -> None:
+    with make_llm(**options) as llm:
+        solve(llm, SOME)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(kvcache_block_size=1),
+        dict(kvcache_block_size=4, max_num_batched_tokens=20),
+        dict(max_num_batched_tokens=64, max_num_seqs=16),
+    ],
+)
+def test_sums_are_wrong_behind_a_shared_context(options: dict[str, Any]) -> None:
+    """Ten solved lines, computed once and found by everyone after that."""
+    context = "".join(LINES[:10])
+    with make_llm(**options) as llm:
+        solve(llm, SOME[:1], context)
+        outputs = solve(llm, SOME, context)
+    block_size = llm.scheduler.block_size
+    shared = out_of_context = len(llm.tokenizer.encode(context))
+    assert shared >= 60
+    for out in outputs:
+        assert out["num_cached_tokens"] >= out_of_context // block_size * block_size
+
+
+def test_sums_are_wrong_behind_contexts_of_their_own() -> None:
+    """Prompts of very different lengths side by side, cut into chunks."""
+    with make_llm(max_num_batched_tokens=50, kvcache_block_size=4) as llm:
+        prompts = [
+            "".join(LINES[i % 40 : i % 40 + i % 13]) + prompt for i, (prompt, _) in enumerate(SOME)
+        ]
+        problems = [(prompt, answer) for prompt, (_, answer) in zip(prompts, SOME, strict=True)]
+        solve(llm, problems)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kvcache_block_size=1, num_kvcache_blocks=64),
+        dict(kvcache_block_size=1, num_kvcache_blocks=64, enable_prefix_caching=False),
+        dict(kvcache_block_size=2, num_kvcache_blocks=24),
+        dict(kvcache_block_size=1, num_kvcache_blocks=64, max_num_batched_tokens=30),
+    ],
+)
+def test_sums_are_wrong_after_preemptions(options: dict[str, Any]) -> None:
+    with make_llm(max_model_len=32, **options) as llm:
+        solve(llm, SOME)
+        assert llm.scheduler.num_preemptions >= 100
+        llm.scheduler.audit()
+
+
+def test_sums_are_wrong_over_static_buffers() -> None:
+    with make_llm(max_num_seqs=37) as llm:
+        llm._runner.graphs = llm._runner.decode_graphs()
+        solve(llm, SOME)
+
+
+def test_a_hot_model_and_a_greedy_one_mix() -> None:
+    """Beside requests at temperature 5, which do get it wrong, greedy ones get it right."""
+    hot = SamplingParams(temperature=5.0, max_tokens=12, seed=0)
+    with make_llm(max_num_seqs=50) as llm:
+        outputs = llm.generate(
+            [prompt for prompt, _ in SOME for _ in range(2)], [GREEDY, hot] * 300, use_tqdm=False
+        )
+    answers = [answer for _, answer in SOME]
+    assert sum(o["text"] == a for o, a in zip(outputs[::2], answers, strict=True)) >= 298
+    assert sum(o["text"] == a for o, a in zip(outputs[1::2], answers, strict=True)) < 150
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_are_wrong_on_the_device(dtype: str) -> None:
+    """With whatever backend is the best there."""
+    options = dict(device="cuda", num_kvcache_blocks=2000, dtype=dtype)
+    with make_llm(**options) as llm:
+        solve(llm, PROBLEMS)
+        solve(llm, SOME, "".join(LINES[:10]))
+    torch.cuda.empty_cache()

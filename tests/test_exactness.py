@@ -1,0 +1,460 @@
+"""Greedy output equals transformers' token for token, in float32 on the CPU.
+
+The reference is computed once for each model: all prompts, left-padded into one batch, one token a
+step. A prompt whose two best logits come closer than `MIN_MARGIN` somewhere decides nothing (two
+right programs may differ there) and is left out; five of six always remain.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LogitRecorder, edit_config, make_model
+from transformers import Qwen3ForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 24
+MIN_MARGIN = 1e-4
+MAX_LOGIT_ERROR = 1e-4
+
+# A pool that the longest request just fits in, and a budget that most prompts exceed.
+SMALL_POOL: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=56)
+HARD: dict[str, Any] = dict(SMALL_POOL, max_num_batched_tokens=16)
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "budget 7": dict(max_num_batched_tokens=7),
+    "budget 16": dict(max_num_batched_tokens=16),
+    "budget 16, blocks of 1": dict(max_num_batched_tokens=16, kvcache_block_size=1),
+    "budget 100, blocks of 256": dict(max_num_batched_tokens=100, kvcache_block_size=256),
+    "blocks of 1": dict(kvcache_block_size=1),
+    "blocks of 4": dict(kvcache_block_size=4),
+    "blocks of 16": dict(kvcache_block_size=16),
+    "blocks of 256": dict(kvcache_block_size=256),
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "no prefix cache, budget 16": dict(enable_prefix_caching=False, max_num_batched_tokens=16),
+    "three at a time": dict(max_num_seqs=3),
+    "small pool": SMALL_POOL,
+    "small pool, blocks of 16": dict(kvcache_block_size=16, num_kvcache_blocks=14),
+    "small pool, budget 16": HARD,
+}
+
+# With the prompts of `crowd`, each of these forces hundreds of preemptions.
+CROWDED: dict[str, dict[str, Any]] = {
+    "blocks of 1": dict(kvcache_block_size=1, num_kvcache_blocks=224),
+    "blocks of 4": SMALL_POOL,
+    "blocks of 2": dict(kvcache_block_size=2, num_kvcache_blocks=112),
+    "budget 64": dict(SMALL_POOL, max_num_batched_tokens=64),
+    "no prefix cache": dict(SMALL_POOL, enable_prefix_caching=False),
+    "no prefix cache, budget 64": dict(
+        SMALL_POOL, enable_prefix_caching=False, max_num_batched_tokens=64
+    ),
+}
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+
+# Keyword arguments of `make_model`: what makes each one differ from the standard model.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as many kv heads as heads": dict(num_key_value_heads=4),
+    "4 heads per kv head": dict(num_attention_heads=8, num_key_value_heads=2, head_dim=8),
+    "8 heads per kv head": dict(num_attention_heads=8, num_key_value_heads=1, head_dim=8),
+    "7 heads, 1 kv head": dict(num_attention_heads=7, num_key_value_heads=1),
+    "head_dim 40, not hidden / heads": dict(head_dim=40),
+    "one layer": dict(num_hidden_layers=1),
+    "tied": dict(tie_word_embeddings=True),
+    "attention bias": dict(attention_bias=True),
+    "theta 1e6, eps 1e-3": dict(rope_theta=1e6, rms_norm_eps=1e-3),
+    "linear rope": dict(rope_scaling=dict(rope_type="linear", factor=4.0)),
+    "dynamic rope": dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)),
+    "yarn rope": dict(rope_theta=1e5, rope_scaling=YARN),
+    "llama3 rope": dict(rope_theta=5e5, rope_scaling=LLAMA3),
+    "shards with an index": dict(shards=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, prompts, and what transformers makes of them."""
+
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]  # NUM_STEPS for each prompt
+    logits: torch.Tensor  # [prompts, NUM_STEPS, vocab]
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """Greedy, of different lengths, so that the batch changes all the time."""
+        return [
+            SamplingParams(temperature=0, max_tokens=NUM_STEPS - 3 * index % 11, ignore_eos=True)
+            for index in range(len(self.prompts))
+        ]
+
+    @property
+    def expected(self) -> list[list[int]]:
+        """The reference's tokens, as far as `params` let them come."""
+        return [t[: p.max_tokens] for t, p in zip(self.tokens, self.params, strict=True)]
+
+
+def make_prompts() -> list[list[int]]:
+    """Lengths 1 to 200, a third of them on a common prefix, some of them twice."""
+    rng = random.Random(7)
+
+    def random_ids(length: int) -> list[int]:
+        return [rng.randrange(259) for _ in range(length)]
+
+    edges = [1, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 199, 200]
+    prompts = [random_ids(length) for length in edges]
+    prompts += [random_ids(rng.randrange(1, 100)) for _ in range(16)]
+    prefix = random_ids(96)
+    prompts += [prefix + random_ids(n) for n in (0, 1, 2, 3, 4, 8, 15, 16, 17, 30, 40, 64, 64, 100)]
+    prompts += [prefix[:n] for n in (95, 50, 48, 16)]
+    prompts += [list(prompts[i]) for i in (21, 30, 40, 50)]
+    rng.shuffle(prompts)
+    return prompts
+
+
+def make_crowd() -> list[list[int]]:
+    """Many short prompts that start at once and grow out of the pool, then `make_prompts`."""
+    rng = random.Random(8)
+    return [
+        [rng.randrange(8) for _ in range(1 + i % 4)] if i % 2 else rng.choices(range(259), k=3)
+        for i in range(140)
+    ] + make_prompts()
+
+
+def load_reference(path: Path) -> Qwen3ForCausalLM:
+    """transformers' model with its weights in float32, whatever they are stored in."""
+    return Qwen3ForCausalLM.from_pretrained(path).float().eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> torch.Tensor:
+    """Logits [prompts, NUM_STEPS, vocab] of the greedy continuations."""
+    longest = max(map(len, prompts))
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    cache, steps = None, []
+    for _ in range(NUM_STEPS):
+        out = model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        cache = out.past_key_values
+        steps.append(out.logits[:, -1])
+        ids = steps[-1].argmax(-1, keepdim=True)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        positions = positions[:, -1:] + 1
+    return torch.stack(steps, dim=1)
+
+
+def make_case(path: Path, prompts: list[list[int]]) -> Case:
+    """Compute the reference of a model directory, and keep the prompts that decide something."""
+    logits = reference_logits(load_reference(path), prompts)
+    best = logits.topk(2, dim=-1).values
+    margins = (best[..., 0] - best[..., 1]).amin(dim=1)
+    kept = [index for index, margin in enumerate(margins.tolist()) if margin > MIN_MARGIN]
+    assert len(kept) >= 5 * len(prompts) // 6 >= 50, "too many near-ties: choose another seed"
+    logits = logits[kept]
+    tokens = logits.argmax(-1).tolist()
+    assert len({token for row in tokens for token in row}) > 50, "the model says always the same"
+    return Case(path, [prompts[index] for index in kept], tokens, logits)
+
+
+@pytest.fixture(scope="module")
+def standard(model_dir: Path) -> Case:
+    return make_case(model_dir, make_prompts())
+
+
+@pytest.fixture(scope="module")
+def crowd(model_dir: Path) -> Case:
+    return make_case(model_dir, make_crowd())
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tmp_path_factory.mktemp("variant")
+    return make_case(make_model(path, seed=1, **VARIANTS[request.param]), make_prompts())
+
+
+def make_llm(path: Path, **options: Any) -> LLM:
+    defaults: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.05)
+    return LLM(path, **defaults | options)
+
+
+def generate(llm: LLM, case: Case) -> list[RequestOutput]:
+    return llm.generate(case.prompts, case.params, use_tqdm=False)
+
+
+def assert_same(outputs: list[RequestOutput], expected: list[list[int]]) -> None:
+    wrong = [i for i, out in enumerate(outputs) if out["token_ids"] != expected[i]]
+    assert len(outputs) == len(expected) and not wrong, (
+        f"{len(wrong)} of {len(expected)} differ; the first is prompt {wrong[0]}:"
+        f" {outputs[wrong[0]]['token_ids']} != {expected[wrong[0]]}"
+    )
+
+
+def audit_at_rest(llm: LLM) -> None:
+    llm.scheduler.audit()
+    manager = llm.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks, "a finished request kept a block"
+
+
+# The standard model, every scenario
+
+
+def test_the_reference_itself_is_what_transformers_generates(standard: Case) -> None:
+    model = load_reference(standard.path)
+    model.generation_config.eos_token_id = None
+    for prompt, tokens in list(zip(standard.prompts, standard.tokens, strict=True))[::10]:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_STEPS
+        )
+        assert out[0, len(prompt) :].tolist() == tokens
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_greedy_differs_from_transformers_under(name: str, standard: Case) -> None:
+    with make_llm(standard.path, **SCENARIOS[name]) as llm:
+        assert_same(generate(llm, standard), standard.expected)
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_hundreds_of_preemptions_change_the_output_with(name: str, crowd: Case) -> None:
+    with make_llm(crowd.path, **CROWDED[name]) as llm:
+        assert_same(generate(llm, crowd), crowd.expected)
+        assert llm.scheduler.num_preemptions >= 200
+        audit_at_rest(llm)
+
+
+def test_greedy_differs_from_transformers_one_by_one(standard: Case) -> None:
+    """Fresh blocks and a fresh row for each request; the cache hits what earlier ones left."""
+    with make_llm(standard.path) as llm:
+        outputs = [
+            llm.generate(prompt, params, use_tqdm=False)[0]
+            for prompt, params in zip(standard.prompts, standard.params, strict=True)
+        ]
+        assert_same(outputs, standard.expected)
+        assert sum(out["num_cached_tokens"] > 0 for out in outputs) >= 14
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("budget", [16, 16384])
+def test_prefix_hits_change_the_output(block_size: int, budget: int, standard: Case) -> None:
+    options = dict(kvcache_block_size=block_size, max_num_batched_tokens=budget)
+    with make_llm(standard.path, **options) as llm:
+        first = generate(llm, standard)
+        second = generate(llm, standard)
+        assert_same(first, standard.expected)
+        assert_same(second, standard.expected)
+    for prompt, out in zip(standard.prompts, second, strict=True):
+        # All of the prompt's full blocks, but for the one that holds its last token.
+        assert out["num_cached_tokens"] == (len(prompt) - 1) // block_size * block_size
+
+
+def test_shared_prefixes_are_not_shared_while_they_run(standard: Case) -> None:
+    with make_llm(standard.path, max_num_batched_tokens=64) as llm:
+        outputs = generate(llm, standard)
+        assert_same(outputs, standard.expected)
+        assert sum(out["num_cached_tokens"] for out in outputs) >= 5 * 96
+
+
+def test_aborted_requests_leave_wrong_kv_behind(standard: Case) -> None:
+    """What half a request left in the cache is found by the next one, and must be right."""
+    with make_llm(standard.path, **SMALL_POOL, max_num_batched_tokens=32) as llm:
+        for round_ in range(4):
+            ids = [
+                llm.add_request(prompt, params)
+                for prompt, params in zip(standard.prompts, standard.params, strict=True)
+            ]
+            finished: set[int] = set()
+            for _ in range(20 + 7 * round_):
+                finished |= {out["request_id"] for out in llm.step()}
+                llm.scheduler.audit()
+            for request_id in set(ids) - finished:
+                llm.abort_request(request_id)
+            audit_at_rest(llm)
+        assert_same(generate(llm, standard), standard.expected)
+
+
+# Logits
+
+
+def check_logits(case: Case, **options: Any) -> None:
+    with make_llm(case.path, **options) as llm:
+        recorder = LogitRecorder(llm)
+        outputs = generate(llm, case)
+        assert_same(outputs, case.expected)
+        for index, out in enumerate(outputs):
+            seen = recorder.of(out)
+            error = (seen - case.logits[index, : len(seen)]).abs().amax()
+            assert error < MAX_LOGIT_ERROR, f"prompt {index}: logits differ by {error}"
+
+
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), HARD])
+def test_logits_differ_from_transformers(options: dict[str, Any], standard: Case) -> None:
+    check_logits(standard, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), HARD])
+def test_float32_on_the_device_differs_from_the_cpu(
+    options: dict[str, Any], standard: Case
+) -> None:
+    on_device = dict(device="cuda", attention_backend="torch", num_kvcache_blocks=2000)
+    check_logits(standard, **on_device | options)
+
+
+# Every variant of the model, plain and under the hardest scenario
+
+
+def test_variant_differs_from_transformers(variant: Case) -> None:
+    check_logits(variant)
+
+
+def test_variant_differs_from_transformers_with_chunks_and_preemptions(variant: Case) -> None:
+    with make_llm(variant.path, **HARD) as llm:
+        assert_same(generate(llm, variant), variant.expected)
+        assert llm.scheduler.num_preemptions >= 10
+        audit_at_rest(llm)
+
+
+# What a checkpoint may look like on disk
+
+
+def spell_as_transformers_4(path: Path, rope_type_key: str = "rope_type") -> None:
+    """Rewrite `config.json` with the field names of transformers 4."""
+    config = json.loads((path / "config.json").read_text())
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", None) or config["rope_theta"]
+    dtype = config.get("dtype") or config["torch_dtype"]
+    rope_type = scaling.pop("rope_type", "default")
+    edit_config(
+        path,
+        rope_parameters=None,
+        dtype=None,
+        rope_theta=theta,
+        rope_scaling=None if rope_type == "default" else scaling | {rope_type_key: rope_type},
+        torch_dtype=dtype,
+    )
+
+
+def spell_as_transformers_5(path: Path) -> None:
+    """Rewrite `config.json` with the field names of transformers 5."""
+    config = json.loads((path / "config.json").read_text())
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta"))
+    rope.setdefault("rope_type", "default")
+    edit_config(
+        path,
+        rope_parameters=rope,
+        dtype=config.get("dtype") or config["torch_dtype"],
+        rope_theta=None,
+        rope_scaling=None,
+        torch_dtype=None,
+    )
+
+
+SPELLINGS: dict[str, Callable[[Path], None]] = {
+    "transformers 4": spell_as_transformers_4,
+    "transformers 4, legacy type": lambda path: spell_as_transformers_4(path, "type"),
+    "transformers 5": spell_as_transformers_5,
+}
+
+
+@pytest.fixture(scope="module", params=["theta", "yarn", "linear"])
+def roped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A model whose output depends on what its config says about rope."""
+    overrides: dict[str, Any] = {
+        "theta": dict(rope_theta=1e6),
+        "yarn": dict(rope_theta=1e6, rope_scaling=YARN),
+        "linear": dict(rope_theta=1e6, rope_scaling=dict(rope_type="linear", factor=4.0)),
+    }
+    path = tmp_path_factory.mktemp("roped")
+    return make_case(make_model(path, seed=2, **overrides[request.param]), make_prompts())
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rope_is_lost_in_the_spelling_of(spelling: str, roped: Case, tmp_path: Path) -> None:
+    path = shutil.copytree(roped.path, tmp_path / "copy")
+    SPELLINGS[spelling](path)
+    config = json.loads((path / "config.json").read_text())
+    assert ("rope_theta" in config) == spelling.startswith("transformers 4")
+    with make_llm(path) as llm:
+        assert_same(generate(llm, roped), roped.expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_are_computed_in_less_than_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_model(tmp_path, seed=3)
+    Qwen3ForCausalLM.from_pretrained(tmp_path).to(dtype).save_pretrained(tmp_path)
+    spell_as_transformers_5(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype)[6:]
+    check_logits(make_case(tmp_path, make_prompts()))
+
+
+# Stops
+
+
+@pytest.fixture(scope="module")
+def stopping(standard: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The standard model with two EOS ids that it does say, one in each config file."""
+    path = shutil.copytree(standard.path, tmp_path_factory.mktemp("stopping") / "copy")
+    firsts: dict[int, int] = {}  # how many outputs have a token in their middle
+    for tokens in standard.tokens:
+        for token in set(tokens[3:15]) - set(tokens[:3]):
+            firsts[token] = firsts.get(token, 0) + 1
+    common = sorted(firsts, key=lambda token: -firsts[token])[:2]
+    edit_config(path, eos_token_id=common[0])
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*common, 257]}))
+    return Case(path, standard.prompts, standard.tokens, standard.logits)
+
+
+@pytest.fixture(scope="module")
+def stopped(stopping: Case) -> list[list[int]]:
+    """What transformers generates with EOS, prompt by prompt."""
+    model = load_reference(stopping.path)
+    expected = []
+    for prompt, params in zip(stopping.prompts, stopping.params, strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=256,
+            max_new_tokens=params.max_tokens,
+        )  # fmt: skip
+        expected.append(out[0, len(prompt) :].tolist())
+    return expected
+
+
+@pytest.mark.parametrize("options", [{}, HARD])
+def test_eos_stops_at_another_token_than_transformers(
+    options: dict[str, Any], stopping: Case, stopped: list[list[int]]
+) -> None:
+    eos = set(json.loads((stopping.path / "generation_config.json").read_text())["eos_token_id"])
+    early = [i for i, tokens in enumerate(stopped) if tokens != stopping.expected[i]]
+    assert 10 <= len(early) < len(stopped), "the reference must stop early for some, not all"
+    assert len({stopped[i][-1] for i in early}) >= 2, "both EOS ids must occur"
+    params = [SamplingParams(temperature=0, max_tokens=p.max_tokens) for p in stopping.params]
+    with make_llm(stopping.path, **options) as llm:
+        outputs = llm.generate(stopping.prompts, params, use_tqdm=False)
+        assert_same(outputs, stopped)
+        audit_at_rest(llm)
+    for out in outputs:
+        assert out["finish_reason"] == ("stop" if out["token_ids"][-1] in eos else "length")
+        assert out["stop_reason"] is None

@@ -1,0 +1,890 @@
+"""LLM and LLMEngine: what generate takes and returns, and how requests and engines end.
+
+Engines run on the CPU with a small pool. After every test the shared engine must be idle again.
+"""
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from conftest import byte_tokenizer, edit_config, make_model
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
+from nanovllm.outputs import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = "Hello, world!"
+IDS = [3, 14, 15, 92, 65]
+KEYS = {"request_id", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens",
+        "num_cached_tokens"}  # fmt: skip
+
+
+def make_llm(path: Path, **options: Any) -> LLM:
+    return LLM(path, **dict(device="cpu", kvcache_block_size=4, num_kvcache_blocks=128) | options)
+
+
+def greedy(max_tokens: int = 8, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **dict(ignore_eos=True) | fields)
+
+
+def generate(llm: LLM, prompts: Any, params: Any = None) -> list[RequestOutput]:
+    return llm.generate(prompts, greedy() if params is None else params, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+def run_to_end(llm: LLM) -> list[RequestOutput]:
+    """Step until there is nothing left; the limit turns an endless loop into a failure."""
+    outputs = []
+    for _ in range(2000):
+        if llm.is_finished():
+            return outputs
+        outputs += llm.step()
+    raise AssertionError("requests never finish")
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing is queued, nothing is held, nothing waits to be returned."""
+    llm.scheduler.audit()
+    manager = llm.scheduler.block_manager
+    assert not llm.scheduler.waiting and not llm.scheduler.running
+    assert manager.num_free_blocks == manager.num_blocks, "a block is still held"
+    assert not llm._seqs and llm.is_finished() and llm.step() == []
+
+
+def raise_at_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
+) -> None:
+    """Let the runner's `nth` step from now on raise, once."""
+    run, steps = llm._runner.run, iter(range(1, 1_000_000))
+
+    def failing(batch: Batch) -> list[int]:
+        if next(steps) == nth:
+            raise error
+        return run(batch)
+
+    monkeypatch.setattr(llm._runner, "run", failing)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[LLM]]:
+    """The engine that tests share; none where the last one was left broken."""
+    unbroken: list[LLM] = []
+    yield unbroken
+    for llm in unbroken:
+        llm.close()
+
+
+@pytest.fixture
+def llm(engines: list[LLM], model_dir: Path) -> Iterator[LLM]:
+    """An engine, which every test gives back idle and unbroken."""
+    llm = engines.pop() if engines else make_llm(model_dir)
+    yield llm
+    assert_idle(llm)
+    assert generate(llm, IDS)[0]["finish_reason"] == "length"
+    engines.append(llm)
+
+
+# Prompts and results
+
+
+@pytest.mark.parametrize(
+    ("prompts", "same_as"),
+    [
+        (TEXT, [TEXT]),
+        ([TEXT], [TEXT]),
+        (IDS, [IDS]),
+        ([IDS], [IDS]),
+        ((TEXT, IDS), [TEXT, IDS]),
+        ([TEXT, IDS, "x"], [TEXT, IDS, "x"]),
+        (tuple(IDS), [IDS]),
+        ([tuple(IDS), IDS[:2]], [IDS, IDS[:2]]),
+        (range(5), [[0, 1, 2, 3, 4]]),
+        (np.array(IDS), [IDS]),
+        (np.array(IDS, dtype=np.uint8), [IDS]),
+        (list(np.array(IDS)), [IDS]),
+        (np.array([IDS, IDS[::-1]]), [IDS, IDS[::-1]]),
+        ([np.array(IDS), TEXT], [IDS, TEXT]),
+        (np.array(["ab", "c"]), ["ab", "c"]),
+        (torch.tensor(IDS), [IDS]),
+        (torch.tensor([IDS, IDS[::-1]]), [IDS, IDS[::-1]]),
+        ([torch.tensor(IDS), IDS], [IDS, IDS]),
+        ((prompt for prompt in (TEXT, IDS)), [TEXT, IDS]),
+        ([7], [[7]]),
+        ("\0", ["\0"]),
+        ("é 中 🙂", ["é 中 🙂".encode()]),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{str(value)[:24]}",
+)
+def test_a_prompt_is_taken_for_another(llm: LLM, prompts: Any, same_as: list[Any]) -> None:
+    """A bare string as a list of characters, one list of ids as many prompts, an array refused."""
+    byte_to_id = byte_tokenizer().encode
+    expected = [
+        generate(llm, [byte_to_id(p.decode()) if isinstance(p, bytes) else p])[0] for p in same_as
+    ]
+    outputs = generate(llm, prompts)
+    assert type(outputs) is list
+    assert tokens(outputs) == tokens(expected)
+    assert [o["num_prompt_tokens"] for o in outputs] == [len(list(p)) for p in same_as]
+
+
+@pytest.mark.parametrize("nothing", [[], (), np.array([]), iter([])], ids=lambda x: str(type(x)))
+@pytest.mark.parametrize("params", [None, [], greedy()], ids=["None", "list", "one"])
+def test_no_prompts_give_no_results(llm: LLM, nothing: Any, params: Any) -> None:
+    """An empty list that is taken for one empty prompt, or that divides by zero in a rate."""
+    assert llm.generate(nothing, params, use_tqdm=False) == []
+
+
+def test_the_callers_prompt_is_not_kept(llm: LLM) -> None:
+    """Generated tokens appended to the caller's own list."""
+    prompt = list(IDS)
+    generate(llm, [prompt, prompt])
+    assert prompt == IDS
+
+
+def test_results_come_in_the_order_of_finishing(llm: LLM) -> None:
+    """Shorter requests that finish first come first."""
+    lengths = [9, 1, 30, 2, 17, 5]
+    prompts = [[40 + i] * (i + 1) for i in range(6)]
+    alone = [
+        generate(llm, prompt, greedy(n))[0] for prompt, n in zip(prompts, lengths, strict=True)
+    ]
+    together = generate(llm, prompts, [greedy(n) for n in lengths])
+    assert [len(o["token_ids"]) for o in together] == lengths
+    assert tokens(together) == tokens(alone)
+    assert [o["num_prompt_tokens"] for o in together] == [1, 2, 3, 4, 5, 6]
+
+
+def test_parameters_reach_another_prompt(llm: LLM) -> None:
+    """One parameter list shifted against the prompts, or its first entry used for all."""
+    params = [greedy(3), SamplingParams(max_tokens=4, seed=1, ignore_eos=True), greedy(5)]
+    outputs = generate(llm, [TEXT] * 3, tuple(params))
+    assert [len(o["token_ids"]) for o in outputs] == [3, 4, 5]
+    assert outputs[2]["token_ids"][:3] == outputs[0]["token_ids"]
+    assert outputs[1] != outputs[0]
+
+
+def test_no_parameters_are_the_defaults(llm: LLM) -> None:
+    """None that means greedy, or 16 tokens, as elsewhere."""
+    (output,) = llm.generate(TEXT, None, use_tqdm=False)
+    assert len(output["token_ids"]) == 64 or output["finish_reason"] == "stop"
+    seeded = SamplingParams(seed=5, ignore_eos=True)
+    given = dict(max_tokens=64, temperature=1.0, seed=5, ignore_eos=True)
+    expected = tokens(generate(llm, TEXT, SamplingParams(**given)))
+    assert tokens(generate(llm, TEXT, seeded)) == expected
+    assert expected != tokens(generate(llm, TEXT, greedy(64)))
+
+
+def test_output_has_other_keys(llm: LLM) -> None:
+    (output,) = generate(llm, TEXT)
+    assert set(output) == KEYS
+    assert type(output) is dict
+    assert output["num_prompt_tokens"] == len(TEXT)
+    assert (output["finish_reason"], output["stop_reason"]) == ("length", None)
+    assert [type(token) for token in output["token_ids"]] == [int] * 8
+    assert type(output["num_prompt_tokens"]) is type(output["num_cached_tokens"]) is int
+
+
+def test_the_output_is_the_engines_own_list(llm: LLM) -> None:
+    """A caller that changes one result changes the next."""
+    first = generate(llm, IDS)[0]["token_ids"]
+    copy = list(first)
+    first.clear()
+    assert generate(llm, IDS)[0]["token_ids"] == copy
+
+
+def test_cached_tokens_are_counted_wrong(model_dir: Path) -> None:
+    """More than the full blocks before the last token, another prompt's, or any when it is off."""
+    prompt = [5, 6, 7, 8] * 3  # three blocks: the last token's is computed again
+    with make_llm(model_dir) as llm:
+        first, second, longer = (generate(llm, p)[0] for p in (prompt, prompt, [*prompt, 9]))
+        assert [o["num_cached_tokens"] for o in (first, second, longer)] == [0, 8, 12]
+        assert second["token_ids"] == first["token_ids"]
+    with make_llm(model_dir, enable_prefix_caching=False) as llm:
+        outputs = [generate(llm, prompt)[0] for _ in range(2)]
+        assert [o["num_cached_tokens"] for o in outputs] == [0, 0]
+        assert tokens(outputs) == [first["token_ids"]] * 2
+
+
+def test_identical_prompts_in_one_batch_share_nothing(model_dir: Path) -> None:
+    """One system prompt sent a thousand times at once, and computed a thousand times."""
+    prompt = [5, 6, 7, 8] * 10
+    with make_llm(model_dir) as llm:
+        outputs = generate(llm, [prompt] * 4)
+        assert [o["num_cached_tokens"] for o in outputs[1:]] == [36] * 3
+        assert len({tuple(ids) for ids in tokens(outputs)}) == 1
+
+
+# The end of a request
+
+
+def first_new_token(token_ids: list[int], least: int = 1) -> int:
+    """Index, `least` or more, of a token that does not occur before."""
+    return next(i for i in range(least, len(token_ids)) if token_ids[i] not in token_ids[:i])
+
+
+def test_max_tokens_1_generates_two_or_none(llm: LLM) -> None:
+    (longer,), (output,) = generate(llm, TEXT, greedy(5)), generate(llm, TEXT, greedy(1))
+    assert output["token_ids"] == longer["token_ids"][:1]
+    assert output["finish_reason"] == "length"
+
+
+def test_stop_token_id_is_missed_or_dropped(llm: LLM) -> None:
+    """A stop token that goes unnoticed, is cut off, or is not named."""
+    ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
+    at = first_new_token(ref, 2)
+    params = greedy(40, stop_token_ids=[1, ref[at]] if ref[at] != 1 else [1])
+    (output,) = generate(llm, TEXT, params)
+    assert output["token_ids"] == ref[: at + 1]
+    assert (output["finish_reason"], output["stop_reason"]) == ("stop", ref[at])
+
+
+def test_stop_on_the_last_allowed_token_is_a_length(llm: LLM) -> None:
+    ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
+    at = first_new_token(ref, 2)
+    (output,) = generate(llm, TEXT, greedy(at + 1, stop_token_ids=[ref[at]]))
+    assert output["token_ids"] == ref[: at + 1]
+    assert (output["finish_reason"], output["stop_reason"]) == ("stop", ref[at])
+
+
+def test_first_token_that_stops_is_missed(llm: LLM) -> None:
+    """A stop in the prefill step itself, where the request has not decoded yet."""
+    ref = generate(llm, TEXT)[0]["token_ids"]
+    (output,) = generate(llm, TEXT, greedy(8, stop_token_ids=[ref[0]]))
+    assert (output["token_ids"], output["stop_reason"]) == ([ref[0]], ref[0])
+
+
+def test_stop_ids_in_the_prompt_stop(llm: LLM) -> None:
+    ref = generate(llm, TEXT)[0]["token_ids"]
+    (unused,) = (i for i in byte_tokenizer().encode("!") if i not in ref)
+    (output,) = generate(llm, TEXT, greedy(8, stop_token_ids=[unused]))
+    assert output["token_ids"] == ref
+
+
+@pytest.mark.parametrize("place", ["config", "generation_config", "tokenizer"])
+def test_eos_is_not_read_from(place: str, llm: LLM, copy_of_model: Callable[[], Path]) -> None:
+    """A model that talks on because its EOS stands in a file that nobody reads."""
+    path = copy_of_model()
+    ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
+    at = first_new_token(ref, 2)
+    if place == "config":
+        edit_config(path, eos_token_id=ref[at])
+    elif place == "generation_config":
+        (path / "generation_config.json").write_text(f'{{"eos_token_id": [257, {ref[at]}]}}')
+    else:
+        tokenizer = byte_tokenizer()
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ref[at])
+        assert tokenizer.eos_token_id == ref[at]
+        tokenizer.save_pretrained(path)
+    with make_llm(path) as other:
+        (stopped,) = generate(other, TEXT, greedy(40, ignore_eos=False))
+        assert stopped["token_ids"] == ref[: at + 1]
+        assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", None)
+        (ignoring,) = generate(other, TEXT, greedy(40))
+        assert ignoring["token_ids"] == ref
+        assert ignoring["finish_reason"] == "length"
+        (named,) = generate(other, TEXT, greedy(40, stop_token_ids=[ref[at]]))
+        assert (named["finish_reason"], named["stop_reason"]) == ("stop", ref[at])
+
+
+def test_text_is_not_what_the_tokenizer_decodes(
+    llm: LLM, copy_of_model: Callable[[], Path]
+) -> None:
+    """Special tokens in the text, tokens decoded one by one (half characters), or cut off."""
+    ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
+    special = ref[first_new_token(ref, 2)]
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(special)
+    path = copy_of_model()
+    tokenizer.save_pretrained(path)
+    with make_llm(path) as other:
+        (output,) = generate(other, TEXT, greedy(40))
+    assert output["token_ids"] == ref
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert output["text"] == tokenizer.decode(ref, skip_special_tokens=True)
+    assert output["text"] != tokenizer.decode(ref), "the special token is in the output"
+
+
+def test_max_tokens_beyond_max_model_len_never_ends(model_dir: Path) -> None:
+    """A context that grows past what the model is made for, or an integer that overflows."""
+    with make_llm(model_dir, max_model_len=20) as llm:
+        (output,) = generate(llm, [1] * 15, greedy(10**18))
+        assert (len(output["token_ids"]), output["finish_reason"]) == (5, "length")
+
+
+def test_a_request_larger_than_the_pool(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An assert or an endless loop where the pool is smaller than the model's length."""
+    with make_llm(model_dir, num_kvcache_blocks=5) as llm:
+        assert caplog.text.count("max_model_len is 20") == 1, "said once, and before it matters"
+        assert "512" in caplog.text
+        outputs = generate(llm, [[i + 1] * 12 for i in range(4)], greedy(1000))
+        assert [len(o["token_ids"]) for o in outputs] == [8] * 4
+        assert [o["finish_reason"] for o in outputs] == ["length"] * 4
+        with pytest.raises(ValueError, match="20"):
+            generate(llm, [1] * 20)
+        assert caplog.text.count("max_model_len is 20") == 1
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 1},
+        {"kvcache_block_size": 1, "num_kvcache_blocks": 40},
+        {"kvcache_block_size": 512, "num_kvcache_blocks": 1},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1, "kvcache_block_size": 1,
+         "num_kvcache_blocks": 40, "max_model_len": 40},
+        {"max_num_seqs": 10**15, "max_num_batched_tokens": 10**15},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_extreme_options_change_the_output(
+    llm: LLM, options: dict[str, Any], model_dir: Path
+) -> None:
+    prompts = [[7] * 17, [7] * 17, [7] * 12 + [9], [1]]
+    with make_llm(model_dir, **options) as other:
+        assert tokens(generate(other, prompts)) == tokens(generate(llm, prompts))
+        assert_idle(other)
+
+
+# The progress bar
+
+
+def test_progress_bar_lacks_the_rates(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate([TEXT, IDS], greedy())
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "2/2" in err
+    assert re.search(r"prefill [1-9]\d* tok/s, decode [1-9]\d* tok/s", err)
+
+
+def test_use_tqdm_false_prints(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate([TEXT, IDS], greedy(), use_tqdm=False)
+    assert capfd.readouterr() == ("", "")
+
+
+# Step by step
+
+
+def test_steps_give_other_results_than_generate(llm: LLM) -> None:
+    """Requests that join at different steps; an output that comes twice, late or never."""
+    lengths = {3: 5, 4: 1, 9: 8, 11: 2}
+    expected = {n: generate(llm, [n] * n, greedy(length))[0] for n, length in lengths.items()}
+    added: dict[int, int] = {}
+    outputs: dict[int, RequestOutput] = {}
+    for n, length in lengths.items():
+        added[llm.add_request([n] * n, greedy(length))] = n
+        assert not llm.is_finished()
+        for output in llm.step():
+            assert output["request_id"] not in outputs
+            outputs[output["request_id"]] = output
+    for output in run_to_end(llm):
+        assert output["request_id"] not in outputs
+        outputs[output["request_id"]] = output
+    assert outputs.keys() == added.keys(), "each request id once"
+    for request_id, n in added.items():
+        assert outputs[request_id]["token_ids"] == expected[n]["token_ids"]
+
+
+def test_step_with_nothing_to_do_raises(llm: LLM) -> None:
+    assert llm.is_finished()
+    assert llm.step() == []
+
+
+def test_a_step_yields_more_or_less_than_one_token(llm: LLM) -> None:
+    llm.add_request(TEXT, greedy(3))
+    assert [len(llm.step()) for _ in range(3)] == [0, 0, 1]
+
+
+def test_generate_loses_others_outputs(llm: LLM) -> None:
+    """A request added before generate finishes inside it: its output must come with a step."""
+    expected = generate(llm, TEXT, greedy(3))[0]
+    short = llm.add_request(TEXT, greedy(3))
+    long = llm.add_request(IDS, greedy(60))
+    (output,) = generate(llm, IDS, greedy(20))
+    assert output["request_id"] not in (short, long)
+    assert not llm.is_finished()
+    (first,) = llm.step()
+    assert (first["request_id"], first["token_ids"]) == (short, expected["token_ids"])
+    (second,) = run_to_end(llm)
+    assert (second["request_id"], len(second["token_ids"])) == (long, 60)
+
+
+def test_is_finished_hides_an_output(llm: LLM) -> None:
+    """A loop `while not is_finished(): step()` that ends before the last output is returned."""
+    request_id = llm.add_request(TEXT, greedy(2))
+    generate(llm, IDS, greedy(10))
+    assert not llm.is_finished()
+    assert [o["request_id"] for o in run_to_end(llm)] == [request_id]
+
+
+def test_a_failing_step_loses_outputs_that_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output finished earlier, thrown away because another request's step raised."""
+    waiting = llm.add_request(TEXT, greedy(2))
+    generate(llm, IDS, greedy(10))
+    other = llm.add_request(IDS, greedy(2))
+    with monkeypatch.context() as patch:
+        raise_at_step(llm, patch, 1, RuntimeError("device lost"))
+        with pytest.raises(RuntimeError, match="device lost"):
+            llm.step()
+    assert sorted(o["request_id"] for o in run_to_end(llm)) == [waiting, other]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_a_failing_step_spoils_the_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
+) -> None:
+    """A step that raised is not run again, or run twice: one token too few or too many."""
+    expected = tokens(generate(llm, [TEXT, IDS], [greedy(9), greedy(7)]))
+    ids = [llm.add_request(TEXT, greedy(9)), llm.add_request(IDS, greedy(7))]
+    with monkeypatch.context() as patch:
+        raise_at_step(llm, patch, nth, error)
+        with pytest.raises(type(error)):
+            run_to_end(llm)
+    llm.scheduler.audit()
+    outputs = {o["request_id"]: o["token_ids"] for o in run_to_end(llm)}
+    assert outputs == dict(zip(ids, expected, strict=True))
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_abort_loses_what_was_generated(llm: LLM, num_steps: int) -> None:
+    expected = generate(llm, TEXT, greedy(9))[0]["token_ids"][:num_steps]
+    kept = llm.add_request(IDS, greedy(9))
+    request_id = llm.add_request(TEXT, greedy(9))
+    for _ in range(num_steps):
+        assert llm.step() == []
+    output = llm.abort_request(request_id)
+    assert output["request_id"] == request_id
+    assert output["token_ids"] == expected
+    assert output["text"] == byte_tokenizer().decode(expected, skip_special_tokens=True)
+    assert (output["finish_reason"], output["stop_reason"]) == ("abort", None)
+    assert [o["request_id"] for o in run_to_end(llm)] == [kept]
+
+
+def test_abort_of_a_preempted_request_fails(model_dir: Path) -> None:
+    """It stands in `waiting` again, but it has tokens."""
+    with make_llm(model_dir, num_kvcache_blocks=6) as llm:
+        ids = [llm.add_request([n + 1] * 9, greedy(15)) for n in range(2)]
+        while not llm.scheduler.num_preemptions:
+            llm.step()
+        output = llm.abort_request(ids[1])
+        assert output["finish_reason"] == "abort"
+        assert output["token_ids"]
+        (other,) = run_to_end(llm)
+        assert (other["request_id"], len(other["token_ids"])) == (ids[0], 15)
+        assert_idle(llm)
+
+
+def test_unknown_request_is_aborted_in_silence(llm: LLM) -> None:
+    """An id that was never given, has finished, was aborted, or waits to be returned."""
+    finished = generate(llm, TEXT)[0]["request_id"]
+    aborted = llm.add_request(TEXT)
+    llm.abort_request(aborted)
+    unclaimed = llm.add_request(TEXT, greedy(1))
+    generate(llm, IDS)
+    for request_id in (finished, aborted, unclaimed, 10**9, -1, None, "7"):
+        with pytest.raises((ValueError, TypeError), match="request_id") as caught:
+            llm.abort_request(request_id)
+        assert str(request_id) in str(caught.value)
+    assert [o["request_id"] for o in llm.step()] == [unclaimed]
+
+
+# Interruptions
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("nth", [1, 2, 6])
+def test_interrupted_generate_spoils_the_next(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
+) -> None:
+    """Requests left behind, blocks held, stale outputs in the next call, others' requests lost."""
+    expected = tokens(generate(llm, [TEXT, IDS, "x" * 30]))
+    expected_other = generate(llm, "other", greedy(12))[0]["token_ids"]
+    other = llm.add_request("other", greedy(12))
+    with monkeypatch.context() as patch:
+        raise_at_step(llm, patch, nth, error)
+        with pytest.raises(type(error)):
+            generate(llm, [TEXT, IDS, "x" * 30], [greedy(3), greedy(), greedy()])
+    llm.scheduler.audit()
+    assert list(llm._seqs) == [other], "that call's requests, and no others, are gone"
+    assert tokens(generate(llm, [TEXT, IDS, "x" * 30])) == expected
+    (output,) = run_to_end(llm)
+    assert (output["request_id"], output["token_ids"]) == (other, expected_other)
+
+
+def test_ctrl_c_while_requests_are_queued_leaves_them(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C before the first step: the requests queued so far haunt the next call."""
+    llm = make_llm(model_dir)
+    add, number = llm.scheduler.add, iter(range(100))
+
+    def interrupted(seq: Any) -> None:
+        add(seq)
+        if next(number) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, [TEXT] * 5)
+    assert_idle(llm)
+
+
+def test_a_signal_at_any_time_breaks_the_engine(model_dir: Path) -> None:
+    """A real Ctrl-C, twenty times, in twenty different places."""
+    prompts = [[n + 1] * (3 + 5 * n) for n in range(6)]
+    params = [greedy(150 + 10 * n) for n in range(6)]
+    with make_llm(model_dir, num_kvcache_blocks=200) as llm:
+        expected = tokens(generate(llm, prompts, greedy(30)))
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            for n in range(20):
+                signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0031 * n)
+                with pytest.raises(KeyboardInterrupt):
+                    generate(llm, prompts, params)
+                assert_idle(llm)
+                assert tokens(generate(llm, prompts[:2], greedy(5))) == [
+                    ids[:5] for ids in expected[:2]
+                ]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert tokens(generate(llm, prompts, greedy(30))) == expected
+        assert_idle(llm)
+
+
+Line = tuple[str, int]
+
+
+class InterruptAt:
+    """Send a Ctrl-C before a line of the engine's host side is executed for the nth time."""
+
+    FILES: ClassVar[set[str]] = {
+        str(Path(nanovllm.__file__).parent / name)
+        for name in ("llm.py", "engine/llm_engine.py", "engine/scheduler.py",
+                     "engine/block_manager.py", "engine/sequence.py")
+    }  # fmt: skip
+
+    def __init__(self, line: Line | None = None, nth: int = 1) -> None:
+        self.line, self.nth = line, nth
+        self.executed: Counter[Line] = Counter()
+
+    def __enter__(self) -> "InterruptAt":
+        self.before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename in self.FILES else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            line = (frame.f_code.co_filename, frame.f_lineno)
+            self.executed[line] += 1
+            if line == self.line and self.executed[line] == self.nth:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._line
+
+    @property
+    def struck(self) -> bool:
+        return self.line is not None and self.executed[self.line] >= self.nth
+
+
+def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
+    """The engine's own bookkeeping, interrupted half-way, at each of its lines.
+
+    Python delivers a Ctrl-C between any two of them. A queue that has lost a sequence, or a block
+    that nobody holds, then spoils every later call.
+    """
+    options: dict[str, Any] = dict(
+        num_kvcache_blocks=11, max_model_len=44, max_num_seqs=4, max_num_batched_tokens=16
+    )
+    prompts, params = ["hello", "worl", "abcdefghijklmnopq"], greedy(4)
+    llm = make_llm(model_dir, **options)
+    expected = generate(llm, "hello", params)[0]["token_ids"]
+    expected_other = generate(llm, "xyzzy plugh", params)[0]["token_ids"]
+
+    def interrupt(line: Line | None = None, nth: int = 1) -> tuple[Counter[Line], str | None]:
+        """How often each line was executed, and what is wrong after the interrupt."""
+        other = llm.add_request("xyzzy plugh", params)
+        trace = InterruptAt(line, nth)
+        try:
+            with trace:
+                generate(llm, prompts, params)
+            if trace.struck:
+                return trace.executed, "the Ctrl-C is swallowed"
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            return trace.executed, f"{error!r} instead of KeyboardInterrupt"
+        try:
+            llm.scheduler.audit()
+            if set(llm._seqs) - {other}:
+                return trace.executed, "requests are left behind"
+            finished = run_to_end(llm)
+            if [o["request_id"] for o in finished] != [other]:
+                return trace.executed, "another's output is lost, or a stale one comes"
+            if finished[0]["token_ids"] != expected_other:
+                return trace.executed, "another's output is wrong"
+            if generate(llm, "hello", params)[0]["token_ids"] != expected:
+                return trace.executed, "the next output is wrong"
+            assert_idle(llm)
+        except Exception as error:
+            return trace.executed, f"{type(error).__name__}: {error}"
+        return trace.executed, None
+
+    executed, wrong = interrupt()
+    assert wrong is None
+    assert len(executed) > 80, "the trace sees the engine's lines"
+    assert llm.scheduler.num_preemptions, "the pool is too large for preemptions"
+    broken: dict[Line, str] = {}
+    for line, times in sorted(executed.items()):
+        for nth in sorted({1, times // 2 + 1}):
+            _, wrong = interrupt(line, nth)
+            if wrong is not None:
+                broken[line] = wrong
+                llm.close()
+                llm = make_llm(model_dir, **options)
+    llm.close()
+    report = "\n".join(f"{Path(file).name}:{line}: {what}" for (file, line), what in broken.items())
+    assert not broken, f"{len(broken)} of {len(executed)} lines\n{report}"
+
+
+def test_a_tokenizer_that_fails_leaves_requests_behind(tmp_path: Path) -> None:
+    """Python tokenizers raise on ids that they do not know; the clean-up decodes them too."""
+    model = make_model(tmp_path / "model", vocab_size=600)
+    ByT5Tokenizer().save_pretrained(tmp_path / "byt5")  # it knows 384
+    with make_llm(model, tokenizer=tmp_path / "byt5") as llm:
+        prompts = [[n] * 3 for n in range(3, 12)]
+        failed = False
+        for seed in range(3):
+            params = [
+                SamplingParams(temperature=2.0, seed=seed, max_tokens=n + 1, ignore_eos=True)
+                for n in range(len(prompts))
+            ]
+            try:
+                generate(llm, prompts, params)
+            except Exception:
+                failed = True
+            assert_idle(llm)
+        assert failed, "no unknown id was drawn: this test shows nothing"
+
+
+# The end of an engine
+
+
+def test_close_twice_fails(model_dir: Path) -> None:
+    llm = make_llm(model_dir)
+    generate(llm, TEXT)
+    llm.close()
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate(TEXT),
+        lambda llm: llm.generate([]),
+        lambda llm: llm.add_request(TEXT),
+        lambda llm: llm.step(),
+        lambda llm: llm.abort_request(0),
+    ],
+    ids=["generate", "generate nothing", "add_request", "step", "abort_request"],
+)
+def test_a_closed_engine_runs_on(model_dir: Path, call: Callable[[LLM], Any]) -> None:
+    """A segfault, an AttributeError from the depths, or a silent empty result."""
+    llm = make_llm(model_dir)
+    llm.add_request(TEXT)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        call(llm)
+    assert repr(llm).startswith("LLM(")
+
+
+def test_with_block_leaves_the_engine_open(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        assert isinstance(llm, LLM)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.step()
+    with pytest.raises(ZeroDivisionError), make_llm(model_dir) as llm:
+        _ = 1 / 0
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.step()
+
+
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_the_pool_outlives_the_engine(model_dir: Path, how: str) -> None:
+    """`del llm` that frees nothing: a reference cycle, or a registry that holds the runner."""
+    llm = make_llm(model_dir)
+    generate(llm, TEXT)
+    llm.add_request(TEXT)  # a pending request must not keep it alive
+    parts = [weakref.ref(llm._runner.kv_cache), weakref.ref(llm._runner.model)]
+    gc.disable()
+    try:
+        if how == "del":
+            parts.append(weakref.ref(llm))
+            del llm
+        else:
+            llm.close()
+        assert [part() is None for part in parts] == [True] * len(parts)
+    finally:
+        gc.enable()
+
+
+def test_an_interrupted_engine_is_kept_alive(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception that the engine stores, with the frames that refer to it."""
+    llm = make_llm(model_dir)
+    with monkeypatch.context() as patch:
+        raise_at_step(llm, patch, 2, RuntimeError("device lost"))
+        with pytest.raises(RuntimeError, match="device lost"):
+            generate(llm, TEXT)
+    dead = weakref.ref(llm._runner.kv_cache)
+    del llm
+    gc.collect()  # the exception's own cycle is the test's
+    assert dead() is None
+
+
+def test_engines_one_after_another_grow_the_process(model_dir: Path) -> None:
+    """A pool, a packed weight or a table that stays behind with each engine."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs /proc")
+
+    def resident_mib() -> float:
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def live() -> None:
+        llm = make_llm(model_dir, num_kvcache_blocks=8192)  # 16 MiB
+        generate(llm, TEXT, greedy(2))
+
+    live()
+    before = resident_mib()
+    for _ in range(12):
+        live()
+    assert resident_mib() - before < 64, "a third of the pools"
+
+
+def test_two_engines_in_turns_disturb_each_other(llm: LLM, tmp_path: Path) -> None:
+    """Module state that belongs to the engine that ran last."""
+    other_path = make_model(tmp_path / "other", seed=3)
+    with make_llm(other_path, kvcache_block_size=16) as other:
+        pairs = [(llm, TEXT), (other, IDS), (llm, IDS), (other, TEXT)]
+        alone = [generate(engine, prompt)[0]["token_ids"] for engine, prompt in pairs]
+        ids = [engine.add_request(prompt, greedy()) for engine, prompt in pairs]
+        assert len(set(ids)) == 4
+        outputs: dict[int, list[int]] = {}
+        while not (llm.is_finished() and other.is_finished()):
+            for output in llm.step() + other.step():
+                outputs[output["request_id"]] = output["token_ids"]
+        assert [outputs[request_id] for request_id in ids] == alone
+        other.close()
+        assert generate(llm, TEXT)[0]["token_ids"] == alone[0]
+
+
+def test_two_engines_in_two_threads_disturb_each_other(llm: LLM, model_dir: Path) -> None:
+    """The step's context is the process's: one engine's layers read the other's metadata."""
+    prompts = [[n + 1] * 20 for n in range(8)]
+    params = greedy(60)
+    expected = tokens(generate(llm, prompts, params))
+    with make_llm(model_dir) as other:
+        results: dict[str, Any] = {}
+
+        def work(name: str, engine: LLM, size: int) -> None:
+            try:
+                results[name] = tokens(generate(engine, prompts[:size], params))
+            except Exception as error:
+                results[name] = error
+
+        threads = [
+            threading.Thread(target=work, args=("first", llm, 8)),
+            threading.Thread(target=work, args=("second", other, 5)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {"first": expected, "second": expected[:5]}
+
+
+def test_generate_in_a_thread_fails(llm: LLM) -> None:
+    """Inference mode, signal handlers and event loops that only the main thread has."""
+    expected = tokens(generate(llm, TEXT))
+    results: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: results.append(tokens(generate(llm, TEXT))))
+    thread.start()
+    thread.join()
+    assert results == [expected]
+
+
+def test_the_callers_torch_state_changes(model_dir: Path) -> None:
+    """An engine that reseeds the caller, leaves its default dtype behind, or obeys the caller's."""
+    before = torch.get_rng_state()
+    with make_llm(model_dir) as llm:
+        expected = tokens(llm.generate(TEXT, SamplingParams(seed=1), use_tqdm=False))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with make_llm(model_dir) as llm:
+            outputs = llm.generate(TEXT, SamplingParams(seed=1), use_tqdm=False)
+            assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert tokens(outputs) == expected
+
+
+def test_interpreter_exit_complains(model_dir: Path) -> None:
+    """A traceback from a destructor, a hang, or an exit code, with engines still open."""
+    script = f"""
+import nanovllm
+from nanovllm import LLM, SamplingParams
+def make():
+    return LLM({str(model_dir)!r}, device="cpu", num_kvcache_blocks=64)
+closed, busy, idle = make(), make(), make()
+cycle = [make()]
+cycle.append(cycle)
+del cycle
+closed.close()
+busy.add_request([1, 2, 3])
+busy.step()
+print(len(idle.generate([[1, 2], "ab"], SamplingParams(max_tokens=2), use_tqdm=False)))
+"""
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    assert time.perf_counter() - start < 100

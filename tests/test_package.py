@@ -1,0 +1,204 @@
+"""The package as a whole: what importing it costs, who may import whom, and what is shipped."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import nanovllm
+
+PACKAGE = Path(nanovllm.__file__).parent
+ROOT = PACKAGE.parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy", "huggingface_hub")
+SCHEDULER_SIDE = ("scheduler", "block_manager", "sequence", "batch")
+
+# Who must not import what, by the beginning of the module's name: imports run one way.
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "nanovllm.kernels": (
+        "nanovllm.layers", "nanovllm.models", "nanovllm.engine", "nanovllm.llm", "nanovllm.utils",
+        "nanovllm.config", "transformers", "numpy",
+    ),
+    "nanovllm.layers": (
+        "nanovllm.models", "nanovllm.engine", "nanovllm.llm", "nanovllm.utils.loader",
+        "nanovllm.config", "transformers",
+    ),
+    "nanovllm.models": ("nanovllm.engine", "nanovllm.llm", "nanovllm.utils.loader", "transformers"),
+    "nanovllm.models.config": ("torch",),
+    "nanovllm.utils": ("nanovllm.engine", "nanovllm.llm"),
+    "nanovllm.utils.checks": HEAVY,
+    "nanovllm.engine": ("nanovllm.llm", "transformers"),
+    "nanovllm.config": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
+    "nanovllm.sampling_params": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
+    "nanovllm.outputs": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
+    "nanovllm.embedded": (*HEAVY, "nanovllm.engine", "nanovllm.llm", "nanovllm.models"),
+    **{
+        f"nanovllm.engine.{name}": (
+            *HEAVY, "nanovllm.engine.model_runner", "nanovllm.engine.inputs",
+            "nanovllm.engine.cuda_graph", "nanovllm.models", "nanovllm.layers", "nanovllm.kernels",
+        )
+        for name in SCHEDULER_SIDE
+    },
+}  # fmt: skip
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after `statement`."""
+    script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: Path) -> list[str]:
+    """Every module that a file imports, at its top or inside functions."""
+    package = module_name(file) if file.name == "__init__.py" else module_name(file.parent)
+    names = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return names
+
+
+def is_under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def test_importing_the_package_loads_torch() -> None:
+    """Seconds for `SamplingParams`, or for `--help` of a script that imports it."""
+    loaded = loaded_by("import nanovllm\nnanovllm.SamplingParams(temperature=0)")
+    assert loaded & {*HEAVY, "tqdm"} == set()
+    assert "nanovllm" in loaded
+
+
+def test_the_embedded_models_path_loads_torch() -> None:
+    loaded = loaded_by("from nanovllm.embedded import EMBEDDED_MODEL")
+    assert loaded & set(HEAVY) == set()
+
+
+@pytest.mark.parametrize("name", SCHEDULER_SIDE)
+def test_scheduler_side_loads_torch(name: str) -> None:
+    """Also through what it imports: the scheduler is simulated without any tensor."""
+    assert loaded_by(f"import nanovllm.engine.{name}") & set(HEAVY) == set()
+
+
+def test_scheduler_side_runs_only_with_torch() -> None:
+    """An import inside a function, which only a run shows."""
+    statement = """
+from nanovllm.config import Config
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+scheduler = Scheduler(Config("m", num_kvcache_blocks=4, kvcache_block_size=2))
+for prompt in ([1, 2, 3], [1, 2, 3], [4]):
+    scheduler.add(Sequence(prompt, SamplingParams(max_tokens=4), max_model_len=8))
+while not scheduler.is_finished():
+    batch = scheduler.schedule()
+    scheduler.postprocess(batch, [5] * len(batch.sampling_seqs))
+    scheduler.audit()
+"""
+    assert loaded_by(statement) & set(HEAVY) == set()
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_import_against_the_direction(file: Path) -> None:
+    """A layer that knows the engine, a kernel that knows a layer: the next import is a cycle."""
+    name = module_name(file)
+    bad = [
+        f"{name} imports {imported}"
+        for owner, prefixes in FORBIDDEN.items()
+        if is_under(name, owner)
+        for imported in imports(file)
+        for prefix in prefixes
+        if is_under(imported, prefix)
+    ]
+    assert bad == []
+
+
+def test_the_rules_name_modules_that_are_gone() -> None:
+    """A renamed module, whose rule no longer holds anything."""
+    names = {module_name(file) for file in FILES}
+    ours = {prefix for rule in FORBIDDEN.values() for prefix in rule if "nanovllm" in prefix}
+    assert (set(FORBIDDEN) | ours) - names == set()
+
+
+def test_import_names_are_resolved_wrongly(tmp_path: Path) -> None:
+    """The check above that sees nothing: relative imports, imports in functions, of modules."""
+    assert "nanovllm.kernels.paged_attention" in imports(PACKAGE / "layers" / "attention.py")
+    assert any(is_under(n, "transformers") for n in imports(PACKAGE / "utils" / "tokenizer.py"))
+    assert is_under("torch.nn", "torch")
+    assert not is_under("torchvision", "torch")
+
+
+def test_llm_is_not_importable_from_the_top() -> None:
+    assert nanovllm.LLM.__module__ == "nanovllm.llm"
+    assert set(nanovllm.__all__) == {"LLM", "SamplingParams"}
+    assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
+    with pytest.raises(AttributeError, match="'nanovllm' has no attribute 'LLMs'"):
+        _ = nanovllm.LLMs
+
+
+def test_version_differs_from_the_installed_one() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", nanovllm.__version__)
+    try:
+        installed = metadata.version("nanovllm")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed")
+    assert installed == nanovllm.__version__
+
+
+def test_a_folder_is_no_package() -> None:
+    """A folder without __init__.py, which is found in the checkout and missing in the wheel."""
+    folders = {file.parent for file in FILES}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_wheel_lacks_files(tmp_path: Path) -> None:
+    """The embedded model or the type marker left out, so that only a checkout has them."""
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    shipped = {included.distribution_path for included in builder.recurse_included_files()}
+    needed = {
+        str(file.relative_to(ROOT))
+        for file in PACKAGE.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert needed - shipped == set()
+    assert {path.partition("/")[0] for path in shipped} == {"nanovllm"}
+
+
+def test_files_that_git_ignores_are_not_shipped() -> None:
+    """The build leaves out what git ignores: an embedded file that a pattern matches is lost."""
+    files = [str(f) for f in PACKAGE.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
+    try:
+        done = subprocess.run(
+            ["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(files),
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    except FileNotFoundError:
+        pytest.skip("needs git")
+    if done.returncode > 1:
+        pytest.skip("not a git checkout")
+    assert done.stdout.split() == []
+
+
+def test_tests_share_a_name() -> None:
+    """Without packages in tests/, two files of one name shadow each other."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
