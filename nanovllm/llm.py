@@ -41,14 +41,18 @@ class LLM(LLMEngine):
             self._encode_at(index, prompt, params)
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
+        self._check_idle()
         others = self._seqs.keys() | self._finished.keys()
         try:
+            self._generating = True
             ids = [self._enqueue(*pair) for pair in zip(encoded, params_list, strict=True)]
             self._run_until_done(ids, use_tqdm)
-            return self._claim(ids)
+            outputs = self._claim(ids)
+            self._generating = False
         except BaseException:
             self._recover(keep=others)
             raise
+        return outputs
 
     def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Check and encode prompt `index`; an error says which one it was."""

@@ -88,10 +88,10 @@ def test_sums_are_wrong_behind_a_shared_context(options: dict[str, Any]) -> None
         solve(llm, SOME[:1], context)
         outputs = solve(llm, SOME, context)
     block_size = llm.scheduler.block_size
-    shared = out_of_context = len(llm.tokenizer.encode(context))
-    assert shared >= 60
+    num_shared = len(llm.tokenizer.encode(context))
+    assert num_shared >= 60
     for out in outputs:
-        assert out["num_cached_tokens"] >= out_of_context // block_size * block_size
+        assert out["num_cached_tokens"] >= num_shared // block_size * block_size
 
 
 def test_sums_are_wrong_behind_contexts_of_their_own() -> None:
@@ -122,8 +122,9 @@ def test_sums_are_wrong_after_preemptions(options: dict[str, Any]) -> None:
 
 def test_sums_are_wrong_over_static_buffers() -> None:
     with make_llm(max_num_seqs=37) as llm:
-        llm._runner.graphs = llm._runner.decode_graphs()
+        graphs = llm._runner.graphs = llm._runner.decode_graphs()
         solve(llm, SOME)
+        assert graphs.context_lens.any(), "the buffers were never used"
 
 
 def test_a_hot_model_and_a_greedy_one_mix() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -865,6 +866,27 @@ def test_the_callers_torch_state_changes(model_dir: Path) -> None:
     assert tokens(outputs) == expected
 
 
+def test_the_callers_autocast_reaches_the_model(llm: LLM) -> None:
+    """`generate` inside a training loop's autocast: other numbers, or an error from oneDNN."""
+    expected = tokens(generate(llm, [TEXT, IDS]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tokens(generate(llm, [TEXT, IDS])) == expected
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30, 1e39, 1.7e308])
+def test_extreme_temperature_warns_or_gives_no_token(llm: LLM, temperature: float) -> None:
+    """A temperature that is 0 or infinite once it is a float32: NaN, or a warning of NumPy's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = SamplingParams(temperature, seed=1, max_tokens=5, ignore_eos=True)
+        (output,) = generate(llm, TEXT, params)
+    assert len(output["token_ids"]) == 5
+    if temperature < 1:
+        assert output["token_ids"] == tokens(generate(llm, TEXT, greedy(5)))[0]
+    else:
+        assert len(set(output["token_ids"])) > 1, "nearly uniform: 1 in 4e9 runs of a right one"
+
+
 def test_interpreter_exit_complains(model_dir: Path) -> None:
     """A traceback from a destructor, a hang, or an exit code, with engines still open."""
     script = f"""
@@ -888,3 +910,22 @@ print(len(idle.generate([[1, 2], "ab"], SamplingParams(max_tokens=2), use_tqdm=F
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
     assert time.perf_counter() - start < 100
+
+
+def test_a_call_inside_a_call_mixes_them_up(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a second thread, or from a callback: both calls would step one scheduler."""
+    llm = make_llm(model_dir)
+    run = llm._runner.run
+
+    def reentrant(batch: Any) -> list[int]:
+        for call in (lambda: generate(llm, TEXT), llm.step):
+            with pytest.raises(RuntimeError, match="already"):
+                call()
+        return run(batch)
+
+    expected = generate(llm, TEXT)[0]["token_ids"]
+    monkeypatch.setattr(llm._runner, "run", reentrant)
+    assert generate(llm, TEXT)[0]["token_ids"] == expected
+    assert_idle(llm)

@@ -1,7 +1,7 @@
 """Where and in what type a model runs, from what was asked and what is there."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -30,6 +30,12 @@ def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.d
     return resolved
 
 
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one: Triton launches where PyTorch's current device is."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """What holds while the engine computes, whatever the caller has set up around it.
+
+    No gradients, no autocast; and `device` is PyTorch's current one, where Triton launches.
+    """
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False), current:
+        yield

@@ -69,6 +69,7 @@ class LLMEngine:
         self._seqs: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}  # not yet returned to anyone
         self._num_requests = 0
+        self._generating = False
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its id. A bad prompt raises and changes nothing."""
@@ -79,9 +80,18 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
         self._check_open()
-        if self._seqs:
-            self._step()
-        return self._claim(list(self._finished))
+        self._check_idle()
+        others = self._seqs.keys() | self._finished.keys()
+        try:
+            self._generating = True
+            if self._seqs:
+                self._step()
+            outputs = self._claim(list(self._finished))
+            self._generating = False
+        except BaseException:
+            self._recover(keep=others)
+            raise
+        return outputs
 
     def abort_request(self, request_id: int) -> RequestOutput:
         """End an unfinished request, free its blocks, and return what it has generated."""
@@ -110,16 +120,12 @@ class LLMEngine:
 
     def _step(self) -> None:
         """Run one step; what it finishes goes to `_finished`."""
-        try:
-            start = time.perf_counter()
-            batch = self.scheduler.schedule()
-            num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-            for seq in self.scheduler.postprocess(batch, self._runner.run(batch)):
-                self._finished[seq.seq_id] = self._seqs.pop(seq.seq_id)
-            self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
-        except BaseException:
-            self._recover(keep=self._seqs.keys() | self._finished.keys())
-            raise
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
+        for seq in self.scheduler.postprocess(batch, self._runner.run(batch)):
+            self._finished[seq.seq_id] = self._seqs.pop(seq.seq_id)
+        self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
 
     def _recover(self, keep: Set[int]) -> None:
         """Go on with the requests in `keep` alone, after an exception or Ctrl-C.
@@ -127,6 +133,7 @@ class LLMEngine:
         That may strike anywhere and leave anything half done, so nothing but the sequences' tokens
         is trusted: unfinished ones start over with those that they have.
         """
+        self._generating = False
         seqs = [seq for i, seq in (self._seqs | self._finished).items() if i in keep]
         self._finished = {s.seq_id: s for s in seqs if s.status is SequenceStatus.FINISHED}
         self._seqs = {s.seq_id: s for s in seqs if s.seq_id not in self._finished}
@@ -205,6 +212,10 @@ class LLMEngine:
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_hit_tokens or 0,
         )
+
+    def _check_idle(self) -> None:
+        if self._generating:
+            raise RuntimeError("this LLM is generating already; one call at a time")
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

@@ -5,6 +5,7 @@ It decides nothing about who runs, and knows no text.
 
 import dataclasses
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
-from nanovllm.engine.device import on_device, resolve_device, resolve_dtype
+from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
 from nanovllm.engine.inputs import (
     StepInputs,
     decode_inputs,
@@ -77,7 +78,7 @@ class ModelRunner:
             time.perf_counter() - start, self.backend.name,
         )  # fmt: skip
         self.graphs: DecodeGraphs | None = None
-        with torch.inference_mode(), on_device(self.device):
+        with computing_on(self.device):
             num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
             self.config = self._settle(config, num_blocks)
             self.kv_cache = self._bind_kv_cache(num_blocks)
@@ -86,7 +87,7 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> list[int]:
         """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
-        with torch.inference_mode(), on_device(self.device):
+        with computing_on(self.device):
             return self._run(batch)
 
     def _run(self, batch: Batch) -> list[int]:
@@ -149,7 +150,10 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         temperatures = uniforms = None
         if any(seq.temperature > 0 for seq in seqs):
-            temperatures = upload([seq.temperature for seq in seqs], np.float32, self.device)
+            hottest = float(np.finfo(np.float32).max)
+            temperatures = upload(
+                [min(seq.temperature, hottest) for seq in seqs], np.float32, self.device
+            )
             uniforms = upload([uniform(seq) for seq in seqs], np.float64, self.device)
         token_ids: torch.Tensor = self.sampler(logits, temperatures, uniforms)
         return token_ids
@@ -244,8 +248,8 @@ class ModelRunner:
         shape = (2, config.num_hidden_layers, num_blocks, self.block_size,
                  config.num_key_value_heads, config.head_dim)  # fmt: skip
         try:
-            kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        except (RuntimeError, TypeError) as error:  # too large, or larger than a tensor can be
+            kv_cache = self._zeros(shape)
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
             raise MemoryError(
                 f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / GIB:.1f}"
                 f" GiB, more than {self.device} has free; lower num_kvcache_blocks, cpu_kvcache_gib"
@@ -254,6 +258,13 @@ class ModelRunner:
         for layer, k_cache, v_cache in zip(self._attentions(), *kv_cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
         return kv_cache
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeroed memory; on the CPU the system provides it as it is touched, not before."""
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        memory = np.zeros(math.prod(shape) * self.dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(memory).view(self.dtype).view(shape)
 
     def _unbind_kv_cache(self) -> None:
         for layer in self._attentions():

@@ -60,15 +60,14 @@ class ModelConfig:
             return check_int(name, raw[name], 1)
 
         num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
-        num_kv_heads = num_heads
-        if raw.get("num_key_value_heads") is not None:
-            num_kv_heads = size("num_key_value_heads")
+        null = raw["num_key_value_heads"] is None
+        num_kv_heads = num_heads if null else size("num_key_value_heads")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={num_heads} is not a multiple of"
                 f" num_key_value_heads={num_kv_heads}"
             )
-        head_dim = hidden_size // num_heads if raw.get("head_dim") is None else size("head_dim")
+        head_dim = hidden_size // num_heads if raw["head_dim"] is None else size("head_dim")
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, got {head_dim}")
         for name in ("attention_bias", "tie_word_embeddings"):

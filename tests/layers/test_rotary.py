@@ -182,6 +182,17 @@ def test_rotation_pairs_neighbours_instead_of_halves() -> None:
     assert x.tolist() == [[[1.0, 2.0, 3.0, 4.0]]], "the input was changed"
 
 
+def test_rotation_of_float32_leaves_its_formula() -> None:
+    """As complex numbers: the halves are real and imaginary parts, turned by the angle."""
+    torch.manual_seed(0)
+    x = torch.randn(50, 4, 32)
+    rope = get_rope(32, 50, 50, dict(rope_type="default", rope_theta=1e4))(torch.arange(50))
+    cos, sin = (part.double() for part in rope)
+    turned = torch.complex(*x.double().chunk(2, dim=-1)) * torch.complex(cos, sin)
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    torch.testing.assert_close(apply_rotary(x, rope).double(), expected, rtol=0, atol=1e-6)
+
+
 def test_rotation_of_bf16_is_rounded_on_the_way() -> None:
     """bf16 in and out, float32 between: one rounding, at the end."""
     torch.manual_seed(0)
