@@ -29,7 +29,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.config import ATTENTION_BACKENDS, DTYPES, Config
-from nanovllm.engine.model_runner import resolve_device, resolve_dtype
+from nanovllm.engine.device import resolve_device, resolve_dtype
 from nanovllm.layers.linear import LinearBase
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils import roofline

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter
+from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter, exclusive
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, shorten
@@ -41,18 +41,15 @@ class LLM(LLMEngine):
             self._encode_at(index, prompt, params)
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
-        self._check_idle()
-        others = self._seqs.keys() | self._finished.keys()
-        try:
-            self._generating = True
-            ids = [self._enqueue(*pair) for pair in zip(encoded, params_list, strict=True)]
-            self._run_until_done(ids, use_tqdm)
-            outputs = self._claim(ids)
-            self._generating = False
-        except BaseException:
-            self._recover(keep=others)
-            raise
-        return outputs
+        return self._generate(encoded, params_list, use_tqdm)
+
+    @exclusive
+    def _generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        ids = [self._enqueue(*pair) for pair in zip(prompts, params, strict=True)]
+        self._run_until_done(ids, use_tqdm)
+        return self._claim(ids)
 
     def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Check and encode prompt `index`; an error says which one it was."""

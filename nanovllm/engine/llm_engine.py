@@ -1,12 +1,13 @@
 """LLMEngine: requests in, outputs out, one step at a time. It owns scheduler and runner."""
 
+import functools
 import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -25,6 +26,7 @@ from nanovllm.utils.tokenizer import load_tokenizer
 logger = logging.getLogger("nanovllm")
 
 Prompt = str | Iterable[int]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -44,6 +46,29 @@ class StepCounter:
         else:
             self.decode_tokens += tokens
             self.decode_seconds += seconds
+
+
+def exclusive(method: Callable[..., T]) -> Callable[..., T]:
+    """Let `method` run alone and as a whole: if it raises, what it began is taken back.
+
+    Requests that were there before it stay; those that it added are gone.
+    """
+
+    @functools.wraps(method)
+    def run(self: "LLMEngine", *args: Any) -> T:
+        if self._generating:
+            raise RuntimeError("this LLM is generating already; one call at a time")
+        before = [*self._seqs.values(), *self._finished.values()]
+        try:
+            self._generating = True
+            result = method(self, *args)
+            self._generating = False
+        except BaseException:
+            self._recover(before)
+            raise
+        return result
+
+    return run
 
 
 class LLMEngine:
@@ -80,27 +105,14 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
         self._check_open()
-        self._check_idle()
-        others = self._seqs.keys() | self._finished.keys()
-        try:
-            self._generating = True
-            if self._seqs:
-                self._step()
-            outputs = self._claim(list(self._finished))
-            self._generating = False
-        except BaseException:
-            self._recover(keep=others)
-            raise
-        return outputs
+        return self._step_and_claim()
 
     def abort_request(self, request_id: int) -> RequestOutput:
         """End an unfinished request, free its blocks, and return what it has generated."""
         self._check_open()
         if request_id not in self._seqs:
             raise ValueError(f"request_id must be that of an unfinished request, got {request_id}")
-        seq = self._seqs.pop(request_id)
-        self.scheduler.abort(seq)
-        return self._output(seq)
+        return self._abort(self._seqs[request_id])
 
     def is_finished(self) -> bool:
         """Whether every request has been finished and returned."""
@@ -118,25 +130,38 @@ class LLMEngine:
             f" {self.scheduler.block_manager.num_blocks * self.scheduler.block_size} KV tokens)"
         )
 
+    @exclusive
+    def _step_and_claim(self) -> list[RequestOutput]:
+        if self._seqs:
+            self._step()
+        return self._claim(list(self._finished))
+
+    @exclusive
+    def _abort(self, seq: Sequence) -> RequestOutput:
+        self.scheduler.abort(seq)
+        del self._seqs[seq.seq_id]
+        return self._output(seq)
+
     def _step(self) -> None:
         """Run one step; what it finishes goes to `_finished`."""
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
         for seq in self.scheduler.postprocess(batch, self._runner.run(batch)):
-            self._finished[seq.seq_id] = self._seqs.pop(seq.seq_id)
+            self._finished[seq.seq_id] = seq
+            del self._seqs[seq.seq_id]
         self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
 
-    def _recover(self, keep: Set[int]) -> None:
-        """Go on with the requests in `keep` alone, after an exception or Ctrl-C.
+    def _recover(self, seqs: Iterable[Sequence]) -> None:
+        """Go on with `seqs` alone, after an exception or Ctrl-C.
 
         That may strike anywhere and leave anything half done, so nothing but the sequences' tokens
-        is trusted: unfinished ones start over with those that they have.
+        is trusted: unfinished ones start over with those that they have. Aborted ones stay so.
         """
         self._generating = False
-        seqs = [seq for i, seq in (self._seqs | self._finished).items() if i in keep]
-        self._finished = {s.seq_id: s for s in seqs if s.status is SequenceStatus.FINISHED}
-        self._seqs = {s.seq_id: s for s in seqs if s.seq_id not in self._finished}
+        done = {s.seq_id: s for s in seqs if s.status is SequenceStatus.FINISHED}
+        self._finished = {i: s for i, s in done.items() if s.finish_reason != "abort"}
+        self._seqs = {s.seq_id: s for s in seqs if s.seq_id not in done}
         self.scheduler.restart(self._seqs.values())
 
     def _claim(self, request_ids: list[int]) -> list[RequestOutput]:
@@ -212,10 +237,6 @@ class LLMEngine:
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_hit_tokens or 0,
         )
-
-    def _check_idle(self) -> None:
-        if self._generating:
-            raise RuntimeError("this LLM is generating already; one call at a time")
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

@@ -39,6 +39,7 @@ logger = logging.getLogger("nanovllm")
 
 GIB = 1 << 30
 MAX_GIB = 1 << 30  # more than any machine has; keeps integers out of the way of infinities
+HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
 
@@ -148,14 +149,13 @@ class ModelRunner:
 
     def _sample(self, hidden: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
-        temperatures = uniforms = None
+        temperatures = keys = None
         if any(seq.temperature > 0 for seq in seqs):
-            hottest = float(np.finfo(np.float32).max)
             temperatures = upload(
-                [min(seq.temperature, hottest) for seq in seqs], np.float32, self.device
+                [min(seq.temperature, HOTTEST) for seq in seqs], np.float32, self.device
             )
-            uniforms = upload([uniform(seq) for seq in seqs], np.float64, self.device)
-        token_ids: torch.Tensor = self.sampler(logits, temperatures, uniforms)
+            keys = upload([noise_key(seq) for seq in seqs], np.int64, self.device)
+        token_ids: torch.Tensor = self.sampler(logits, temperatures, keys)
         return token_ids
 
     def _fit_kv_blocks(self, config: Config) -> int:
@@ -196,7 +196,7 @@ class ModelRunner:
         hidden = self._forward(inputs)[: config.max_num_running]
         logits = self.model.compute_logits(hidden)
         ones = torch.ones(len(hidden), device=self.device)
-        self.sampler(logits, ones, ones.double() / 2)
+        self.sampler(logits, ones, ones.long())
         torch.cuda.synchronize(self.device)
 
     def _graph_bytes(self) -> int:
@@ -296,7 +296,7 @@ class ModelRunner:
         )
 
 
-def uniform(seq: Sequence) -> float:
-    """The number in [0, 1) that decides a sequence's next token: its seed and position alone."""
+def noise_key(seq: Sequence) -> int:
+    """What decides a sequence's next draw: its seed and position, nothing else. 64 bits, signed."""
     digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
-    return (digest >> 11) * 2.0**-53
+    return digest - (1 << 63)

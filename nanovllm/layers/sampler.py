@@ -3,64 +3,57 @@
 import torch
 from torch import nn
 
-CHUNK = 256  # vocabulary entries that the first level of the draw sums up
+# Rows are drawn a few at a time, so that what a pass leaves behind is still in the cache.
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+GOLDEN = 0x9E3779B9 - (1 << 32)  # as an int32; odd, so that multiplying by it is one-to-one
 
 
 class Sampler(nn.Module):
     """Greedy and temperature rows in one batch.
 
-    A row draws by inverting its distribution function at one uniform number, which the host derives
-    from the request's seed and the token's position: what a request draws depends on nothing else
-    in the batch, and a row costs one random number instead of one for each vocabulary entry.
+    Gumbel-max: tokens race with arrival times that are exponential at the rates exp(logits /
+    temperature), and a race is won in proportion to the rates, so the first to arrive is a draw
+    from the softmax. A row's times are a hash of its key and the token id, and the key is one of
+    seed and position: what a request draws does not depend on its neighbours, and rounding can
+    change it only where the first two arrive within that rounding.
     """
 
     def forward(
-        self, logits: torch.Tensor, temperatures: torch.Tensor | None, uniforms: torch.Tensor | None
+        self, logits: torch.Tensor, temperatures: torch.Tensor | None, keys: torch.Tensor | None
     ) -> torch.Tensor:
         """Token ids [B] for logits [B, V]; `temperatures` None says that every row is greedy.
 
-        Temperatures [B] in float32, 0 for greedy; uniforms [B] in float64, in [0, 1).
+        Temperatures [B] in float32, 0 for greedy; keys [B] in int64, any bits.
         """
-        if temperatures is None or uniforms is None:
+        if temperatures is None or keys is None:
             return logits.max(dim=-1).indices  # the first of equals, as argmax, and faster
-        return draw(logits, temperatures, uniforms)
+        return draw(logits, temperatures, keys)
 
 
-def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative softmax(logits / temperature) exceeds its row's uniform.
-
-    At temperature 0 all but the largest logits weigh nothing, and the first of these is taken.
-    Two levels: chunks of the vocabulary, then the tokens of one chunk. Sums run in float64, so that
-    the tail of a large vocabulary keeps its mass. Peak memory: one float32 copy of the logits.
-    """
-    uniforms = torch.where(temperatures > 0, uniforms, 0.0)
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Draw a token for each row. Peak memory: CHUNK_ELEMENTS values of 4 bytes, three times."""
     num_rows, vocab_size = logits.shape
-    num_chunks = -(-vocab_size // CHUNK)
-    weights = logits.new_zeros(num_rows, num_chunks * CHUNK, dtype=torch.float32)
-    real = weights[:, :vocab_size]
-    # The largest logit becomes 0, so that tiny temperatures and large logits cannot overflow.
-    limits = torch.finfo(torch.float32)
-    top = logits.amax(dim=-1, keepdim=True).float().clamp_max_(limits.max)
-    real.copy_(logits).sub_(top).clamp_max_(0.0)  # a logit that overflowed to inf is the largest
-    real.div_(temperatures.clamp_min(limits.tiny).unsqueeze(1)).exp_()
-    chunks = weights.view(num_rows, num_chunks, CHUNK)
-    chunk, rest = _invert(chunks.sum(dim=-1), uniforms)
-    token, _ = _invert(chunks[torch.arange(num_rows, device=logits.device), chunk], rest)
-    return (chunk * CHUNK + token).clamp_max_(vocab_size - 1)
+    tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
+    step = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab_size)
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        times = log_exponential(keys[rows], vocab_size)
+        scores = times.mul_(-temperatures[rows, None]).add_(logits[rows])
+        tokens[rows] = scores.max(dim=-1).indices
+    return tokens
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index where cumulative weights [B, N] pass `uniforms` [B], and the fraction of it passed.
+def log_exponential(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logarithms of standard exponential numbers [B, V]: a hash of each key and token id.
 
-    The index always has weight: the target stays under the total, whatever the rounding.
+    Two rounds of multiply and xor-shift over 32 bits, the halves of the key added before and
+    between them. All finite; the small times, which win, keep their full precision.
     """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniforms * total, below_total)
-    index = torch.searchsorted(cumulative, target.unsqueeze(1), right=True)
-    index.clamp_max_(weights.shape[1] - 1)  # NaNs stand outside the order
-    weight = weights.gather(1, index).double().squeeze(1)
-    before = cumulative.gather(1, index).squeeze(1) - weight
-    rest = ((target - before) / weight).clamp(0.0, 1.0)
-    return index.squeeze(1), rest
+    low, high = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
+    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device).mul_(GOLDEN) ^ low
+    x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD).add_(high)
+    x.bitwise_xor_(x >> 15).mul_(0x735A2D97)
+    x.bitwise_xor_(x >> 15).bitwise_and_(0x7FFFFFFF)
+    # -u for u in (0, 1); log1p(-u) is the negative of an exponential number.
+    minus_uniform = x.float().mul_(-(2.0**-31) * (1 - 2.0**-23)).sub_(2.0**-32)
+    return minus_uniform.log1p_().neg_().log_()
