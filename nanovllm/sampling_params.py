@@ -15,7 +15,7 @@ NOT_BUILT_YET = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request. `temperature=0` is greedy.
 

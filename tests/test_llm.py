@@ -878,7 +878,7 @@ def test_extreme_temperature_warns_or_gives_no_token(llm: LLM, temperature: floa
     """A temperature that is 0 or infinite once it is a float32: NaN, or a warning of NumPy's."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        params = SamplingParams(temperature, seed=1, max_tokens=5, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=5, ignore_eos=True)
         (output,) = generate(llm, TEXT, params)
     assert len(output["token_ids"]) == 5
     if temperature < 1:

@@ -18,7 +18,5 @@ class Batch:
 
     @property
     def sampling_seqs(self) -> list[Sequence]:
-        """Those whose scheduled tokens reach their last one: the step yields a token for each."""
-        if not self.is_prefill:
-            return self.seqs
-        return [seq for seq in self.seqs if seq.num_scheduled_tokens == seq.num_uncached_tokens]
+        """Those that the step yields a token for."""
+        return [seq for seq in self.seqs if seq.samples] if self.is_prefill else self.seqs

@@ -52,15 +52,18 @@ class DecodeGraphs:
         return self.sizes[-1]
 
     def capture(self) -> None:
-        """Capture every size, largest first, into one memory pool. CUDA only."""
-        pool = None
+        """Capture every size, largest first, into one memory pool. CUDA only.
+
+        The stream is ours: PyTorch's own for captures belongs to whichever device was first.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         for size in reversed(self.sizes):
             self._run(size)  # lazy initialization must not happen under capture
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool):
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 hidden = self._run(size)
-            pool = pool or graph.pool()
             self.graphs[size] = (graph, hidden)
 
     def replay(

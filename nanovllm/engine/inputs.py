@@ -34,7 +34,7 @@ def prefill_inputs(seqs: list[Sequence], block_size: int, device: torch.device) 
         slots.append(table[where // block_size] * block_size + where % block_size)
         cu_seqlens_q.append(len(token_ids))
         cu_seqlens_k.append(cu_seqlens_k[-1] + end)
-        if end == seq.num_tokens:
+        if seq.samples:
             sample_rows.append(len(token_ids) - 1)
     cached = any(seq.num_cached_tokens for seq in seqs)
     context = Context(

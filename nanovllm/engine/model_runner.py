@@ -38,6 +38,8 @@ from nanovllm.utils.loader import load_dummy, load_model
 logger = logging.getLogger("nanovllm")
 
 GIB = 1 << 30
+MIB = 1 << 20
+CACHE_LINE = 64
 MAX_GIB = 1 << 30  # more than any machine has; keeps integers out of the way of infinities
 HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
@@ -56,8 +58,9 @@ class ModelRunner:
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.backend = get_backend(
-            config.attention_backend, self.device, self.dtype, config.kvcache_block_size
-        )
+            config.attention_backend, self.device, self.dtype, model_config.head_dim,
+            config.kvcache_block_size,
+        )  # fmt: skip
         self.model_config = model_config
         self.max_num_running = config.max_num_running
         self.block_size = config.kvcache_block_size or self.backend.block_size
@@ -83,8 +86,15 @@ class ModelRunner:
             num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
             self.config = self._settle(config, num_blocks)
             self.kv_cache = self._bind_kv_cache(num_blocks)
+            if self.device.type == "cuda" and config.num_kvcache_blocks is not None:
+                self._warm_up(config)  # too large a step must fail here, not in the first prefill
             if self._uses_graphs(config):
+                start = time.perf_counter()
                 self.graphs = self._capture_graphs()
+                logger.info(
+                    "%d decode graphs captured in %.1f s",
+                    len(self.graphs.sizes), time.perf_counter() - start,
+                )  # fmt: skip
 
     def run(self, batch: Batch) -> list[int]:
         """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
@@ -162,15 +172,16 @@ class ModelRunner:
         """How many blocks the memory holds beside everything else."""
         if self.device.type == "cpu":
             budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB)
-            option = f"cpu_kvcache_gib={config.cpu_kvcache_gib}"
+            option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
         else:
             budget = self._free_device_bytes(config)
             option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+            hint = "raise it, or lower max_num_batched_tokens"
         num_blocks = budget // self.block_bytes
         if num_blocks < 1:
             raise ValueError(
-                f"{option} leaves {max(budget, 0) / GIB:.3f} GiB for the KV cache, one block takes"
-                f" {self.block_bytes / GIB:.3f} GiB; raise it, or lower max_num_batched_tokens"
+                f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
+                f" {self.block_bytes / MIB:.3f} MiB; {hint}"
             )
         return num_blocks
 
@@ -193,11 +204,16 @@ class ModelRunner:
 
     def _warm_up(self, config: Config) -> None:
         inputs = warmup_inputs(config.max_num_batched_tokens, self.max_positions, self.device)
-        hidden = self._forward(inputs)[: config.max_num_running]
-        logits = self.model.compute_logits(hidden)
-        ones = torch.ones(len(hidden), device=self.device)
-        self.sampler(logits, ones, ones.long())
-        torch.cuda.synchronize(self.device)
+        try:
+            hidden = self._forward(inputs)[: config.max_num_running]
+            ones = torch.ones(len(hidden), device=self.device)
+            self.sampler(self.model.compute_logits(hidden), ones, ones.long())
+            torch.cuda.synchronize(self.device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
+                f" max_num_seqs={config.max_num_seqs} does not fit on {self.device}; lower them"
+            ) from error
 
     def _graph_bytes(self) -> int:
         """Capture the decode graphs on a stand-in cache, see what they take, and drop them."""
@@ -263,8 +279,10 @@ class ModelRunner:
         """Zeroed memory; on the CPU the system provides it as it is touched, not before."""
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        memory = np.zeros(math.prod(shape) * self.dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(memory).view(self.dtype).view(shape)
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+        start = -memory.ctypes.data % CACHE_LINE
+        return torch.from_numpy(memory[start : start + num_bytes]).view(self.dtype).view(shape)
 
     def _unbind_kv_cache(self) -> None:
         for layer in self._attentions():
@@ -277,12 +295,8 @@ class ModelRunner:
         return self.device.type == "cuda" and self.backend.graph_safe and not config.enforce_eager
 
     def _capture_graphs(self) -> DecodeGraphs:
-        start = time.perf_counter()
         graphs = self.decode_graphs()
         graphs.capture()
-        logger.info(
-            "%d decode graphs captured in %.1f s", len(graphs.sizes), time.perf_counter() - start
-        )
         return graphs
 
     def decode_graphs(self) -> DecodeGraphs:

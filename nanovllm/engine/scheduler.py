@@ -1,6 +1,6 @@
 """Scheduler: which tokens of which sequences run in the next step.
 
-Plain Python over integers: it knows no tensors, no text, and not what EOS is.
+Plain Python over integers: it knows no tensors and no text.
 """
 
 from collections import deque

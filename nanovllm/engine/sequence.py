@@ -75,6 +75,11 @@ class Sequence:
         return len(self.token_ids) - self.num_cached_tokens
 
     @property
+    def samples(self) -> bool:
+        """Whether the scheduled tokens reach the last one, so that the step yields the next."""
+        return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside the plain PyTorch twin that defines it."""
+"""What runs below the layers: plain PyTorch definitions, and faster twins of them."""

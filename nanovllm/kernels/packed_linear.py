@@ -5,7 +5,6 @@ not like; a packed one is reordered once. The twin that defines it is `F.linear`
 """
 
 import torch
-import torch.nn.functional as F
 
 
 def cpu_computes(dtype: torch.dtype) -> bool:
@@ -34,8 +33,3 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     """`x @ weight.T + bias` for a weight from `pack`. Reads each weight once."""
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
-
-
-def linear_twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What `packed_linear` computes, on the weight as it was."""
-    return F.linear(x, weight, bias)

@@ -87,10 +87,21 @@ class FlashAttnBackend(AttentionBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        import flash_attn
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self.varlen_func: Any = flash_attn.flash_attn_varlen_func
-        self.kvcache_func: Any = flash_attn.flash_attn_with_kvcache
+        self.varlen_func: Any = flash_attn_varlen_func
+        self.kvcache_func: Any = flash_attn_with_kvcache
+
+    def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+        """Run both functions on one token: builds differ in what they can do. Syncs."""
+        x = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
+        ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        self.varlen_func(x, x, x, ends, ends, 1, 1, causal=True)
+        cache = torch.zeros(1, self.block_size, 1, head_dim, dtype=dtype, device=device)
+        self.kvcache_func(
+            x[None], cache, cache, cache_seqlens=ends[1:], block_table=ends[None, :1], causal=True
+        )
+        torch.cuda.synchronize(device)
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "Attention", ctx: Context
@@ -112,21 +123,21 @@ class FlashAttnBackend(AttentionBackend):
 
 
 def get_backend(
-    name: str, device: torch.device, dtype: torch.dtype, block_size: int | None
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
 ) -> AttentionBackend:
-    """Build the backend `name`; "auto" is the fastest that works here (docs/benchmarks.md)."""
-    if name == "auto":
-        usable = _why_not_flash_attn(device, dtype, block_size) is None
-        name = "flash_attn" if usable else "torch"
+    """Build the backend `name`; "auto" is flash-attn where it works and plain PyTorch elsewhere."""
     if name == "torch":
         return TorchBackend(device)
-    if reason := _why_not_flash_attn(device, dtype, block_size):
-        raise ValueError(f"attention_backend='flash_attn' {reason}; 'torch' works everywhere")
-    return FlashAttnBackend(device)
+    reason = _why_not_flash_attn(device, dtype, head_dim, block_size)
+    if reason is None:
+        return FlashAttnBackend(device)
+    if name == "auto":
+        return TorchBackend(device)
+    raise ValueError(f"attention_backend='flash_attn' {reason}; 'torch' works everywhere")
 
 
 def _why_not_flash_attn(
-    device: torch.device, dtype: torch.dtype, block_size: int | None
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
 ) -> str | None:
     if device.type != "cuda":
         return f"needs a CUDA device, got device={device.type!r}"
@@ -134,12 +145,12 @@ def _why_not_flash_attn(
         return f"needs dtype 'float16' or 'bfloat16', got {str(dtype).removeprefix('torch.')!r}"
     if block_size is not None and block_size % FlashAttnBackend.block_size:
         return f"needs kvcache_block_size to be a multiple of 256, got {block_size}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs an Ampere GPU or a newer one"
     try:
-        import flash_attn  # noqa: F401
+        FlashAttnBackend(device).probe(device, dtype, head_dim)
     except ImportError as error:
         return f"cannot import flash-attn ({error}); pip install flash-attn --no-build-isolation"
+    except Exception as error:  # built for another PyTorch, GPU, type or head size
+        return f"has a flash-attn that does not work here ({type(error).__name__}: {error})"
     return None
 
 

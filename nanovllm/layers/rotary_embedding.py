@@ -15,13 +15,17 @@ Parameters = Mapping[str, Any]
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines for positions 0 .. max_positions-1, in float32: [P, 2, D / 2]."""
+    """Cosines and sines for positions 0 .. max_positions-1, in float32: [P, 2, D / 2].
+
+    Computed on the CPU wherever the model runs: at large angles devices differ in the last bits.
+    """
 
     def __init__(self, inv_freq: torch.Tensor, scaling: float, max_positions: int) -> None:
         super().__init__()
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, inv_freq)
         table = torch.stack([angles.cos(), angles.sin()], dim=1) * scaling
-        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Look up a step's positions [T] once for all layers: cos and sin, [T, 1, D / 2] each."""
@@ -125,7 +129,8 @@ def get_rope(
     if not parameters.get("original_max_position_embeddings"):
         parameters = {**parameters, "original_max_position_embeddings": max_position_embeddings}
     try:
-        inv_freq, scaling = ROPE_TYPES[rope_type](head_dim, parameters)
+        with torch.device("cpu"):
+            inv_freq, scaling = ROPE_TYPES[rope_type](head_dim, parameters)
     except KeyError as error:
         raise ValueError(f"rope_type {rope_type!r} needs {error} in the config") from None
     return RotaryEmbedding(inv_freq, scaling, max_positions)

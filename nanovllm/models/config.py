@@ -12,6 +12,12 @@ from typing import Any
 from nanovllm.config import DTYPES
 from nanovllm.utils.checks import check_bool, check_float, check_int
 
+ROPE_FIELDS = (
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor",
+    "high_freq_factor", "partial_rotary_factor",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -127,15 +133,20 @@ def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise TypeError(f"{name} must be an object, got {value!r}")
         parameters |= value
-    legacy_type = parameters.pop("type", "default")
-    parameters.setdefault("rope_type", legacy_type)
+    legacy_type = parameters.pop("type", None)
+    rope_type = parameters.setdefault("rope_type", legacy_type or "default")
+    if legacy_type not in (None, rope_type):
+        raise ValueError(f"rope_type {rope_type!r} and its old name {legacy_type!r} disagree")
     if parameters["rope_theta"] is None:
         raise KeyError("rope_theta")
-    if parameters["rope_type"] != "default" and "factor" not in parameters:
-        raise ValueError(f"rope_type {parameters['rope_type']!r} needs a factor")
-    for name in ("rope_theta", "factor"):
-        if name in parameters:
-            check_float(name, parameters[name], 1.0)
+    if (rope_type == "default") == ("factor" in parameters):
+        needs = "takes no" if rope_type == "default" else "needs a"
+        raise ValueError(f"rope_type {rope_type!r} {needs} factor")
+    for name, value in parameters.items():
+        if name not in ROPE_FIELDS:
+            raise ValueError(f"rope parameter {name!r} is not supported")
+        if name not in ("rope_type", "truncate") and value is not None:
+            check_float(name, value, 1.0 if name in ("rope_theta", "factor") else 0.0)
     return parameters
 
 

@@ -1,1 +1,1 @@
-"""What the rest of the package leans on: argument checks, step context, weight loading."""
+"""What the rest leans on: argument checks, step context, weights, tokenizer, roofline."""

@@ -21,7 +21,7 @@ def load_tokenizer(tokenizer: str | None, model_path: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    source = tokenizer if tokenizer is not None else str(model_path)
+    source = str(model_path) if tokenizer is None else str(Path(tokenizer).expanduser())
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers raises whatever its readers raise
