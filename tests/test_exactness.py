@@ -19,6 +19,7 @@ from conftest import LogitRecorder, edit_config, make_model
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -237,8 +238,18 @@ def test_greedy_differs_from_transformers_under(name: str, standard: Case) -> No
 @pytest.mark.parametrize("name", CROWDED)
 def test_hundreds_of_preemptions_change_the_output_with(name: str, crowd: Case) -> None:
     with make_llm(crowd.path, **CROWDED[name]) as llm:
+        run, num_sampled = llm._runner.run, 0
+
+        def counting_run(batch: Batch) -> list[int]:
+            nonlocal num_sampled
+            token_ids = run(batch)
+            num_sampled += len(token_ids)
+            return token_ids
+
+        llm._runner.run = counting_run  # type: ignore[method-assign]
         assert_same(generate(llm, crowd), crowd.expected)
         assert llm.scheduler.num_preemptions >= 200
+        assert num_sampled == sum(map(len, crowd.expected)), "a token was generated again"
         audit_at_rest(llm)
 
 
@@ -290,6 +301,23 @@ def test_aborted_requests_leave_wrong_kv_behind(standard: Case) -> None:
                 llm.abort_request(request_id)
             audit_at_rest(llm)
         assert_same(generate(llm, standard), standard.expected)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_a_prompt_aborted_in_its_middle_is_found_whole(num_steps: int, standard: Case) -> None:
+    """Only blocks whose KV was computed may be found; the others hold what was there before."""
+    longest = sorted(range(len(standard.prompts)), key=lambda i: -len(standard.prompts[i]))[:6]
+    with make_llm(standard.path, max_num_batched_tokens=16, kvcache_block_size=4) as llm:
+        for index in longest:
+            prompt, params = standard.prompts[index], standard.params[index]
+            request_id = llm.add_request(prompt, params)
+            for _ in range(num_steps):
+                llm.step()
+            num_computed = llm.scheduler.running[0].num_cached_tokens
+            llm.abort_request(request_id)
+            out = llm.generate(prompt, params, use_tqdm=False)[0]
+            assert out["token_ids"] == standard.expected[index]
+            assert 0 < out["num_cached_tokens"] <= num_computed
 
 
 # Logits

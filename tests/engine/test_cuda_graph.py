@@ -16,6 +16,7 @@ from conftest import LogitRecorder, make_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+from nanovllm.utils.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,6 +208,7 @@ def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
         assert num_steps() > seen >= 3
 
 
+@torch.inference_mode()
 def poison(graphs: DecodeGraphs, num_blocks: int, block_size: int) -> None:
     """Fill the buffers with what a full batch of long requests may have left behind."""
     graphs.input_ids.random_(0, 259)
@@ -236,6 +238,31 @@ def test_stale_rows_leak_into_a_smaller_batch(
         runner.run = poisoned  # type: ignore[method-assign]
         assert generate(llm, size) == expected[:size]
         assert num_steps() >= 3
+
+
+def test_padding_rows_attend_to_something(model_dir: Path) -> None:
+    """Nobody reads what they compute, but computing it costs, and a stale length reads far."""
+    with make_llm(model_dir) as llm:
+        runner = llm._runner
+        graphs = runner.graphs = runner.decode_graphs()
+        plan, num_checked = graphs.plan, 0
+
+        def checking_plan(context: Context) -> None:
+            nonlocal num_checked
+            assert context.context_lens is not None
+            num_rows = len(llm.scheduler.running)
+            assert context.context_lens[:num_rows].all()
+            assert not context.context_lens[num_rows:].any()
+            assert (context.slot_mapping[num_rows:] == -1).all()
+            num_checked += len(context.context_lens) > num_rows
+            plan(context)
+
+        graphs.plan = checking_plan
+        generate(llm, TOP)
+        poison(graphs, num_blocks=50, block_size=4)
+        for size in (13, 3, 33):
+            generate(llm, size)
+        assert num_checked >= 10
 
 
 # On a device

@@ -30,10 +30,9 @@ def make_inputs(
     """Key, value, caches full of other numbers, and slots of which about a third are -1."""
     tokens, heads, head_dim = shape
     torch.manual_seed(tokens * heads + head_dim)
-    if strided:  # views into the output of one fused projection, and a wider one for the values
-        qkv = torch.randn(tokens, 3 * heads + 2, head_dim).to(dtype).to(device)
-        key, value = qkv[:, heads : 2 * heads], qkv[:, 2 * heads + 1 : 3 * heads + 1]
-        assert not key.is_contiguous() or tokens == 1
+    if strided:  # views into one tensor: neither tokens nor heads of a view adjoin
+        fused = torch.randn(tokens, 3 * heads + 2, 2 * head_dim).to(dtype).to(device)
+        key, value = fused[:, 1 : heads + 1, :head_dim], fused[:, heads::2, head_dim:][:, :heads]
     else:
         key, value = (torch.randn(shape).to(dtype).to(device) for _ in range(2))
     block_size = 4
