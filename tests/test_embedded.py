@@ -121,7 +121,7 @@ def test_sums_are_wrong_after_preemptions(options: dict[str, Any]) -> None:
 
 
 def test_sums_are_wrong_over_static_buffers() -> None:
-    with make_llm(max_num_seqs=37) as llm:
+    with make_llm(max_num_seqs=37, kvcache_block_size=4) as llm:
         graphs = llm._runner.graphs = llm._runner.decode_graphs()
         solve(llm, SOME)
         assert graphs.context_lens.any(), "the buffers were never used"
