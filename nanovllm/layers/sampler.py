@@ -24,7 +24,7 @@ class Sampler(nn.Module):
     ) -> torch.Tensor:
         """Token ids [B] for logits [B, V]; `temperatures` None says that every row is greedy.
 
-        Temperatures [B] in float32, 0 for greedy; keys [B] in int64, any bits.
+        Temperatures [B] in float32, 0 for greedy; keys [B] in int64, all bits well mixed.
         """
         if temperatures is None or keys is None:
             return first_max(logits)
