@@ -1,15 +1,27 @@
-"""Small real models, made on the spot: random Qwen3 checkpoints and a byte-level tokenizer."""
+"""Small real models, made on the spot: random Qwen3 checkpoints and a byte-level tokenizer.
+
+And where Triton's kernels are tested: on a CUDA device, or interpreted, by the same tests.
+"""
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: Triton's interpreter multiplies tiles
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, and transformers imports it.
+    assert "triton" not in sys.modules, "TRITON_INTERPRET is set too late"
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -107,6 +119,32 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def kernel_settings(max_examples: int) -> settings:
+    """For tests of Triton's kernels: interpreted, a shape takes no time; compiled, a second."""
+    fewer = max(5, max_examples // 8) if torch.cuda.is_available() else max_examples
+    return settings(max_examples=fewer, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> str:
+    """Where tensors of Triton's kernels stand: on the CPU Triton interprets what it compiles."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return "cuda"
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounding(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        """GPUs round float32 to bfloat16; the interpreter cuts it off."""
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return convert(x, source, target, mode)
+        return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
+
+    interpreter._convert_float = rounding
+    return "cpu"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,75 @@
+"""What the Triton attention kernels share. Letters: N keys of a tile, D head dimension."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
+TILE = 64  # keys of a tile, at most
+TILE_BYTES = 1 << 14  # of its K and of its V, which with a copy or two are what shared memory holds
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side there, at one to a processor."""
+    if device.type != "cuda":
+        return 4  # the interpreter has no processors; work is divided all the same
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _nothing():  # type: ignore[no-untyped-def]
+    pass
+
+
+# Under TRITON_INTERPRET=1, kernels are Python over CPU tensors.
+INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
+
+
+@triton.jit
+def dot(a, b):  # type: ignore[no-untyped-def]
+    """`a @ b` in float32, of float32 inputs too; the interpreter has none of 16-bit inputs."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+def tile_keys(block_d: int, dtype: torch.dtype) -> int:
+    """Keys of a tile, for rows of `block_d` elements: a power of two, a divisor of TILE."""
+    return max(16, min(TILE, TILE_BYTES // (block_d * dtype.itemsize)))
+
+
+@triton.jit
+def cache_offsets(  # type: ignore[no-untyped-def]
+    table_ptr, first_key, end, kv_head, num_kv_heads,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where the keys `first_key + [0, BLOCK_N)` of one head start in the paged cache, in 64 bits.
+
+    `first_key` is a multiple of BLOCK_N, so a tile lies in one block where its size divides that.
+    """
+    key = first_key + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+    return ((block * BLOCK_SIZE + key % BLOCK_SIZE) * num_kv_heads + kv_head) * D
+
+
+@triton.jit
+def attend(  # type: ignore[no-untyped-def]
+    q, k, v, visible, scale_log2, top, total, acc, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc)."""
+    scores = dot(q, tl.trans(k)) * scale_log2
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
+    return new_top, total, acc

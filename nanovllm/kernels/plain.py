@@ -1,0 +1,131 @@
+"""What the layers compute, in plain PyTorch: the definition of the Triton kernels.
+
+It is also what runs where there is no Triton, so it is written for the CPU. T tokens, B rows, V
+tokens of the vocabulary, H query heads, KVH key heads, D head dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.paged_attention import store_kvcache_torch
+
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a step's tokens, [T, 1, D / 2]
+
+# Rows are drawn a few at a time, so that what a pass leaves behind is still in the cache.
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+BLOCK = 64
+GOLDEN = 0x9E3779B9 - (1 << 32)  # as an int32: spreads the token ids, one-to-one
+SHRINK = 2.0**-31 * (1 - 2.0**-23)  # from 32 bits to [0, 1)
+SMALLEST = 2.0**-32
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension of x, in float32 inside."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of `x + residual`, and the sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of x [T, 2 * I], gate beside up: [T, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotate each head of x [T, H, D], as pairs (i, i + D / 2), in float32 inside."""
+    cos, sin = rope
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x1, x2 = x.float().chunk(2, dim=-1)
+    out1, out2 = out.chunk(2, dim=-1)
+    out1.copy_((x1 * cos).addcmul_(x2, sin, value=-1))
+    out2.copy_((x2 * cos).addcmul_(x1, sin))
+    return out
+
+
+def norm_rope_store(
+    qkv: torch.Tensor,
+    num_kv_heads: int,
+    rope: Rope,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
+
+    Queries and keys are normalised with the weights `norms`, where there are any, and rotated; keys
+    and values go to their slots of the caches too, -1 to none. Values are a view.
+    """
+    heads = [qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
+    q, k, v = torch.split(qkv, heads, dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    q, k = rotate(q, rope), rotate(k, rope)
+    if k_cache.numel():  # the warm-up that measures memory runs before there is a cache
+        store_kvcache_torch(k, v, k_cache, v_cache, slot_mapping)
+    return q, k, v
+
+
+def sample(
+    logits: torch.Tensor, temperatures: torch.Tensor | None, keys: torch.Tensor | None
+) -> torch.Tensor:
+    """Token ids [B] for logits [B, V], greedy rows and temperature rows together.
+
+    Gumbel-max: tokens race with arrival times that are exponential at the rates exp(logits /
+    temperature), and a race is won in proportion to the rates, so the first to arrive is a draw
+    from the softmax. A row's times are a hash of its key and the token id, and the key is one of
+    seed and position: what a request draws does not depend on its neighbours, and rounding can
+    change it only where the first two arrive within that rounding.
+
+    Temperatures [B] in float32, 0 for greedy; keys [B] in int64, all bits well mixed. None says
+    that every row is greedy. Peak memory: CHUNK_ELEMENTS values of 4 bytes, three times.
+    """
+    if temperatures is None or keys is None:
+        return first_max(logits)
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
+    step = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab_size)
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device).mul_(GOLDEN)
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        times = log_exponential(keys[rows], ids)
+        scores = times.mul_(-temperatures[rows, None]).add_(logits[rows])
+        tokens[rows] = first_max(scores)
+    return tokens
+
+
+def log_exponential(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Logarithms of standard exponential numbers [B, V]: a hash of each key and spread token id.
+
+    Two rounds of multiply and xor-shift over 32 bits, the halves of the key going in before each.
+    All finite; the small times, which win, keep their full precision.
+    """
+    low, high = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
+    x = (ids ^ low).mul_(0x21F0AAAD)
+    x.bitwise_xor_(x >> 15).add_(high).mul_(0x735A2D97)
+    x.bitwise_xor_(x >> 15)
+    # u in (0, 1), its sign turned; log1p(-u) is the negative of an exponential number.
+    minus_u = x.float().abs_().mul_(-SHRINK).sub_(SMALLEST)
+    return minus_u.log1p_().neg_().log_()
+
+
+def first_max(x: torch.Tensor) -> torch.Tensor:
+    """Index of the first largest entry of each row of x [B, V]: argmax, several times faster.
+
+    The maxima of blocks are found with vector instructions, which an index does not allow.
+    """
+    num_rows, size = x.shape
+    if size % BLOCK:
+        return x.max(dim=-1).indices
+    blocks = x.view(num_rows, -1, BLOCK)
+    block = blocks.amax(dim=-1).argmax(dim=-1)
+    rows = torch.arange(num_rows, device=x.device)
+    return block * BLOCK + blocks[rows, block].argmax(dim=-1)

@@ -1,0 +1,172 @@
+"""Prefill attention as a Triton kernel: causal, queries starting anywhere in a context.
+
+The twin is `paged_attention.prefill_attention`. Letters: T query tokens, S sequences, H query
+heads, KVH key heads, G = H / KVH, D head dimension.
+
+A program takes a tile of one sequence's queries, for all G query heads of one key head, so that
+keys are read once for the group. They come from the paged cache where a part of some sequence was
+there before the step, and from the step's own K and V otherwise.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.common import LOG2E, TILE, attend, cache_offsets, tile_keys
+
+ROWS = 64  # of the score matrix in a program: queries times G
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """A step's sequences, and which program takes which queries: the same for all layers."""
+
+    cu_seqlens_q: torch.Tensor  # [S + 1], int32
+    cu_seqlens_k: torch.Tensor  # [S + 1], int32
+    block_tables: torch.Tensor | None  # [S, blocks], int32; None: keys are the step's own
+    tile_seqs: torch.Tensor  # [tiles], int32: whose queries a tile has; S for a tile too many
+    tile_ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one
+
+
+@triton.jit
+def _fold_tiles(  # type: ignore[no-untyped-def]
+    start, stop, q, position, end, top, total, acc, k_ptr, v_ptr, table_ptr, first_key, kv_head,
+    k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys [start, stop) of a sequence in; MASKED: some query does not see all of them."""
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    for key in range(start, stop, BLOCK_N):
+        if BLOCK_SIZE:
+            k_at = cache_offsets(table_ptr, key, end, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N)
+            v_at = k_at
+        else:
+            row = (first_key + key).to(tl.int64)
+            k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
+            v_at = row * v_row_stride + kv_head * v_head_stride + n * v_row_stride
+        k_at = k_ptr + k_at[:, None] + d[None, :]
+        v_at = v_ptr + v_at[:, None] + d[None, :]
+        if MASKED or D < BLOCK_D:
+            loaded = (key + n < end)[:, None] & (d < D)[None, :]
+            k = tl.load(k_at, mask=loaded, other=0.0)
+            v = tl.load(v_at, mask=loaded, other=0.0)
+        else:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
+        top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED)
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, out_ptr,
+    scale_log2, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride,
+    v_head_stride, table_stride, num_seqs, num_kv_heads,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_SIZE 0: K and V are the step's own, one row a token."""
+    kv_head = tl.program_id(0) % num_kv_heads
+    number = tl.program_id(0) // num_kv_heads
+    seq = tl.load(tile_seqs_ptr + number)
+    if seq < num_seqs:
+        # Counted from a sequence's end: the tiles with the most keys start first.
+        tile = tl.load(tile_ends_ptr + seq) - 1 - number
+        first_row = tl.load(cu_q_ptr + seq)
+        num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
+        first_key = tl.load(cu_k_ptr + seq)
+        num_keys = tl.load(cu_k_ptr + seq + 1) - first_key
+        m = tl.arange(0, BLOCK_Q * BLOCK_G)
+        d = tl.arange(0, BLOCK_D)
+        query = tile * BLOCK_Q + m // BLOCK_G
+        head = kv_head * G + m % BLOCK_G
+        real = ((query < num_queries) & (m % BLOCK_G < G))[:, None] & (d < D)[None, :]
+        row = (first_row + query).to(tl.int64)
+        q_at = q_ptr + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :]
+        q = tl.load(q_at, mask=real, other=0.0)
+        first_position = num_keys - num_queries + tile * BLOCK_Q
+        end = tl.minimum(first_position + BLOCK_Q, num_keys)
+        seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+
+        top = tl.full([BLOCK_Q * BLOCK_G], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
+        table = tables_ptr + seq.to(tl.int64) * table_stride
+        position = num_keys - num_queries + query
+        top, total, acc = _fold_tiles(
+            0, seen_by_all, q, position, end, top, total, acc, k_ptr, v_ptr, table, first_key,
+            kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
+            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, False,
+        )  # fmt: skip
+        top, total, acc = _fold_tiles(
+            seen_by_all, end, q, position, end, top, total, acc, k_ptr, v_ptr, table, first_key,
+            kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
+            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, True,
+        )  # fmt: skip
+        out_at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+
+
+def plan_prefill(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    num_tokens: int,
+    group: int,
+) -> PrefillPlan:
+    """Deal the queries of a step with `num_tokens` tokens out, on the device; `group` is G."""
+    block_q = _block_q(group)
+    num_seqs = len(cu_seqlens_q) - 1
+    tiles = (cu_seqlens_q.diff() + block_q - 1) // block_q
+    tile_ends = tiles.cumsum(0, dtype=torch.int32)
+    most = num_tokens // block_q + num_seqs  # what the host knows without asking the device
+    numbers = torch.arange(most, dtype=torch.int32, device=cu_seqlens_q.device)
+    tile_seqs = torch.searchsorted(tile_ends, numbers, right=True, out_int32=True)
+    return PrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: PrefillPlan,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
+
+    A sequence's queries are the last of its keys. Caches as in `decode_attention`; q, k and v may
+    be strided but for their last dimension. FLOPs: 4 * D for each head, query and key it sees.
+    """
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    paged = plan.block_tables is not None
+    if paged:
+        assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
+    group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    block_n = tile_keys(block_d, k.dtype)
+    # Copies of a tile: as many as were fastest, or as shared memory holds.
+    stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
+        q, k, v, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, plan.tile_seqs, plan.tile_ends, out,
+        scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+        v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
+        G=group, D=head_dim, BLOCK_SIZE=k_cache.shape[1] if paged else 0,
+        BLOCK_Q=_block_q(group), BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
+        BLOCK_N=block_n, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _block_q(group: int) -> int:
+    return max(1, ROWS // int(triton.next_power_of_2(group)))

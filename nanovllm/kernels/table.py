@@ -1,0 +1,39 @@
+"""Which implementation of each operation the layers call: decided once, when the runner starts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.kernels import plain
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A function for each operation, with the signature and the meaning of its twin in `plain`."""
+
+    name: str
+    rms_norm: Callable[..., Any]
+    add_rms_norm: Callable[..., Any]
+    silu_and_mul: Callable[..., Any]
+    norm_rope_store: Callable[..., Any]
+    sample: Callable[..., Any]
+
+
+PLAIN = Kernels(
+    name="plain PyTorch",
+    rms_norm=plain.rms_norm,
+    add_rms_norm=plain.add_rms_norm,
+    silu_and_mul=plain.silu_and_mul,
+    norm_rope_store=plain.norm_rope_store,
+    sample=plain.sample,
+)
+
+
+def triton_kernels() -> Kernels:
+    """The Triton kernels; an ImportError where there is no Triton."""
+    from nanovllm.kernels.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.sample import sample
+    from nanovllm.kernels.silu_and_mul import silu_and_mul
+
+    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample)

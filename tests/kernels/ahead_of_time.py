@@ -1,0 +1,248 @@
+"""Compile kernels for GPUs that are not there, as a launch on such a GPU would.
+
+A case calls a kernel's wrapper with tensors as the engine makes them. Triton's own launcher
+compiles it for the GPU that a driver of ours names, and stops before the launch: types, constants,
+alignment hints and options are those of the call, and none is written down twice. Only the
+tensors' types, strides and alignment count; they stay empty and on the CPU.
+
+It runs in a process of its own, as Triton must be imported without TRITON_INTERPRET; one line of
+JSON for each kernel: `python tests/kernels/ahead_of_time.py [part of a case's name]`.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+
+# Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
+CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that launches kernels, and how many bytes of registers they may keep in memory."""
+
+    call: Callable[[], object]
+    max_spill: int = 0
+
+
+# What the models have: query heads, KV heads, head_dim.
+Heads = tuple[int, int, int]
+QWEN3_SMALL, QWEN3_8B = (16, 8, 128), (32, 8, 128)  # Llama-3-8B's heads are Qwen3-8B's
+HEADS = {
+    "Qwen3-0.6B": QWEN3_SMALL,
+    "Qwen3-8B and Llama-3-8B": QWEN3_8B,
+    "head_dim 80": (32, 32, 80),
+}
+ATTENTION_HEADS = HEADS | {"head_dim 256": (8, 4, 256), "G 7": (28, 4, 128)}
+BLOCKS, BLOCK_SIZE, TOKENS, ROWS, EPS = 64, 16, 512, 64, 1e-6
+bf16 = partial(torch.empty, dtype=torch.bfloat16)
+int32 = partial(torch.zeros, dtype=torch.int32)  # zeros, where PyTorch computes with them
+
+
+def projected(heads: Heads, tokens: int = TOKENS) -> list[torch.Tensor]:
+    """Queries, keys and values: views into the fused projection, as the layer hands them over."""
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
+    return list(qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1))
+
+
+def caches(heads: Heads, block_size: int = BLOCK_SIZE) -> torch.Tensor:
+    return bf16(2, BLOCKS, block_size, heads[1], heads[2])
+
+
+def store_kvcache(heads: Heads) -> None:
+    from nanovllm.kernels.store_kvcache import store_kvcache
+
+    _, k, v = projected(heads)
+    store_kvcache(k, v, *caches(heads), torch.empty(TOKENS, dtype=torch.long))
+
+
+def rms_norm(size: int) -> None:
+    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+
+    rms_norm(bf16(TOKENS, size), bf16(size), EPS)
+    add_rms_norm(bf16(TOKENS, size), bf16(TOKENS, size), bf16(size), EPS)
+
+
+def silu_and_mul(size: int) -> None:
+    from nanovllm.kernels.silu_and_mul import silu_and_mul
+
+    silu_and_mul(bf16(TOKENS, 2 * size))
+
+
+def norm_rope_store(heads: Heads, norm: bool, tokens: int) -> None:
+    from nanovllm.kernels.norm_rope_store import norm_rope_store
+
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
+    cos, sin = torch.empty(tokens, 2, head_dim // 2).unsqueeze(2).unbind(1)
+    norms = (bf16(head_dim), bf16(head_dim)) if norm else None
+    slots = torch.empty(tokens, dtype=torch.long)
+    norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, *caches(heads), slots)
+
+
+def decode_attention(heads: Heads, block_size: int) -> None:
+    from nanovllm.kernels.decode_attention import decode_attention, plan_decode
+
+    q = bf16(ROWS, heads[0], heads[2])
+    plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1])
+    decode_attention(q, *caches(heads, block_size), plan, scale=0.125)
+
+
+def prefill_attention(heads: Heads, block_size: int) -> None:
+    """A block size of 0: no part of a sequence is in the cache."""
+    from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention
+
+    q, (_, k, v) = bf16(TOKENS, heads[0], heads[2]), projected(heads)
+    tables = int32(ROWS, BLOCKS) if block_size else None
+    ends = int32(ROWS + 1)
+    plan = plan_prefill(ends, ends, tables, TOKENS, heads[0] // heads[1])
+    prefill_attention(q, k, v, *caches(heads, block_size), plan, scale=0.125)
+
+
+def sample(race: bool, dtype: torch.dtype) -> None:
+    from nanovllm.kernels.sample import sample
+
+    logits = torch.empty(ROWS, 151936, dtype=dtype)
+    if race:
+        sample(logits, torch.empty(ROWS), torch.empty(ROWS, dtype=torch.long))
+    else:
+        sample(logits, None, None)
+
+
+# A case for each binary: sizes that make no other one are left out.
+CALLS: dict[str, Callable[[], object]] = {
+    **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
+    **{f"rms_norm, hidden {n}": partial(rms_norm, n) for n in (1024, 4096)},
+    "silu_and_mul": partial(silu_and_mul, 3072),
+    **{
+        f"norm_rope_store, {name}, {tokens} tokens": partial(norm_rope_store, h, norm, tokens)
+        for name, h, norm in (
+            ("Qwen3-0.6B", QWEN3_SMALL, True),
+            ("Qwen3-8B", QWEN3_8B, True),
+            ("Llama-3-8B", QWEN3_8B, False),
+        )
+        for tokens in (ROWS, 8 * TOKENS)
+    },
+    **{
+        f"{call.__name__}, {name}, block size {size}": partial(call, h, size)
+        for name, h in ATTENTION_HEADS.items()
+        for call, sizes in ((decode_attention, (16, 64)), (prefill_attention, (0, 16, 64)))
+        for size in (sizes if name in HEADS else sizes[:-1])
+    },
+    **{
+        f"sample, {name}, {dtype}": partial(sample, name == "race", dtype)
+        for name in ("race", "greedy")
+        for dtype in (torch.bfloat16, torch.float32)
+    },
+}
+# Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
+# 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version.
+SPILLS = {"prefill_attention": 128, "prefill_attention, head_dim 256": 256}
+
+
+def max_spill(name: str) -> int:
+    """What a case may spill, in bytes: nothing, but for the table."""
+    return max((n for prefix, n in SPILLS.items() if name.startswith(prefix)), default=0)
+
+
+CASES = {name: Case(call, max_spill(name)) for name, call in CALLS.items()}
+
+
+class AbsentGPU:
+    """The driver's part that a compilation asks; one device for each capability."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
+    """What each kernel of a case takes of the GPU, or the error that there was."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    run, kernels = JITFunction.run, {}
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        kernel = run(self, *args, **kwargs | {"warmup": True})
+        kernels[kernel.hash] = kernel
+
+    driver.set_active(AbsentGPU(capability))
+    place = {"case": name, "capability": capability}
+    try:
+        # What Triton prints on an error must not stand between the lines of JSON.
+        with redirect_stdout(sys.stderr), mock.patch.object(JITFunction, "run", compile_only):
+            CASES[name].call()
+        assert kernels, "the call launches no kernel"
+        return [place | resources(kernel) for kernel in kernels.values()]
+    except Exception:
+        return [place | {"error": traceback.format_exc()}]
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Read from the binary itself, so that no option of the assembler is guessed."""
+    import triton
+    from triton.runtime.cache import get_cache_manager
+
+    with TemporaryDirectory() as folder:
+        cubin = Path(folder) / "cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert used, usage
+    registers, stack, local = map(int, used.groups())
+    return {
+        "kernel": kernel.name,
+        "registers": registers,
+        "spill_bytes": stack + local,  # kernels of Triton have nothing else on the stack
+        "shared_bytes": kernel.metadata.shared,
+        "folder": get_cache_manager(kernel.hash).cache_dir,  # of the kernel's .ttir and .ptx
+    }
+
+
+def compile_all(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Every case for every capability, over the cores; Triton is imported once for all."""
+    import triton.runtime.jit  # noqa: F401
+
+    tasks = [(name, capability) for name in names for capability in CAPABILITIES]
+    cores = min(len(os.sched_getaffinity(0)), len(tasks))
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("fork")) as pool:
+        futures = {task: pool.submit(compile_case, *task) for task in tasks}
+        for (name, capability), future in futures.items():
+            try:
+                yield from future.result()
+            except Exception as error:  # the compiler took the process with it
+                yield {"case": name, "capability": capability, "error": repr(error)}
+
+
+if __name__ == "__main__":
+    part = " ".join(sys.argv[1:])
+    for line in compile_all([name for name in CASES if part in name]):
+        sys.stdout.write(json.dumps(line) + "\n")

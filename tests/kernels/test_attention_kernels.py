@@ -1,0 +1,554 @@
+"""The Triton attention against its twins: on a device, or interpreted where there is none.
+
+What belongs to no sequence is NaN: blocks that nobody owns, the slots behind a context's end,
+memory that a kernel was given to write and did not. What leaks shows. The twins get zeros there,
+and more precision: what is left is the kernel's own error.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import kernel_settings
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nanovllm.kernels import paged_attention
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SETTINGS = kernel_settings(25)
+TILE = 64  # where a context's length matters to the kernels
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """Else `torch.empty` gives back the last call's results, and a row left out looks right."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch. Prefill: the last `queries` of each context ask. Decode: one query a context."""
+
+    contexts: list[int]
+    queries: list[int] | None = None
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = FP32
+    strided: bool = True
+    programs: int = 7  # of each key head, in decode
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def num_blocks(self) -> int:
+        """Two more than it needs."""
+        return sum(-(-n // self.block_size) for n in self.contexts) + 2
+
+
+class Paged:
+    """Random tensors of a shape, in a cache whose blocks stand in random order."""
+
+    def __init__(self, shape: Shape, device: str, num_blocks: int | None = None) -> None:
+        torch.manual_seed(shape.seed)
+        self.shape, self.device = shape, device
+        options = {"dtype": shape.dtype, "device": device}
+        size, kv = shape.block_size, (shape.kv_heads, shape.head_dim)
+        asking = shape.queries or [1] * len(shape.contexts)
+        counts = [-(-n // size) for n in shape.contexts]
+        order = torch.randperm(num_blocks or shape.num_blocks).int()
+        # Entries that no key needs name a block of nobody.
+        self.tables = order[-1].repeat(len(counts), max(counts) + 2)
+        self.caches = torch.full((2, len(order), size, *kv), torch.nan, **options)
+        qkv = torch.randn(sum(asking), shape.kv_heads * (shape.group + 2), shape.head_dim)
+        q, self.k, self.v = qkv.to(**options).split(
+            (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads), dim=1
+        )
+        # Tokens that look at all keys alike find one too many or too few; those with a favourite
+        # find a maximum or a merge that is wrong.
+        q *= torch.tensor([0.1, 1.0, 4.0])[torch.randint(3, (len(q), 1, 1))].to(**options)
+        self.q = q if shape.strided else q.contiguous()
+        ends = itertools.accumulate(asking)
+        blocks = order[:-1].split([*counts, len(order) - 1 - sum(counts)])
+        for row, (n, new, end) in enumerate(zip(shape.contexts, asking, ends, strict=True)):
+            self.tables[row, : counts[row]] = blocks[row]
+            slots = (blocks[row][:, None] * size + torch.arange(size)).flatten()[:n]
+            keys_values = torch.randn(2, n, *kv, device=device).to(shape.dtype)
+            self.caches.flatten(1, 2)[:, slots.to(device)] = keys_values
+            if shape.queries:
+                self.k[end - new : end], self.v[end - new : end] = keys_values[:, n - new :]
+        self.tables = self.tables.to(device)
+        self.lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
+        self.cu_q, self.cu_k = (
+            torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device)
+            for n in (asking, shape.contexts)
+        )
+
+    # The kernels.
+
+    def decode(self) -> torch.Tensor:
+        """Two layers with one plan, of which the second finds what the first left behind."""
+        from nanovllm.kernels import decode_attention as kernels
+
+        with pytest.MonkeyPatch.context() as patch:
+            heads = self.shape.kv_heads
+            patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", self.shape.programs)
+            patch.setattr(kernels, "num_multiprocessors", lambda device: heads)
+            plan = kernels.plan_decode(self.lens, self.tables, heads)
+        assert len(plan.starts) == self.shape.programs
+        outs = []
+        for _ in range(2):
+            outs.append(kernels.decode_attention(self.q, *self.caches, plan, self.shape.scale))
+            assert not plan.arrivals.any(), "the next layer finds programs that are not there"
+        assert not outs[0].isnan().any(), "read what is nobody's, or left a result out"
+        assert torch.equal(*outs), "the second layer differs from the first"
+        return outs[0]
+
+    def prefill(self, use_cache: bool) -> torch.Tensor:
+        """As the runner calls it: fresh keys beside the queries, or everything in the cache."""
+        from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention
+
+        tables = self.tables if use_cache else None
+        plan = plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), self.shape.group)
+        if use_cache:
+            unread = torch.full_like(self.k, torch.nan)
+            keys = (unread, unread, *self.caches)
+        else:
+            assert self.shape.queries == self.shape.contexts
+            keys = (self.k, self.v, torch.empty(0), torch.empty(0))
+        return prefill_attention(self.q, *keys, plan, self.shape.scale)
+
+    # The twins.
+
+    def twin_decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """A few rows at a time, which bounds the memory."""
+        size, scale = self.shape.block_size, self.shape.scale
+        outs = []
+        for rows in torch.arange(len(q), device=self.device).split(8):
+            plan = paged_attention.plan_decode(self.lens[rows], self.tables[rows], size)
+            outs.append(paged_attention.decode_attention(q[rows], k, v, plan, scale))
+        return torch.cat(outs)
+
+    def twin_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """From the cache, which has the fresh keys too, in slices that bound the memory."""
+        size, scale = self.shape.block_size, self.shape.scale
+        plan = paged_attention.plan_prefill(self.cu_q, self.cu_k, self.tables, size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paged_attention, "MAX_MASK_ELEMENTS", 1 << 21)
+            return paged_attention.prefill_attention(q, q, q, k, v, plan, scale)
+
+
+Twin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def assert_near(out: torch.Tensor, twin: Twin, paged: Paged) -> None:
+    """A weight's error counts by the size of its value, so that the twin gives the bound too.
+
+    16-bit kernels round each weight and each result once, by half an eps: together an eps of
+    sum(weights * |values|). What float32 loses in scores, exponentials and sums is below 1e-5 of
+    it: scores are below about 30, so an error of 2^-24 of them is 2e-6, and sums of 700 weights err
+    by less than that. At sizes where the twin computes in float32 too, both do, over more keys.
+    """
+    wide = torch.float64 if paged.caches.numel() < 1 << 22 else torch.float32
+    clean = torch.where(paged.caches.isnan(), 0, paged.caches).to(wide)
+    q = paged.q.to(wide)
+    expected, spread = twin(q, *clean), twin(q, clean[0], clean[1].abs_())
+    eps = 0.0 if paged.shape.dtype == FP32 else torch.finfo(paged.shape.dtype).eps
+    float32 = 1e-5 if wide == torch.float64 else 3e-5
+    # A weight far below the greatest is subnormal in float16: it loses 2^-25 of a value of 1.
+    nothing = 2e-5 if paged.shape.dtype == FP16 else 1e-7
+    allowed = (eps + float32) * spread + nothing
+    assert out.dtype == paged.shape.dtype and out.shape == paged.q.shape and out.is_contiguous()
+    excess = (out.to(wide) - expected).abs() / allowed
+    worst = excess.nan_to_num(torch.inf).flatten(1).amax(1)
+    assert worst.max() <= 1, f"{worst.max():.3g} times what is allowed, in row {worst.argmax()}"
+
+
+def assert_decodes_as_its_twin(shape: Shape, device: str) -> None:
+    paged = Paged(shape, device)
+    paged.q[paged.lens == 0] = torch.nan  # what an earlier batch left there
+    out = paged.decode()
+    paged.q[paged.lens == 0] = 0
+    assert not out[paged.lens == 0].any(), "a row without keys is not zero"
+    assert_near(out, paged.twin_decode, paged)
+
+
+def assert_prefills_as_its_twin(shape: Shape, use_cache: bool, device: str) -> None:
+    paged = Paged(shape, device)
+    assert_near(paged.prefill(use_cache), paged.twin_prefill, paged)
+
+
+AROUND_TILES = st.sampled_from(
+    [TILE - 1, TILE, TILE + 1, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 3 * TILE, 5 * TILE]
+)
+HEADS = dict(
+    kv_heads=st.integers(1, 4),
+    group=st.sampled_from([1, 2, 4, 5, 7, 8, 16]),
+    head_dim=st.sampled_from([64, 80, 96, 128, 256]),
+    block_size=st.sampled_from([16, 32, 48, 64, 128, 256]),
+    dtype=st.sampled_from([FP32, FP32, BF16, FP16]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+
+# Decode
+
+CONTEXT = st.one_of(st.integers(0, 5), AROUND_TILES, st.integers(0, 200))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[int]:
+    """Many short contexts, and sometimes one that outweighs them all."""
+    contexts = draw(st.lists(CONTEXT, min_size=1, max_size=9))
+    long = draw(st.one_of(st.none(), st.integers(300, 700)))
+    if long is not None:
+        contexts.insert(draw(st.integers(0, len(contexts))), long)
+    return contexts
+
+
+@SETTINGS
+@given(st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **HEADS))
+def test_decode_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
+    assert_decodes_as_its_twin(shape, kernel_device)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 13])
+@pytest.mark.parametrize(
+    "contexts",
+    [
+        [0, 0, 0], [0, 70, 3], [70, 0, 3], [70, 3, 0], [1], [63], [64], [65], [128], [700],
+        [64, 64, 64, 64], [5, 640, 1, 70], [640, 1, 1], [1, 1, 640], [1] * 33,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_decode_loses_a_row_or_a_share(
+    kernel_device: str, contexts: list[int], programs: int
+) -> None:
+    shape = Shape(contexts, programs=programs, kv_heads=1, group=3, block_size=32)
+    assert_decodes_as_its_twin(shape, kernel_device)
+
+
+@pytest.mark.parametrize("batch_size", [1, 511, 512, 513, 1100])
+def test_shares_overlap_or_do_not_meet(kernel_device: str, batch_size: int) -> None:
+    """Batches above what the plan looks at in one go; a row without keys counts as a tile."""
+    from nanovllm.kernels import decode_attention as kernels
+
+    torch.manual_seed(batch_size)
+    lens = torch.randint(0, 200, (batch_size,), dtype=torch.int32)
+    tiles = [-(-max(n, 1) // TILE) for n in lens.tolist()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "num_multiprocessors", lambda device: 11)
+        patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+        plan = kernels.plan_decode(lens.to(kernel_device), torch.zeros(1), 1)
+    share = max(-(-sum(tiles) // 11), kernels.MIN_SHARE)
+    line = [(row, sum(tiles[:row]), int(lens[row]), share) for row in range(batch_size)]
+    line = [start for start, n in zip(line, tiles, strict=True) for _ in range(n)]
+    starts = [tuple(start) for start in plan.starts.tolist()]
+    assert starts[: -(-len(line) // share)] == line[::share]
+    assert all(row >= batch_size for row, *_ in starts[-(-len(line) // share) :])
+
+
+def test_decode_takes_programs_for_finished_by_their_order(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter runs one program after the other, here in random order."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    if kernel_device != "cpu":
+        pytest.skip("a device has an order of its own")
+    set_index = InterpreterBuilder.set_grid_idx
+
+    def shuffled(self: Any, x: int, y: int, z: int) -> None:
+        heads, programs, _ = self.grid_dim
+        order = torch.randperm(heads * programs, generator=torch.Generator().manual_seed(seed))
+        set_index(self, *divmod(int(order[x * programs + y]), programs), z)
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", shuffled)
+    for seed in range(5):
+        shape = Shape([5, 500, 0, 70], kv_heads=3, programs=4, seed=seed)
+        assert_decodes_as_its_twin(shape, kernel_device)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_programs_leave_a_part_of_the_batch_out(kernel_device: str, kv_heads: int) -> None:
+    """As many as the device has room for, and one where it has room for none."""
+    from nanovllm.kernels.common import num_multiprocessors
+    from nanovllm.kernels.decode_attention import (
+        PROGRAMS_PER_MULTIPROCESSOR,
+        decode_attention,
+        plan_decode,
+    )
+
+    for heads in (kv_heads, 10_000):
+        lens = torch.tensor([3, 0, 150], dtype=torch.int32, device=kernel_device)
+        plan = plan_decode(lens, torch.zeros_like(lens)[:, None], heads)
+        room = num_multiprocessors(lens.device) * PROGRAMS_PER_MULTIPROCESSOR
+        assert len(plan.starts) == max(1, room // heads)
+        assert plan.arrivals.shape == (len(plan.starts), heads) and not plan.arrivals.any()
+    paged = Paged(Shape([150, 0, 3, 321], kv_heads=kv_heads), kernel_device)
+    plan = plan_decode(paged.lens, paged.tables, kv_heads)
+    out = decode_attention(paged.q, *paged.caches, plan, paged.shape.scale)
+    assert_near(out, paged.twin_decode, paged)
+
+
+# Prefill
+
+
+@st.composite
+def prefills(draw: st.DrawFn, fresh: bool) -> Shape:
+    """Sequences of a few tiles of queries, of which each has the more the fewer heads share it."""
+    shape = draw(st.builds(Shape, contexts=st.just([]), **HEADS | {"kv_heads": st.integers(1, 2)}))
+    block_q = TILE // (1 << (shape.group - 1).bit_length())
+    full_tiles = st.sampled_from([block_q - 1, block_q, block_q + 1, 2 * block_q + 1])
+    asking = st.one_of(st.just(1), full_tiles, st.integers(1, 3 * block_q)).map(lambda n: n or 1)
+    prefix = st.just(0) if fresh else st.one_of(st.just(0), AROUND_TILES, st.integers(0, 300))
+    sequences = draw(st.lists(st.tuples(prefix, asking), min_size=1, max_size=4))
+    contexts = [cached + new for cached, new in sequences]
+    return replace(shape, contexts=contexts, queries=[new for _, new in sequences])
+
+
+@SETTINGS
+@given(prefills(fresh=True))
+@example(Shape([1], [1]))
+@example(Shape([1, 200, 1, 64, 1], [1, 200, 1, 64, 1], group=1))
+def test_fresh_prefill_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
+    assert_prefills_as_its_twin(shape, False, kernel_device)
+
+
+@SETTINGS
+@given(prefills(fresh=False))
+@example(Shape([1], [1]))
+@example(Shape([500, 1, 64, 129, 65], [1, 1, 64, 65, 64], group=1))
+@example(Shape([63, 130, 190], [1, 68, 64], group=1))  # a first query before a tile's last key
+@example(Shape([64, 65, 127, 128, 129, 130], [1, 2, 63, 64, 1, 66], group=16))
+def test_prefill_from_the_cache_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
+    assert_prefills_as_its_twin(shape, True, kernel_device)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 128))
+def test_queries_are_in_no_tile_or_in_two(
+    kernel_device: str, queries: list[int], group: int
+) -> None:
+    """Programs above the tiles that there are do nothing."""
+    from nanovllm.kernels.prefill_attention import ROWS, plan_prefill
+
+    ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+    ends = ends.to(kernel_device)
+    plan = plan_prefill(ends, ends, None, sum(queries), group)
+    block_q = max(1, ROWS // (1 << (group - 1).bit_length()))
+    tiles = [-(-n // block_q) for n in queries]
+    expected = [seq for seq, n in enumerate(tiles) for _ in range(n)]
+    expected += [len(queries)] * (len(plan.tile_seqs) - len(expected))
+    assert plan.tile_seqs.tolist() == expected
+    assert plan.tile_ends.tolist() == [*itertools.accumulate(tiles)]
+
+
+# An independent definition
+
+
+def by_hand(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> list[float]:
+    """One query [D] looks up one key after the other."""
+    weights = [sum(a * b for a, b in zip(q, key, strict=True)).exp() for key in keys]
+    columns = zip(*values, strict=True)
+    return [
+        float(sum(w * x for w, x in zip(weights, column, strict=True)) / sum(weights))
+        for column in columns
+    ]
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_kernel_and_twin_are_wrong_alike(kernel_device: str, is_prefill: bool) -> None:
+    """Causality, grouped heads and blocks, without a line of theirs."""
+    shape = Shape([21, 2], [4, 2] if is_prefill else None, group=3)
+    paged = Paged(shape, kernel_device)
+    out = paged.prefill(use_cache=True) if is_prefill else paged.decode()
+    asking = shape.queries or [1, 1]
+    q = (paged.q.double() * shape.scale).cpu()
+    rows, tables = iter(zip(q, out.cpu(), strict=True)), paged.tables.tolist()
+    k_cache, v_cache = paged.caches.double().cpu()
+    for n, new, table in zip(shape.contexts, asking, tables, strict=True):
+        at = [(table[position // 16], position % 16) for position in range(n)]
+        for position in range(n - new, n):
+            query, result = next(rows)
+            for head in (0, 2, 3, 5):
+                keys, values = (
+                    torch.stack([x[slot][head // 3] for slot in at[: position + 1]])
+                    for x in (k_cache, v_cache)
+                )
+                expected = torch.tensor(by_hand(query[head], keys, values))
+                torch.testing.assert_close(result[head], expected, rtol=1e-5, atol=1e-5)
+
+
+# At the size of real batches
+
+REAL_HEADS = pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (8, 4)])
+
+
+def real_lengths(batch_size: int, longest: int) -> list[int]:
+    """More short ones than long ones, and the longest at the end."""
+    lengths = (torch.rand(batch_size - 1) ** 3 * longest).long() + 1
+    return [*lengths.tolist(), longest]
+
+
+@pytest.mark.cuda
+@REAL_HEADS
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_decode_replays_what_was_captured(
+    kv_heads: int, group: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Lengths, tables, queries and caches change in place; the plan is made within the graph."""
+    replay_other_batches(
+        "cuda", 64, 4096, kv_heads=kv_heads, group=group, head_dim=128, block_size=block_size,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def replay_other_batches(device: str, batch_size: int, longest: int, **options: Any) -> None:
+    torch.manual_seed(0)
+    shape = Shape(real_lengths(batch_size, longest), **options)
+    lengths = torch.tensor(shape.contexts)
+    batches = [
+        [1] * batch_size,
+        shape.contexts,
+        [0] * batch_size,
+        lengths.flip(0).tolist(),
+        lengths.where(torch.arange(batch_size) % 3 > 0, 0).tolist(),
+        [longest] + [0] * (batch_size - 1),
+        [1] * (batch_size - 1) + [longest],
+        [1] * batch_size,
+    ]
+    num_blocks = shape.num_blocks + batch_size  # one for each context that becomes one of 1
+    static = Paged(replace(shape, contexts=batches[0]), device, num_blocks)
+    static.tables = static.tables.repeat(1, longest // shape.block_size + 3)
+    step = capture(static)
+    for seed, contexts in enumerate(batches):
+        paged = Paged(replace(shape, contexts=contexts, seed=seed), device, num_blocks)
+        paged.q[paged.lens == 0] = torch.nan
+        for name in ("q", "caches", "lens"):
+            getattr(static, name).copy_(getattr(paged, name))
+        # As the engine does, which leaves behind what an earlier batch had in its rows.
+        static.tables[:, : paged.tables.shape[1]] = paged.tables
+        out, again, arrivals = step()
+        assert not arrivals.any() and torch.equal(out, again)
+        assert not out[paged.lens == 0].any(), "padding is not zero"
+        paged.q[paged.lens == 0] = 0
+        assert_near(out, paged.twin_decode, paged)
+
+
+def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Two layers of a decode step and its plan; on the CPU, where nothing captures, a call."""
+    from nanovllm.kernels.decode_attention import decode_attention, plan_decode
+
+    def step() -> tuple[torch.Tensor, ...]:
+        plan = plan_decode(static.lens, static.tables, static.shape.kv_heads)
+        outs = [
+            decode_attention(static.q, *static.caches, plan, static.shape.scale) for _ in range(2)
+        ]
+        return *outs, plan.arrivals
+
+    if static.device == "cpu":
+        return step
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> tuple[torch.Tensor, ...]:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def test_decode_computes_what_other_lengths_need(kernel_device: str) -> None:
+    """The same, small enough for the interpreter."""
+    replay_other_batches(kernel_device, 5, 300, kv_heads=2, group=3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("contexts", [[131072, 1], [70_001, 60_000]], ids=str)
+def test_decode_loses_a_share_of_a_long_context(
+    contexts: list[int], block_size: int, dtype: torch.dtype
+) -> None:
+    shape = Shape(
+        contexts, kv_heads=8, group=4, head_dim=128, block_size=block_size, dtype=dtype,
+        programs=66,
+    )  # fmt: skip
+    assert_decodes_as_its_twin(shape, "cuda")
+
+
+LARGE_PREFILLS = {
+    "fresh": ([4096], [4096]),
+    "fresh, ragged": ([3000, 1, 64, 65, 800, 4000, 129], [3000, 1, 64, 65, 800, 4000, 129]),
+    "chunks": ([8192, 5000, 300], [2048, 4096, 1]),
+    "long": ([8192], [8192]),
+}
+
+
+@pytest.mark.cuda
+@REAL_HEADS
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", LARGE_PREFILLS)
+def test_large_prefill_differs_from_its_twin(
+    name: str, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    contexts, queries = LARGE_PREFILLS[name]
+    for block_size in (16, 256):
+        shape = Shape(
+            contexts, queries, kv_heads, group, head_dim, block_size=block_size, dtype=dtype
+        )
+        assert_prefills_as_its_twin(shape, True, "cuda")
+    if contexts == queries:
+        assert_prefills_as_its_twin(shape, False, "cuda")
+
+
+@pytest.mark.cuda
+@REAL_HEADS
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_differ_from_flash_attention(kv_heads: int, group: int, head_dim: int) -> None:
+    """A second witness, of which the bound is the same."""
+    flash_attn = pytest.importorskip("flash_attn")
+    options = dict(kv_heads=kv_heads, group=group, head_dim=head_dim, block_size=256, dtype=BF16)
+
+    torch.manual_seed(0)
+    paged = Paged(Shape(real_lengths(64, 4096), **options), "cuda")
+    out = paged.decode()
+    k, v = paged.caches.nan_to_num_()  # flash attention reads behind a context's end
+    theirs = flash_attn.flash_attn_with_kvcache(
+        paged.q[:, None], k, v, cache_seqlens=paged.lens, block_table=paged.tables,
+        softmax_scale=paged.shape.scale, causal=True,
+    )  # fmt: skip
+    assert_near(theirs[:, 0].contiguous(), paged.twin_decode, paged)
+    assert_near(out, paged.twin_decode, paged)
+
+    paged = Paged(Shape(*LARGE_PREFILLS["chunks"], **options), "cuda")
+    assert paged.shape.queries
+    out = paged.prefill(use_cache=True)
+    k, v = paged.caches.nan_to_num_()
+    theirs = flash_attn.flash_attn_varlen_func(
+        paged.q, k, v, paged.cu_q, paged.cu_k, max(paged.shape.queries),
+        max(paged.shape.contexts), softmax_scale=paged.shape.scale, causal=True,
+        block_table=paged.tables,
+    )  # fmt: skip
+    assert_near(theirs, paged.twin_prefill, paged)
+    assert_near(out, paged.twin_prefill, paged)

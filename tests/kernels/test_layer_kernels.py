@@ -1,0 +1,285 @@
+"""Norm, activation and norm_rope_store as Triton kernels, against their twins in `plain`.
+
+On a device, or interpreted where there is none.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import kernel_settings
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nanovllm.kernels import plain
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # what NumPy says
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-6
+FLOAT32_SLACK = 2.0**-20  # sums in another order, fused multiply-adds, another exponential
+
+
+def assert_rounded_alike(
+    out: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | float = 0.0
+) -> None:
+    """Computed in float32 both, and rounded once: to neighbours at most, and that rarely.
+
+    Float32's last bits move a value over the boundary between two numbers of 16 bits about once in
+    a thousand times; a rounding too many, or too few, does it in every fourth. `slack` is for
+    values that were made of such ones.
+    """
+    assert out.dtype == expected.dtype and out.shape == expected.shape and out.is_contiguous()
+    info = torch.finfo(out.dtype)
+    same = out == expected  # infinities too
+    bound = max(info.eps, FLOAT32_SLACK) * expected.float().abs() + info.smallest_normal * info.eps
+    close = (out.float() - expected.float()).abs() <= bound + slack
+    assert bool((same | close).all()), f"differ by {float((out - expected).float().abs().max())}"
+    if out.dtype != torch.float32:
+        assert int((~same).sum()) <= 8 + out.numel() // 100, (
+            "rounded more often, or less, than once"
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one size; with a stride that is larger they are a view into wider ones."""
+
+    rows: int
+    size: int
+    dtype: torch.dtype = torch.bfloat16
+    strided: bool = False
+    scale: float = 1.0
+    seed: int = 0
+
+    def make(self, device: str, part: int = 0) -> torch.Tensor:
+        """Random rows, the first one zeros; `part` tells inputs of one call apart."""
+        torch.manual_seed(self.seed + part)
+        wide = torch.randn(self.rows, self.size + (3 + part if self.strided else 0)) * self.scale
+        wide[0] = 0
+        x = wide.to(dtype=self.dtype, device=device)[:, -self.size :]
+        assert x.stride(0) > self.size or not self.strided
+        return x
+
+
+ROWS = st.builds(
+    Rows,
+    rows=st.integers(1, 40),
+    size=st.sampled_from([1, 2, 80, 128, 1000, 1024, 1536, 3072, 5120]),
+    dtype=st.sampled_from(DTYPES),
+    strided=st.booleans(),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+    seed=st.integers(0, 2**31),
+)
+
+
+def make_weight(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.empty(size).uniform_(0.5, 1.5).to(dtype=dtype, device=device)
+
+
+def assert_norms_as_its_twin(shape: Rows, device: str) -> None:
+    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+
+    x, residual = shape.make(device), shape.make(device, part=1)
+    weight = make_weight(shape.size, shape.dtype, device)
+    before = [t.clone() for t in (x, residual, weight)]
+    assert_rounded_alike(rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    expected, expected_total = plain.add_rms_norm(x, residual, weight, EPS)
+    assert total.is_contiguous() and torch.equal(total, expected_total), "the sum is exact"
+    assert_rounded_alike(normed, expected)
+    assert all(map(torch.equal, before, (x, residual, weight))), "inputs were changed"
+
+
+@kernel_settings(60)
+@given(ROWS)
+@example(Rows(1, 1))
+@example(Rows(40, 3072, torch.float16, strided=True))
+def test_norm_differs_from_its_twin(kernel_device: str, shape: Rows) -> None:
+    assert_norms_as_its_twin(shape, kernel_device)
+
+
+def test_norm_squares_in_16_bits(kernel_device: str) -> None:
+    """65,504 is float16's largest: the square of 300 is more."""
+    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+
+    x = torch.full((2, 80), 300.0, dtype=torch.float16, device=kernel_device)
+    ones = torch.ones_like(x)
+    assert torch.equal(rms_norm(x, ones[0], EPS), ones)
+    normed, total = add_rms_norm(x, x, ones[0], EPS)
+    assert torch.equal(normed, ones) and torch.equal(total, 2 * x)
+
+
+def assert_activates_as_its_twin(shape: Rows, device: str) -> None:
+    from nanovllm.kernels.silu_and_mul import silu_and_mul
+
+    x = shape.make(device)
+    before = x.clone()
+    out, expected = silu_and_mul(x), plain.silu_and_mul(x)
+    up = x.chunk(2, dim=-1)[1]
+    # `silu(gate)` is rounded to the type before the product, and may have gone to its neighbour;
+    # where it is a subnormal number, neighbours are far apart for their size.
+    info = torch.finfo(shape.dtype)
+    slack = info.eps * (expected.float().abs() + info.smallest_normal * up.float().abs())
+    assert_rounded_alike(out, expected, slack)
+    assert torch.equal(x, before), "the input was changed"
+
+
+@kernel_settings(60)
+@given(ROWS.filter(lambda shape: shape.size % 2 == 0))
+@example(Rows(1, 2))
+@example(Rows(40, 2 * 3072, torch.float16, strided=True))
+def test_activation_differs_from_its_twin(kernel_device: str, shape: Rows) -> None:
+    assert_activates_as_its_twin(shape, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_of_a_huge_gate_is_no_number(kernel_device: str, dtype: torch.dtype) -> None:
+    """exp(300) is infinite in float32; at -300, silu must be 0 and not inf / inf."""
+    from nanovllm.kernels.silu_and_mul import silu_and_mul
+
+    gate = torch.tensor([[-300.0, 300.0, -88.8, 0.0]], dtype=dtype, device=kernel_device)
+    up = torch.full_like(gate, 2.0)
+    expected = torch.tensor([[0.0, 600.0, 0.0, 0.0]], dtype=dtype, device=kernel_device)
+    out = silu_and_mul(torch.cat([gate, up], dim=1))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A step's tokens, some of which have no slot, with their heads and the caches."""
+
+    has_slot: list[bool]
+    kv_heads: int
+    group: int
+    head_dim: int
+    norm: bool = True
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    strided: bool = False
+    scale: float = 1.0
+    many: bool = False  # take the grid of a step with many tokens
+    seed: int = 0
+
+
+HEADS = st.builds(
+    Heads,
+    has_slot=st.lists(st.sampled_from([True, True, False]), min_size=1, max_size=8),
+    kv_heads=st.sampled_from([1, 2, 3, 4, 8]),
+    group=st.sampled_from([1, 2, 4, 7]),
+    head_dim=st.sampled_from([64, 80, 96, 128, 256]),
+    norm=st.booleans(),
+    block_size=st.sampled_from([16, 48, 256]),
+    dtype=st.sampled_from(DTYPES),
+    strided=st.booleans(),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+    many=st.booleans(),
+    seed=st.integers(0, 2**31),
+).filter(lambda shape: shape.kv_heads * shape.group <= 32)
+
+
+def assert_norms_rotates_and_stores_as_its_twin(
+    shape: Heads, device: str, cached: bool = True
+) -> None:
+    """All of the caches' memory is compared, and a block at either end that is no part of them."""
+    from nanovllm.kernels import norm_rope_store as kernel
+
+    tokens, num_kv, head_dim = len(shape.has_slot), shape.kv_heads, shape.head_dim
+    num_q = num_kv * shape.group
+    num_heads = num_q + 2 * num_kv
+    fused = Rows(
+        tokens, num_heads * head_dim, shape.dtype, shape.strided, shape.scale, shape.seed
+    ).make(device)
+    qkv = fused.unflatten(1, (num_heads, head_dim))
+    angles = torch.rand(tokens, head_dim // 2) * 1000
+    table = torch.stack([angles.cos(), angles.sin()], dim=1).to(device)
+    rope = cos, sin = table.unsqueeze(2).unbind(1)
+    norms = [make_weight(head_dim, shape.dtype, device) for _ in range(2)]
+    weights = (norms[0], norms[1]) if shape.norm else None
+    options = {"dtype": shape.dtype, "device": device}
+    slots = torch.full((tokens,), -1)
+    caches = torch.empty(2, 2, 0, **options)
+    if cached:
+        blocks = tokens // shape.block_size + 3
+        caches = torch.randn(2, 1 + blocks + 1, shape.block_size, num_kv, head_dim).to(**options)
+        slots = torch.randperm(blocks * shape.block_size)[:tokens]
+        slots[~torch.tensor(shape.has_slot)] = -1
+    slots = slots.to(device)
+    # Without a cache its tensors have no elements.
+    inputs = (qkv, cos, sin, *norms, slots)
+    before, expected_caches = [t.clone() for t in inputs], caches.clone()
+
+    def call(function: object, caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        k_cache, v_cache = caches[:, 1:-1]
+        return function(qkv, num_kv, rope, weights, EPS, k_cache, v_cache, slots)  # type: ignore
+
+    with pytest.MonkeyPatch.context() as patch:
+        if shape.many:
+            patch.setattr(kernel, "FEW_TOKENS", 0)
+        q, k, v = call(kernel.norm_rope_store, caches)
+    twins = call(plain.norm_rope_store, expected_caches)
+
+    # Rounding of a pair's norms, then of their products; sums that cancel leave it as it was.
+    eps = torch.finfo(shape.dtype).eps if shape.norm else FLOAT32_SLACK
+    for out, twin in ((q, twins[0]), (k, twins[1])):
+        pair = twin.float().unflatten(2, (2, -1)).norm(dim=2)
+        slack = max(eps, FLOAT32_SLACK) * 2 * torch.cat([pair, pair], dim=2)
+        assert_rounded_alike(out, twin, slack)
+    assert v.data_ptr() == qkv[:, num_q + num_kv :].data_ptr(), "values are copied"
+    assert torch.equal(v, twins[2])
+    if cached:
+        rows = expected_caches[:, 1:-1].flatten(1, 2)
+        kept = slots >= 0
+        assert torch.equal(rows[1][slots[kept]], v[kept]), "the twin itself stores no values"
+        rows[0][slots[kept]] = k[kept]  # what attention is given, and what the cache is, are one
+    assert torch.equal(caches[0], expected_caches[0]), "stored keys differ"
+    assert torch.equal(caches[1], expected_caches[1]), "stored values differ"
+    assert all(map(torch.equal, before, inputs)), "inputs were changed"
+
+
+@kernel_settings(40)
+@given(HEADS, st.sampled_from([True, True, True, False]))
+@example(Heads([True], 1, 1, 64), True)
+@example(Heads([True], 1, 1, 80, norm=False), False)
+@example(Heads([False] * 5, 4, 7, 128, dtype=torch.float16, strided=True), True)
+@example(Heads([True, False] * 20, 1, 32, 256, dtype=torch.float32, many=True), True)
+def test_norm_rope_store_differs_from_its_twin(
+    kernel_device: str, shape: Heads, cached: bool
+) -> None:
+    assert_norms_rotates_and_stores_as_its_twin(shape, kernel_device, cached)
+
+
+def test_norm_of_heads_squares_in_16_bits(kernel_device: str) -> None:
+    """Unturned, a head of equal numbers becomes ones, and zeros stay zeros."""
+    from nanovllm.kernels.norm_rope_store import norm_rope_store
+
+    qkv = torch.full((2, 3, 80), 300.0, dtype=torch.float16, device=kernel_device)
+    qkv[1] = 0
+    ones, zeros = (f(2, 1, 40, device=kernel_device) for f in (torch.ones, torch.zeros))
+    weight = torch.ones(80, dtype=torch.float16, device=kernel_device)
+    cache = qkv.new_zeros(1, 16, 1, 80)
+    slots = torch.tensor([3, 4], device=kernel_device)
+    norms = (weight, weight)
+    q, k, _ = norm_rope_store(qkv, 1, (ones, zeros), norms, EPS, cache, cache.clone(), slots)
+    for out in (q, k, cache[0, 3:5]):
+        assert torch.equal(out[:, 0], torch.stack([weight, torch.zeros_like(weight)]))
+
+
+# Hidden size, the feed-forward's size, key heads, query heads of each.
+MODELS = {"Qwen3-0.6B": (1024, 3072, 8, 2), "Qwen3-8B": (4096, 12288, 8, 4)}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tokens", [1, 64, 256, 16384])
+def test_kernels_differ_from_their_twins_in_a_model(tokens: int, model: str) -> None:
+    hidden, intermediate, kv_heads, group = MODELS[model]
+    assert_norms_as_its_twin(Rows(tokens, hidden), "cuda")
+    assert_activates_as_its_twin(Rows(tokens, 2 * intermediate), "cuda")
+    has_slot = [i % 5 != 3 for i in range(tokens)]
+    for norm in (True, False):
+        shape = Heads(has_slot, kv_heads, group, 128, norm, block_size=256)
+        assert_norms_rotates_and_stores_as_its_twin(shape, "cuda")
