@@ -71,10 +71,6 @@ class Config:
             raise NotImplementedError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is not built yet; use 1"
             )
-        if self.attention_backend == "triton":
-            raise NotImplementedError(
-                "attention_backend='triton' is not built yet; use 'auto', 'torch' or 'flash_attn'"
-            )
 
     def _normalize(self) -> None:
         """Accept paths for names, torch's objects for `device` and `dtype`, NumPy's numbers."""

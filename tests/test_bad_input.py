@@ -313,11 +313,6 @@ def test_stop_token_id_outside_the_vocabulary_is_kept(llm: LLM, token_id: int) -
         ),
         ({"attention_backend": "flash_attn"}, ValueError, ["flash_attn", "CUDA", "'cpu'"]),
         (
-            {"attention_backend": "triton"},
-            NotImplementedError,
-            ["attention_backend='triton'", "not built", "'torch'"],
-        ),
-        (
             {"tensor_parallel_size": 2},
             NotImplementedError,
             ["tensor_parallel_size=2", "not built", "1"],

@@ -25,7 +25,10 @@ from nanovllm.engine.inputs import (
     warmup_inputs,
 )
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.attention import Attention, get_backend
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backends import AttentionSpec, get_backend
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.layers.sampler import Sampler
@@ -57,13 +60,15 @@ class ModelRunner:
         model_class = get_model_class(model_config.architecture)
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        self.backend = get_backend(
-            config.attention_backend, self.device, self.dtype, model_config.head_dim,
-            config.kvcache_block_size,
+        spec = AttentionSpec(
+            self.device, self.dtype, model_config.num_attention_heads,
+            model_config.num_key_value_heads, model_config.head_dim, config.kvcache_block_size,
         )  # fmt: skip
+        with computing_on(self.device):
+            self.backend = get_backend(config.attention_backend, spec)
         self.model_config = model_config
         self.max_num_running = config.max_num_running
-        self.block_size = config.kvcache_block_size or self.backend.block_size
+        self.block_size = self.backend.block_size
         self.block_bytes = (
             2 * model_config.num_hidden_layers * self.block_size * model_config.num_key_value_heads
             * model_config.head_dim * self.dtype.itemsize
@@ -76,18 +81,19 @@ class ModelRunner:
         self.max_positions = config.max_model_len or longest
         self.model = self._build(model_class, config, path)
         self.sampler = Sampler()
+        self.sampler.kernels = self.backend.kernels
         logger.info(
-            "%s on %s in %s, loaded in %.1f s; attention: %s",
+            "%s on %s in %s, loaded in %.1f s; attention: %s, other kernels: %s",
             model_config.architecture, self.device, str(self.dtype).removeprefix("torch."),
-            time.perf_counter() - start, self.backend.name,
+            time.perf_counter() - start, self.backend.name, self.backend.kernels.name,
         )  # fmt: skip
         self.graphs: DecodeGraphs | None = None
         with computing_on(self.device):
             num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
             self.config = self._settle(config, num_blocks)
             self.kv_cache = self._bind_kv_cache(num_blocks)
-            if self.device.type == "cuda" and config.num_kvcache_blocks is not None:
-                self._warm_up(config)  # too large a step must fail here, not in the first prefill
+            if self.device.type == "cuda":
+                self._warm_up(config)  # what is too large, or must be compiled, shows here
             if self._uses_graphs(config):
                 start = time.perf_counter()
                 self.graphs = self._capture_graphs()
@@ -142,6 +148,8 @@ class ModelRunner:
                     module.pack()
                 elif isinstance(module, Attention):
                     module.backend = self.backend
+                elif isinstance(module, RMSNorm | SiluAndMul):
+                    module.kernels = self.backend.kernels
         return model.eval()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -149,7 +157,7 @@ class ModelRunner:
         num_rows = len(inputs.input_ids)
         if self.graphs and not context.is_prefill and num_rows <= self.graphs.max_batch_size:
             return self.graphs.replay(inputs.input_ids, inputs.positions, context)
-        self.backend.plan(context, self.block_size)
+        self.backend.plan(context)
         set_context(context)
         try:
             hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions)
@@ -206,8 +214,10 @@ class ModelRunner:
         inputs = warmup_inputs(config.max_num_batched_tokens, self.max_positions, self.device)
         try:
             hidden = self._forward(inputs)[: config.max_num_running]
+            logits = self.model.compute_logits(hidden)
             ones = torch.ones(len(hidden), device=self.device)
-            self.sampler(self.model.compute_logits(hidden), ones, ones.long())
+            self.sampler(logits, ones, ones.long())
+            self.sampler(logits, None, None)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError as error:
             raise MemoryError(
@@ -303,7 +313,7 @@ class ModelRunner:
         """The static-buffer decode path, not captured: it runs on any device."""
         return DecodeGraphs(
             forward=self.model,
-            plan=lambda context: self.backend.plan(context, self.block_size),
+            plan=self.backend.plan,
             sizes=batch_ladder(min(self.max_num_running, MAX_GRAPH_BATCH)),
             max_blocks=-(-self.max_positions // self.block_size),
             device=self.device,

@@ -1,13 +1,16 @@
 """Activations."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from nanovllm.kernels.table import PLAIN, Kernels
 
 
 class SiluAndMul(nn.Module):
     """`silu(gate) * up` of a merged gate-and-up projection: [T, 2 * I] -> [T, I]."""
 
+    kernels: Kernels = PLAIN  # the runner binds others
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        out: torch.Tensor = self.kernels.silu_and_mul(x)
+        return out

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of cosines and sines, and its application.
+"""Rotary position embedding: the table of cosines and sines. `plain.rotate` applies it.
 
 Frequencies follow transformers' definitions of each `rope_type`; a type that is not in
 `ROPE_TYPES` is refused, never treated as another.
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from nanovllm.kernels.plain import Rope
 
 Parameters = Mapping[str, Any]
 
@@ -27,22 +29,11 @@ class RotaryEmbedding(nn.Module):
         table = torch.stack([angles.cos(), angles.sin()], dim=1) * scaling
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor) -> Rope:
         """Look up a step's positions [T] once for all layers: cos and sin, [T, 1, D / 2] each."""
         table: torch.Tensor = self.get_buffer("table")
         cos, sin = table[positions].unsqueeze(2).unbind(1)
         return cos, sin
-
-
-def apply_rotary(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate each head of x [T, H, D], as pairs (i, i + D / 2), in float32 inside."""
-    cos, sin = rope
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    x1, x2 = x.float().chunk(2, dim=-1)
-    out1, out2 = out.chunk(2, dim=-1)
-    out1.copy_((x1 * cos).addcmul_(x2, sin, value=-1))
-    out2.copy_((x2 * cos).addcmul_(x1, sin))
-    return out
 
 
 def _default(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:

@@ -5,15 +5,14 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from nanovllm.kernels.plain import Rope
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import apply_rotary, get_rope
+from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ModelConfig
-
-Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 class Qwen3Attention(nn.Module):
@@ -22,23 +21,20 @@ class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_size = config.num_attention_heads * config.head_dim
-        self.kv_size = config.num_key_value_heads * config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, config.head_dim, config.num_attention_heads,
             config.num_key_value_heads, bias=config.attention_bias,
         )  # fmt: skip
-        self.o_proj = RowParallelLinear(self.q_size, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.attn = Attention(config.head_dim)
+        self.attn = Attention(config.num_key_value_heads, config.head_dim)
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 * KVH, D]
-        heads = [size // self.head_dim for size in (self.q_size, self.kv_size, self.kv_size)]
-        q, k, v = qkv.split(heads, dim=1)
-        q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v).flatten(1))
+        attended = self.attn(qkv, rope, (self.q_norm, self.k_norm))  # [T, H, D]
+        out: torch.Tensor = self.o_proj(attended.flatten(1))
         return out
 
 

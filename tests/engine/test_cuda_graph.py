@@ -268,10 +268,17 @@ def test_padding_rows_attend_to_something(model_dir: Path) -> None:
 # On a device
 
 
-def flash_llm(path: Path, **options: Any) -> LLM:
-    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+@pytest.fixture(params=["triton", "flash_attn"])
+def fast(request: pytest.FixtureRequest) -> str:
+    """Each backend that is captured; flash-attn where it is installed."""
+    name: str = request.param
+    pytest.importorskip("flash_attn" if name == "flash_attn" else "triton")
+    return name
+
+
+def device_llm(path: Path, **options: Any) -> LLM:
     defaults: dict[str, Any] = dict(
-        device="cuda", dtype="bfloat16", attention_backend="flash_attn", max_num_seqs=TOP,
+        device="cuda", dtype="bfloat16", kvcache_block_size=256, max_num_seqs=TOP,
         num_kvcache_blocks=200,
     )  # fmt: skip
     return LLM(path, **defaults | options)
@@ -295,7 +302,7 @@ def assert_same_but_for_near_ties(
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     runs = []
     for options in (first, second):
-        with flash_llm(path, **options) as llm:
+        with device_llm(path, **options) as llm:
             recorder = LogitRecorder(llm)
             outputs = [o for batch in batches for o in llm.generate(batch, params, use_tqdm=False)]
             runs.append([(out["token_ids"], recorder.of(out)) for out in outputs])
@@ -323,29 +330,56 @@ BATCHES = [PROMPTS[:3], PROMPTS[3:24], PROMPTS]  # the last one starts above the
 
 
 @pytest.mark.cuda
-def test_replay_differs_from_eager_decode(wide_model: Path) -> None:
-    assert_same_but_for_near_ties(wide_model, {}, dict(enforce_eager=True), BATCHES, 24)
+def test_replay_differs_from_eager_decode(wide_model: Path, fast: str) -> None:
+    backend = dict(attention_backend=fast)
+    eager = backend | dict(enforce_eager=True)
+    assert_same_but_for_near_ties(wide_model, backend, eager, BATCHES, 24)
 
 
 @pytest.mark.cuda
-def test_flash_attn_differs_from_torch(wide_model: Path) -> None:
-    torch_backend = dict(attention_backend="torch", kvcache_block_size=256)
-    assert_same_but_for_near_ties(wide_model, {}, torch_backend, BATCHES, 24)
+def test_fast_backend_differs_from_torch(wide_model: Path, fast: str) -> None:
+    backend, torch_backend = dict(attention_backend=fast), dict(attention_backend="torch")
+    assert_same_but_for_near_ties(wide_model, backend, torch_backend, BATCHES, 24)
 
 
 @pytest.mark.cuda
-def test_replay_computes_with_the_lengths_of_the_capture(wide_model: Path) -> None:
+@pytest.mark.parametrize("block_size", [16, 64, 48])
+def test_triton_differs_from_torch_at_other_block_sizes(wide_model: Path, block_size: int) -> None:
+    """With chunks, prefix hits and preemption: what flash-attn's blocks of 256 leave out."""
+    tight: dict[str, Any] = dict(
+        kvcache_block_size=block_size, num_kvcache_blocks=6000 // block_size,
+        max_num_batched_tokens=300, max_model_len=1500,
+    )  # fmt: skip
+    first, second = (tight | dict(attention_backend=name) for name in ("triton", "torch"))
+    batches = [[[*range(200), *prompt] for prompt in PROMPTS[:16]], PROMPTS]
+    assert_same_but_for_near_ties(wide_model, first, second, batches, 24)
+
+
+@pytest.mark.cuda
+def test_triton_in_float32_differs_from_torch(wide_model: Path) -> None:
+    """The whole step in float32: token for token, logits to rounding."""
+    runs = []
+    for name in ("triton", "torch"):
+        with device_llm(wide_model, dtype="float32", attention_backend=name) as llm:
+            runs.append(generate(llm, TOP))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.cuda
+def test_replay_computes_with_the_lengths_of_the_capture(wide_model: Path, fast: str) -> None:
     """One request after the other in one bucket, up and down, over the borders of blocks."""
     lengths = [1, 1100, 254, 255, 256, 257, 700, 2, 510, 511, 512, 513]
     batches = [[[(7 * j + 3 * n) % 259 for j in range(n)]] for n in lengths]
-    assert_same_but_for_near_ties(wide_model, {}, dict(enforce_eager=True), batches, 5)
+    backend = dict(attention_backend=fast)
+    eager = backend | dict(enforce_eager=True)
+    assert_same_but_for_near_ties(wide_model, backend, eager, batches, 5)
 
 
 @pytest.mark.cuda
-def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path) -> None:
+def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path, fast: str) -> None:
     """In a pool that is sized from what the device has left beside them."""
     sized: dict[str, Any] = dict(num_kvcache_blocks=None, gpu_memory_utilization=0.2)
-    with flash_llm(wide_model, **sized) as llm:
+    with device_llm(wide_model, attention_backend=fast, **sized) as llm:
         graphs = llm._runner.graphs
         assert graphs is not None and sorted(graphs.graphs) == batch_ladder(TOP)
         padded = graphs.replay
@@ -361,8 +395,9 @@ def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_captured_padding_rows_write_to_the_cache(wide_model: Path) -> None:
-    with flash_llm(wide_model, num_kvcache_blocks=60, enable_prefix_caching=False) as llm:
+def test_captured_padding_rows_write_to_the_cache(wide_model: Path, fast: str) -> None:
+    options: dict[str, Any] = dict(num_kvcache_blocks=60, enable_prefix_caching=False)
+    with device_llm(wide_model, attention_backend=fast, **options) as llm:
         num_steps = watch_the_cache(llm)
         for size in (TOP, 3, 13, 33):
             generate(llm, size)

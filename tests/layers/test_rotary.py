@@ -14,10 +14,10 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from nanovllm.kernels.plain import rotate
 from nanovllm.layers.rotary_embedding import (
     ROPE_TYPES,
     RotaryEmbedding,
-    apply_rotary,
     get_rope,
     max_rope_positions,
 )
@@ -177,7 +177,7 @@ def test_positions_are_looked_up_in_the_wrong_row() -> None:
 def test_rotation_pairs_neighbours_instead_of_halves() -> None:
     """A quarter turn takes (x1, x2) to (-x2, x1), where x1 and x2 are the halves of a head."""
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    turned = apply_rotary(x, (torch.zeros(1, 1, 2), torch.ones(1, 1, 2)))
+    turned = rotate(x, (torch.zeros(1, 1, 2), torch.ones(1, 1, 2)))
     assert turned.tolist() == [[[-3.0, -4.0, 1.0, 2.0]]]
     assert x.tolist() == [[[1.0, 2.0, 3.0, 4.0]]], "the input was changed"
 
@@ -190,7 +190,7 @@ def test_rotation_of_float32_leaves_its_formula() -> None:
     cos, sin = (part.double() for part in rope)
     turned = torch.complex(*x.double().chunk(2, dim=-1)) * torch.complex(cos, sin)
     expected = torch.cat([turned.real, turned.imag], dim=-1)
-    torch.testing.assert_close(apply_rotary(x, rope).double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rotate(x, rope).double(), expected, rtol=0, atol=1e-6)
 
 
 def test_rotation_of_bf16_is_rounded_on_the_way() -> None:
@@ -198,9 +198,9 @@ def test_rotation_of_bf16_is_rounded_on_the_way() -> None:
     torch.manual_seed(0)
     x = torch.randn(50, 4, 32).bfloat16()
     rope = get_rope(32, 50, 50, dict(rope_type="default", rope_theta=1e4))(torch.arange(50))
-    rotated = apply_rotary(x, rope)
+    rotated = rotate(x, rope)
     assert rotated.dtype == torch.bfloat16
-    assert torch.equal(rotated, apply_rotary(x.float(), rope).bfloat16())
+    assert torch.equal(rotated, rotate(x.float(), rope).bfloat16())
 
 
 def test_relative_distance_is_not_what_a_score_depends_on() -> None:
@@ -210,7 +210,7 @@ def test_relative_distance_is_not_what_a_score_depends_on() -> None:
 
     def score(q_position: int, k_position: int) -> float:
         at_q, at_k = (rope(torch.tensor([p])) for p in (q_position, k_position))
-        return float((apply_rotary(q, at_q) * apply_rotary(k, at_k)).sum())
+        return float((rotate(q, at_q) * rotate(k, at_k)).sum())
 
     assert score(1000, 990) == pytest.approx(score(10, 0), abs=1e-3)
     assert score(10, 0) != pytest.approx(score(0, 10), abs=1e-1)

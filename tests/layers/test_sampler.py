@@ -15,8 +15,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import HOTTEST, noise_key
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers import sampler
-from nanovllm.layers.sampler import GOLDEN, Sampler, draw, first_max, log_exponential
+from nanovllm.kernels import plain
+from nanovllm.kernels.plain import GOLDEN, first_max, log_exponential
+from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,7 +34,7 @@ def draw_many(logits: torch.Tensor, keys: torch.Tensor, temperature: float) -> n
     rows = []
     for some in keys.split(2000):
         temperatures = torch.full((len(some),), temperature)
-        rows.append(draw(logits.expand(len(some), -1), temperatures, some))
+        rows.append(plain.sample(logits.expand(len(some), -1), temperatures, some))
     return torch.cat(rows).numpy()
 
 
@@ -95,7 +96,7 @@ def test_infinite_logit_is_lost_in_a_mixed_batch() -> None:
 
 
 def test_rows_of_a_mixed_batch_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sampler.CHUNK_ELEMENTS, "cpu", 3 * 300)  # many chunks, one not full
+    monkeypatch.setitem(plain.CHUNK_ELEMENTS, "cpu", 3 * 300)  # many chunks, one not full
     torch.manual_seed(0)
     logits = torch.randn(200, 300)
     before = logits.clone()
@@ -104,7 +105,7 @@ def test_rows_of_a_mixed_batch_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> 
     tokens = Sampler()(logits, temperatures, keys)
     assert torch.equal(logits, before), "the logits were changed in place"
     for row in range(200):
-        alone = draw(logits[[row]], temperatures[[row]], keys[[row]])
+        alone = plain.sample(logits[[row]], temperatures[[row]], keys[[row]])
         assert tokens[row] == alone
         assert temperatures[row] > 0 or tokens[row] == logits[row].argmax()
 

@@ -1,0 +1,299 @@
+"""The attention backends, and the choice among them.
+
+A backend reads and writes one cache layout, `[blocks, block_size, KVH, D]` per layer for K and for
+V, so that backends can be swapped and compared on the same cache. It brings the kernels of the
+other layers along: Triton's where Triton works, plain PyTorch elsewhere.
+"""
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels import paged_attention
+from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
+from nanovllm.utils.context import Context
+
+logger = logging.getLogger("nanovllm")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a backend must be able to compute, and where."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int | None  # None: what the backend prefers
+
+
+class AttentionBackend(ABC):
+    """How attention is computed; the context says over what."""
+
+    name: str
+    preferred_block_size: int
+    graph_safe: bool  # whether decode reads all that changes from device tensors
+    copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
+    kernels: Kernels
+
+    def __init__(self, block_size: int | None = None) -> None:
+        self.block_size = block_size or self.preferred_block_size
+
+    def plan(self, context: Context) -> None:  # noqa: B027
+        """Work out, once a step, what all layers share."""
+
+    @abstractmethod
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Causal attention of q [T, H, D], several tokens for each sequence."""
+
+    @abstractmethod
+    def decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of q [B, H, D], one token for each sequence."""
+
+
+class TorchBackend(AttentionBackend):
+    """Plain PyTorch on any device: the definition of the others, and fast on the CPU."""
+
+    name = "torch"
+    preferred_block_size = 16
+    graph_safe = False
+    copied_layers = 2  # one, gathered and padded
+    kernels = PLAIN
+
+    def plan(self, context: Context) -> None:
+        """Group the sequences by length. Syncs where the device is not the CPU."""
+        if context.is_prefill:
+            assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+            context.plan = paged_attention.plan_prefill(
+                context.cu_seqlens_q, context.cu_seqlens_k, context.block_tables, self.block_size
+            )
+        else:
+            assert context.context_lens is not None and context.block_tables is not None
+            context.plan = paged_attention.plan_decode(
+                context.context_lens, context.block_tables, self.block_size
+            )
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        return paged_attention.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
+
+    def decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        return paged_attention.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
+
+
+class TritonBackend(AttentionBackend):
+    """Our own kernels: CUDA, any type and block size; on the CPU under Triton's interpreter."""
+
+    name = "triton"
+    preferred_block_size = 64
+    graph_safe = True
+    copied_layers = 0
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec.block_size)
+        from nanovllm.kernels import decode_attention, prefill_attention
+
+        self.kernels = triton_kernels()
+        self.num_kv_heads = spec.num_kv_heads
+        self.group = spec.num_heads // spec.num_kv_heads
+        self._decode, self._prefill = decode_attention, prefill_attention
+
+    def plan(self, context: Context) -> None:
+        """Deal the work of a layer out over its programs, on the device."""
+        if context.is_prefill:
+            assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+            context.plan = self._prefill.plan_prefill(
+                context.cu_seqlens_q, context.cu_seqlens_k, context.block_tables,
+                len(context.slot_mapping), self.group,
+            )  # fmt: skip
+        else:
+            assert context.context_lens is not None and context.block_tables is not None
+            context.plan = self._decode.plan_decode(
+                context.context_lens, context.block_tables, self.num_kv_heads
+            )
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._prefill.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
+
+    def decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._decode.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
+
+
+class FlashAttnBackend(AttentionBackend):
+    """flash-attn 2: CUDA, 16-bit types, blocks that are a multiple of 256 tokens."""
+
+    name = "flash_attn"
+    preferred_block_size = 256
+    copied_layers = 0
+
+    def __init__(self, block_size: int | None = None, kernels: Kernels = PLAIN) -> None:
+        super().__init__(block_size)
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self.varlen_func: Any = flash_attn_varlen_func
+        self.kvcache_func: Any = flash_attn_with_kvcache
+        self.kernels = kernels
+        self.graph_safe = kernels is not PLAIN  # whose store syncs
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        if ctx.block_tables is not None:  # a part of some sequence is in the cache
+            k, v = k_cache, v_cache
+        out: torch.Tensor = self.varlen_func(
+            q, k, v, ctx.cu_seqlens_q, ctx.cu_seqlens_k, ctx.max_seqlen_q, ctx.max_seqlen_k,
+            softmax_scale=scale, causal=True, block_table=ctx.block_tables,
+        )  # fmt: skip
+        return out
+
+    def decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        out: torch.Tensor = self.kvcache_func(
+            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=ctx.context_lens,
+            block_table=ctx.block_tables, softmax_scale=scale, causal=True,
+        )  # fmt: skip
+        return out.squeeze(1)
+
+
+def get_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """Build the backend `name`; "auto" is the fastest that works there."""
+    if name == "torch":
+        return TorchBackend(spec.block_size)
+    if name != "auto":
+        return BUILDERS[name](spec)
+    reasons = []
+    for fast in fastest_first(spec.device):
+        try:
+            return BUILDERS[fast](spec)
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        logger.warning("attention runs in plain PyTorch, slowly: %s", "; ".join(reasons))
+    return TorchBackend(spec.block_size)
+
+
+def fastest_first(device: torch.device) -> tuple[str, ...]:
+    """What "auto" tries before plain PyTorch."""
+    if device.type != "cuda":
+        return ()
+    major, _ = torch.cuda.get_device_capability(device)
+    return ("triton", "flash_attn") if major in TRITON_FIRST else ("flash_attn", "triton")
+
+
+def _build_triton(spec: AttentionSpec) -> AttentionBackend:
+    refusal = "attention_backend='triton'"
+    try:
+        from nanovllm.kernels.common import INTERPRETED
+    except ImportError as error:
+        raise ValueError(f"{refusal} cannot import Triton ({error}); 'torch' needs none") from error
+    if spec.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(
+            f"{refusal} needs a CUDA device, got device={spec.device.type!r}; 'torch' works"
+            " everywhere (and TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+        )
+    return _probed(TritonBackend(spec), spec)
+
+
+def _build_flash_attn(spec: AttentionSpec) -> AttentionBackend:
+    refusal = "attention_backend='flash_attn'"
+    instead = "'triton' needs nothing more, 'torch' works everywhere"
+    device = spec.device.type
+    if device != "cuda":
+        raise ValueError(f"{refusal} needs a CUDA device, got device={device!r}; {instead}")
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        dtype = str(spec.dtype).removeprefix("torch.")
+        raise ValueError(f"{refusal} needs dtype 'float16' or 'bfloat16', got {dtype!r}; {instead}")
+    if spec.block_size is not None and spec.block_size % FlashAttnBackend.preferred_block_size:
+        raise ValueError(
+            f"{refusal} needs kvcache_block_size to be a multiple of 256, got {spec.block_size};"
+            f" {instead}"
+        )
+    try:
+        backend = FlashAttnBackend(spec.block_size, _working_kernels(spec))
+    except ImportError as error:
+        raise ValueError(
+            f"{refusal} cannot import flash-attn ({error}): pip install flash-attn"
+            f" --no-build-isolation; {instead}"
+        ) from error
+    return _probed(backend, spec)
+
+
+BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
+    "triton": _build_triton,
+    "flash_attn": _build_flash_attn,
+}
+# Compute capabilities (major) where our kernels were measured, and were ahead of flash-attn 2.
+TRITON_FIRST = {9}
+
+
+def _working_kernels(spec: AttentionSpec) -> Kernels:
+    """Triton's, where it has the compiler that it needs."""
+    try:
+        kernels = triton_kernels()
+        x = torch.zeros(1, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        kernels.rms_norm(x, x[0], 1.0)
+    except Exception as error:
+        logger.warning("Triton does not work here (%s: %s)", type(error).__name__, error)
+        return PLAIN
+    return kernels
+
+
+def _probed(backend: AttentionBackend, spec: AttentionSpec) -> AttentionBackend:
+    """Prefill and decode one token: builds and compilers differ in what they can do."""
+    device = spec.device
+    q, k = (
+        torch.zeros(1, heads, spec.head_dim, dtype=spec.dtype, device=device)
+        for heads in (spec.num_heads, spec.num_kv_heads)
+    )
+    cache = k.new_zeros(1, backend.block_size, spec.num_kv_heads, spec.head_dim)
+    ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    slots, tables = ends[:1].long(), ends[None, :1]
+    prefill = Context(
+        True, slots, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=1, max_seqlen_k=1
+    )
+    steps = (
+        prefill,
+        dataclasses.replace(prefill, block_tables=tables),
+        Context(False, slots, context_lens=ends[1:], block_tables=tables),
+    )
+    try:
+        for context in steps:
+            backend.plan(context)
+            if context.is_prefill:
+                backend.prefill(q, k, k, cache, cache, context, 1.0)
+            else:
+                backend.decode(q, cache, cache, context, 1.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        raise ValueError(
+            f"attention_backend={backend.name!r} does not work here ({type(error).__name__}:"
+            f" {error}); 'torch' works everywhere"
+        ) from error
+    return backend

@@ -1,0 +1,258 @@
+"""The choice of a backend, and the whole engine on Triton's kernels against plain PyTorch."""
+
+import builtins
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.kernels import common
+from nanovllm.kernels.table import PLAIN
+from nanovllm.layers import attention_backends
+from nanovllm.layers.attention_backends import (
+    BUILDERS,
+    AttentionSpec,
+    TorchBackend,
+    get_backend,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def spec(device: str = "cpu", **changes: Any) -> AttentionSpec:
+    options: dict[str, Any] = dict(
+        device=torch.device(device), dtype=torch.float32, num_heads=4, num_kv_heads=2, head_dim=16,
+        block_size=None,
+    )  # fmt: skip
+    return AttentionSpec(**options | changes)
+
+
+# The choice
+
+
+def test_auto_on_the_cpu_is_not_torch(kernel_device: str) -> None:
+    """Triton's interpreter would do there, a thousand times slower."""
+    backend = get_backend("auto", spec())
+    assert backend.name == "torch" and backend.kernels is PLAIN
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_backend_for_cuda_runs_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=f"attention_backend='{name}' needs a CUDA device") as e:
+        get_backend(name, spec())
+    assert "device='cpu'" in str(e.value) and "'torch' works everywhere" in str(e.value)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Make `import package` fail, as where it is not installed."""
+    real = builtins.__import__
+
+    def refusing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ImportError(f"No module named {package!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    kernels = "nanovllm.kernels."
+    for name in [n for n in sys.modules if n.startswith(kernels) or n.split(".")[0] == package]:
+        if "triton" in vars(sys.modules[name]) or name.split(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+
+
+def test_flash_attn_that_is_not_installed_is_a_riddle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says how to install it, and what needs no installation."""
+    without(monkeypatch, "flash_attn")
+    with pytest.raises(ValueError, match="cannot import flash-attn") as e:
+        get_backend("flash_attn", spec("cuda", dtype=torch.bfloat16))
+    assert "pip install flash-attn --no-build-isolation" in str(e.value)
+    assert "'triton' needs nothing more" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(dtype=torch.float32), "needs dtype 'float16' or 'bfloat16', got 'float32'"),
+        (dict(dtype=torch.float16, block_size=64), "a multiple of 256, got 64"),
+    ],
+)
+def test_flash_attn_takes_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_backend("flash_attn", spec("cuda", **changes))
+
+
+def test_triton_that_is_not_installed_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "triton")
+    with pytest.raises(ValueError, match=r"cannot import Triton .*'torch' needs none"):
+        get_backend("triton", spec())
+
+
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize(
+    ("capability", "order"),
+    [((9, 0), ["triton", "flash_attn", "torch"]), ((8, 0), ["flash_attn", "triton", "torch"])],
+)
+def test_auto_does_not_fall_back(
+    capability: tuple[int, int],
+    order: list[str],
+    broken: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first that works; and, where none does, why not: plain PyTorch is slow on a GPU."""
+
+    def refuse(spec: AttentionSpec) -> Any:
+        raise ValueError("this one has no compiler")
+
+    def build(name: str) -> Callable[[AttentionSpec], Any]:
+        def builder(spec: AttentionSpec) -> Any:
+            backend = TorchBackend()
+            backend.name = name
+            return backend
+
+        return builder
+
+    builders = {name: build(name) for name in BUILDERS}
+    builders |= dict.fromkeys(order[:broken], refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention_backends, "BUILDERS", builders)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        chosen = get_backend("auto", spec("cuda"))
+    assert chosen.name == order[broken]
+    said = [record.message for record in caplog.records]
+    if chosen.name != "torch":
+        assert not said
+    else:
+        assert len(said) == 1 and said[0].count("this one has no compiler") == 2
+
+
+def test_backend_that_does_not_run_is_found_out_later(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Triton without a C compiler imports well."""
+    from nanovllm.kernels import decode_attention
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(decode_attention, "decode_attention", broken)
+    with pytest.raises(ValueError, match=r"'triton' does not work here .*C compiler.*'torch'"):
+        get_backend("triton", spec(kernel_device))
+
+
+def test_choice_is_not_in_the_log(
+    kernel_device: str, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = dict(num_kvcache_blocks=8, kvcache_block_size=16)
+    for name, others in (("triton", "Triton"), ("torch", "plain PyTorch")):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, "nanovllm"),
+            LLM(model_dir, device=kernel_device, attention_backend=name, **options),
+        ):
+            lines = [r.message for r in caplog.records if "attention:" in r.message]
+        assert len(lines) == 1
+        assert lines[0].endswith(f"attention: {name}, other kernels: {others}")
+
+
+# The engine on Triton's kernels. Interpreted, a token takes 0.1 s: few of them, and all that the
+# scheduler can do to a request.
+
+
+def run(path: Path, backend: str, device: str, prompts: Any, params: Any, **options: Any) -> Any:
+    defaults: dict[str, Any] = dict(
+        device=device, dtype="float32", attention_backend=backend, kvcache_block_size=16,
+        num_kvcache_blocks=64, enforce_eager=True,
+    )  # fmt: skip
+    with LLM(path, **defaults | options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [out["token_ids"] for out in outputs]
+
+
+def test_embedded_model_adds_otherwise_on_triton(kernel_device: str) -> None:
+    """Greedy and sampled in one batch: the same tokens, and the sums are right."""
+    problems = sample_problems(3)
+    prompts = [question for question, _ in problems] * 2
+    params = [SamplingParams(temperature=0, max_tokens=5)] * 3
+    params += [SamplingParams(temperature=1.2, seed=i, max_tokens=5) for i in range(3)]
+    runs = [
+        run(EMBEDDED_MODEL, name, kernel_device, prompts, params, dtype="float32")
+        for name in ("torch", "triton")
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_num_batched_tokens=24),  # chunks
+        dict(num_kvcache_blocks=6, max_num_seqs=4),  # preemption
+        dict(kvcache_block_size=4),  # smaller than any tile, and prefix hits
+    ],
+    ids=["chunks", "preemption", "small blocks"],
+)
+def test_scheduling_changes_what_triton_computes(
+    options: dict[str, Any], kernel_device: str, model_dir: Path
+) -> None:
+    shared = [(7 * i) % 259 for i in range(34)]
+    prompts = [shared, shared[:20], [*shared[:33], 5, 6, 7], [3]]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = run(model_dir, "torch", kernel_device, prompts, params, num_kvcache_blocks=200)
+    assert run(model_dir, "triton", kernel_device, prompts, params, **options) == expected
+
+
+def test_static_buffers_change_what_triton_computes(kernel_device: str, model_dir: Path) -> None:
+    """Padded as a captured graph is: 3 rows in a bucket of 4, whose last row is empty."""
+    prompts = [[1, 2, 3], [(5 * i) % 259 for i in range(40)], [9]]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    expected = run(model_dir, "torch", kernel_device, prompts, params)
+    options: dict[str, Any] = dict(
+        device=kernel_device, dtype="float32", attention_backend="triton", num_kvcache_blocks=64,
+        kvcache_block_size=16, max_num_seqs=8,
+    )  # fmt: skip
+    with LLM(model_dir, **options) as llm:
+        if kernel_device == "cpu":
+            llm._runner.graphs = llm._runner.decode_graphs()
+        assert llm._runner.graphs is not None
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [out["token_ids"] for out in outputs] == expected
+
+
+def num_compiled() -> dict[str, int]:
+    """How many binaries there are of each kernel."""
+    triton = pytest.importorskip("triton")
+    names = ["decode_attention", "prefill_attention", "norm_rope_store", "rms_norm", "sample",
+             "silu_and_mul"]  # fmt: skip
+    counts = {}
+    for name in names:
+        module = importlib.import_module(f"nanovllm.kernels.{name}")
+        for key, kernel in vars(module).items():
+            if isinstance(kernel, triton.JITFunction):
+                caches = [cache[0] for cache in kernel.device_caches.values()]
+                counts[f"{name}.{key}"] = sum(map(len, caches))
+    return counts
+
+
+@pytest.mark.cuda
+def test_requests_wait_for_the_compiler(model_dir: Path) -> None:
+    """What a step launches was compiled at the start, whatever its lengths and batch sizes."""
+    options: dict[str, Any] = dict(
+        device="cuda", attention_backend="triton", num_kvcache_blocks=300, max_num_seqs=200,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    with LLM(model_dir, **options) as llm:
+        before = num_compiled()
+        assert all(before[f"{name}"] for name in before if "_kernel" in name), before
+        for num_prompts, length in ((1, 1), (2, 300), (3, 65), (17, 16), (150, 8), (2, 301)):
+            prompts = [[(i * j) % 259 for j in range(length)] for i in range(num_prompts)]
+            for temperature in (0, 1):
+                params = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True)
+                llm.generate(prompts, params, use_tqdm=False)
+        assert num_compiled() == before
