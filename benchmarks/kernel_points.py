@@ -1,0 +1,295 @@
+"""What `kernels.py` measures: the points of each kernel, with inputs, calls, bytes and FLOPs."""
+
+import contextlib
+import importlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from nanovllm.kernels import decode_attention as decode
+from nanovllm.kernels import paged_attention, plain
+from nanovllm.kernels import prefill_attention as prefill
+from nanovllm.kernels.common import INTERPRETED
+from nanovllm.kernels.norm_rope_store import norm_rope_store
+from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.sample import sample
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.store_kvcache import store_kvcache
+
+DEVICE = "cpu" if INTERPRETED.value else "cuda"
+DTYPE, ITEMSIZE = torch.bfloat16, 2
+D, KVH = 128, 8  # of all points: head_dim, key heads
+SCALE, EPS = D**-0.5, 1e-6
+BLOCK_SIZE, FLASH_BLOCK_SIZE = 64, 256  # ours and flash-attn's, of one cache
+KV_BYTES = 2 * KVH * D * ITEMSIZE  # of a token
+
+Call = Callable[..., Any]
+Calls = dict[str, Call]  # by who computes: "ours", "twin", "flash_attn"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A kernel at one size."""
+
+    name: str
+    make: Callable[[], Calls]  # draws inputs, and binds everyone's call to them
+    num_bytes: int
+    flops: int = 0
+    twin_syncs: bool = False
+
+
+flash_attn: Any = None
+if DEVICE == "cuda":
+    with contextlib.suppress(ImportError):
+        flash_attn = importlib.import_module("flash_attn")
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """Random numbers on the device."""
+    return torch.randn(shape, dtype=DTYPE, device=DEVICE)
+
+
+def int32(numbers: list[int]) -> torch.Tensor:
+    """What tells a kernel of lengths."""
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+class PagedContexts:
+    """Contexts in one cache, their blocks in random order, for both block sizes."""
+
+    def __init__(self, lens: list[int]) -> None:
+        counts = [-(-n // FLASH_BLOCK_SIZE) for n in lens]
+        order = torch.randperm(sum(counts)).int().to(DEVICE)
+        parts = FLASH_BLOCK_SIZE // BLOCK_SIZE
+        self.flash_tables = pad_sequence(list(order.split(counts)), batch_first=True)
+        split = self.flash_tables[:, :, None] * parts + int32(list(range(parts)))
+        self.tables = split.flatten(1)
+        self.lens = int32(lens)
+        self.k, self.v = (normal(sum(counts) * parts, BLOCK_SIZE, KVH, D) for _ in range(2))
+        shape = (-1, FLASH_BLOCK_SIZE, KVH, D)
+        self.flash_k, self.flash_v = self.k.view(shape), self.v.view(shape)
+
+
+def empty_caches(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K and V caches with room for so many tokens, and a slot for each of them."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    k, v = torch.zeros(2, num_blocks, BLOCK_SIZE, KVH, D, dtype=DTYPE, device=DEVICE)
+    return k, v, torch.randperm(num_blocks * BLOCK_SIZE)[:num_tokens].to(DEVICE)
+
+
+def store_kvcache_point(num_tokens: int) -> Point:
+    """Keys and values are views into a fused projection, as the layer hands them over."""
+
+    def make() -> Calls:
+        k, v = normal(num_tokens, 4 * KVH, D)[:, 2 * KVH :].split(KVH, dim=1)
+        k_cache, v_cache, slots = empty_caches(num_tokens)
+
+        def stored(store: Callable[..., None], *caches: torch.Tensor) -> Any:
+            store(k, v, *caches, slots)
+            return caches
+
+        twin = paged_attention.store_kvcache_torch
+        return {
+            "ours": partial(stored, store_kvcache, k_cache, v_cache),
+            "twin": partial(stored, twin, k_cache.clone(), v_cache.clone()),
+        }
+
+    num_bytes = num_tokens * (2 * KV_BYTES + 8)
+    return Point(f"{num_tokens} tokens", make, num_bytes, twin_syncs=True)
+
+
+def context_lens(batch_size: int, context: int | None) -> list[int]:
+    """One length for all rows; None mixes them."""
+    rng = random.Random(0)
+    return [context or rng.randint(100, 2048) for _ in range(batch_size)]
+
+
+def plan_decode_point(batch_size: int, context: int | None) -> Point:
+    """The plan that all layers of a step share.
+
+    A call returns the attention that its plan deals out, unrun: verified is what comes of it.
+    """
+    paged = PagedContexts(context_lens(batch_size, context))
+    x = (normal(batch_size, 2 * KVH, D), paged.k, paged.v)
+
+    def ours() -> Call:
+        plan = decode.plan_decode(paged.lens, paged.tables, KVH)
+        return partial(decode.decode_attention, *x, plan, SCALE)
+
+    def twin() -> Call:
+        plan = paged_attention.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
+        return partial(paged_attention.decode_attention, *x, plan, SCALE)
+
+    name = f"{batch_size} x {context or 'mixed'}"
+    return Point(name, lambda: {"ours": ours, "twin": twin}, 4 * batch_size, twin_syncs=True)
+
+
+def decode_attention_point(batch_size: int, context: int | None, num_heads: int) -> Point:
+    """One query a row, to a context in the cache; the plan is there."""
+    lens = context_lens(batch_size, context)
+
+    def make() -> Calls:
+        q, paged = normal(batch_size, num_heads, D), PagedContexts(lens)
+        x = (q, paged.k, paged.v)
+        plan = decode.plan_decode(paged.lens, paged.tables, KVH)
+        twin_plan = paged_attention.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
+        calls: Calls = {
+            "ours": lambda: decode.decode_attention(*x, plan, SCALE),
+            "twin": lambda: paged_attention.decode_attention(*x, twin_plan, SCALE),
+        }
+        if flash_attn:
+            calls["flash_attn"] = lambda: flash_attn.flash_attn_with_kvcache(
+                q[:, None], paged.flash_k, paged.flash_v, cache_seqlens=paged.lens,
+                block_table=paged.flash_tables, softmax_scale=SCALE, causal=True,
+            )[:, 0]  # fmt: skip
+        return calls
+
+    rows = batch_size * (2 * num_heads * D * ITEMSIZE + 4)  # queries, outputs and lengths
+    tables = 4 * sum(-(-n // BLOCK_SIZE) for n in lens)
+    name = f"{batch_size} x {context or 'mixed'}, heads {num_heads}/{KVH}"
+    return Point(name, make, sum(lens) * KV_BYTES + rows + tables)
+
+
+def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads: int) -> Point:
+    """Queries at the end of a context; if they are all of it, their keys are not in the cache."""
+    num_tokens, cached = num_seqs * queries, context - queries
+
+    def make() -> Calls:
+        heads = (num_heads, KVH, KVH)
+        q, k, v = normal(num_tokens, sum(heads), D).split(heads, dim=1)
+        paged = PagedContexts([context if cached else 1] * num_seqs)
+        tables, flash_tables = (paged.tables, paged.flash_tables) if cached else (None, None)
+        cu_q, cu_k = (int32([n * i for i in range(num_seqs + 1)]) for n in (queries, context))
+        plan = prefill.plan_prefill(cu_q, cu_k, tables, num_tokens, num_heads // KVH)
+        twin_plan = paged_attention.plan_prefill(cu_q, cu_k, tables, BLOCK_SIZE)
+        x = (q, k, v, paged.k, paged.v)
+        keys, values = (paged.flash_k, paged.flash_v) if cached else (k, v)
+        calls: Calls = {
+            "ours": lambda: prefill.prefill_attention(*x, plan, SCALE),
+            "twin": lambda: paged_attention.prefill_attention(*x, twin_plan, SCALE),
+        }
+        if flash_attn:
+            calls["flash_attn"] = lambda: flash_attn.flash_attn_varlen_func(
+                q, keys, values, cu_q, cu_k, queries, context, softmax_scale=SCALE, causal=True,
+                block_table=flash_tables,
+            )  # fmt: skip
+        return calls
+
+    pairs = num_seqs * (queries * cached + queries * (queries + 1) // 2)
+    num_bytes = 2 * num_tokens * num_heads * D * ITEMSIZE + num_seqs * context * KV_BYTES
+    name = f"{num_seqs} x {queries}{f' + {cached} cached' if cached else ''}"
+    name += f", heads {num_heads}/{KVH}"
+    return Point(name, make, num_bytes, flops=4 * D * num_heads * pairs)
+
+
+def norm_point(ours: Call, twin: Call, num_inputs: int, num_tokens: int, size: int) -> Point:
+    """As many rows written as read."""
+
+    def make() -> Calls:
+        x = (*(normal(num_tokens, size) for _ in range(num_inputs)), normal(size), EPS)
+        return {"ours": partial(ours, *x), "twin": partial(twin, *x)}
+
+    num_bytes = (2 * num_inputs * num_tokens + 1) * size * ITEMSIZE
+    return Point(f"{num_tokens} x {size}", make, num_bytes)
+
+
+def silu_and_mul_point(num_tokens: int, size: int) -> Point:
+    """Gate and up read, one row written."""
+
+    def make() -> Calls:
+        x = normal(num_tokens, 2 * size)
+        return {"ours": partial(silu_and_mul, x), "twin": partial(plain.silu_and_mul, x)}
+
+    return Point(f"{num_tokens} x {size}", make, 3 * num_tokens * size * ITEMSIZE)
+
+
+def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
+    """The twin is what it takes the place of: PyTorch's norms and rotations, the Triton store."""
+
+    def make() -> Calls:
+        qkv = normal(num_tokens, num_heads + 2 * KVH, D)
+        angles = 6.28 * torch.rand(num_tokens, 1, D // 2, device=DEVICE)
+        rope, norms = (angles.cos(), angles.sin()), (normal(D), normal(D))
+        k_cache, v_cache, slots = empty_caches(num_tokens)
+        twin_caches = (k_cache.clone(), v_cache.clone())
+
+        def ours() -> Any:
+            x = (qkv, KVH, rope, norms, EPS, k_cache, v_cache, slots)
+            return *norm_rope_store(*x), k_cache, v_cache
+
+        def twin() -> Any:
+            q, k, v = qkv.split((num_heads, KVH, KVH), dim=1)
+            q, k = (F.rms_norm(x, (D,), w, EPS) for x, w in zip((q, k), norms, strict=True))
+            q, k = plain.rotate(q, rope), plain.rotate(k, rope)
+            store_kvcache(k, v, *twin_caches, slots)
+            return q, k, v, *twin_caches
+
+        return {"ours": ours, "twin": twin}
+
+    heads = 2 * num_heads + 3 * KVH + 2 * KVH  # queries in and out, keys in and twice out, values
+    num_bytes = num_tokens * (heads * D * ITEMSIZE + 4 * D + 8)  # and the angles, and a slot
+    return Point(f"{num_tokens} tokens, heads {num_heads}/{KVH}", make, num_bytes)
+
+
+def sample_point(num_rows: int, vocab_size: int, temperature: float) -> Point:
+    """All rows at one temperature; at 0 as the engine asks for a batch that is all greedy."""
+
+    def make() -> Calls:
+        temperatures = torch.full((num_rows,), temperature, device=DEVICE)
+        keys = torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), device=DEVICE)
+        drawn = (temperatures, keys) if temperature else (None, None)
+        x = (normal(num_rows, vocab_size).mul_(3), *drawn)
+        return {"ours": partial(sample, *x), "twin": partial(plain.sample, *x)}
+
+    name = f"{num_rows} x {vocab_size}, {f'T = {temperature}' if temperature else 'greedy'}"
+    return Point(name, make, num_rows * vocab_size * ITEMSIZE)
+
+
+Sizes = list[tuple[Any, ...]]
+HEADS = (16, 32)
+TOKENS = (1, 64, 256, 16384)
+DECODES = (  # rows, context; None mixes 100 to 2048
+    (1, 1000), (8, 1000), (64, 500), (64, 1000), (64, 2000), (64, None), (128, 1000), (256, 500),
+    (256, 1000), (256, 2000), (256, None), (1, 131_072),
+)  # fmt: skip
+PREFILLS = (  # sequences, queries, context
+    (16, 1024, 1024), (8, 2048, 2048), (4, 4096, 4096), (2, 8192, 8192), (16, 1024, 2048),
+    (4, 1024, 4096), (2, 1024, 8192),
+)  # fmt: skip
+LOGITS = (
+    (1, 151_936), (16, 151_936), (64, 151_936), (256, 151_936), (512, 151_936), (64, 262_144),
+)  # fmt: skip
+NORMS: Sizes = [(n, size) for size in (1024, 4096) for n in TOKENS]
+
+# What makes a kernel's points, all of them, and those of --quick, which Triton can interpret.
+KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
+    "store_kvcache": (store_kvcache_point, [(n,) for n in TOKENS], [(5,)]),
+    "plan_decode": (
+        plan_decode_point, [(1, 1000), (64, None), (256, None), (1, 131_072)], [(2, 70)],
+    ),
+    "decode_attention": (
+        decode_attention_point, [(*size, n) for n in HEADS for size in DECODES], [(2, 70, 16)],
+    ),
+    "prefill_attention": (
+        prefill_attention_point, [(*size, n) for n in HEADS for size in PREFILLS],
+        [(2, 20, 20, 16), (1, 9, 70, 32)],
+    ),
+    "rms_norm": (partial(norm_point, rms_norm, plain.rms_norm, 1), NORMS, [(3, 1024)]),
+    "add_rms_norm": (partial(norm_point, add_rms_norm, plain.add_rms_norm, 2), NORMS, [(3, 1024)]),
+    "silu_and_mul": (
+        silu_and_mul_point, [(n, size) for size in (3072, 12288) for n in TOKENS], [(3, 3072)],
+    ),
+    "norm_rope_store": (
+        norm_rope_store_point, [(n, heads) for heads in HEADS for n in TOKENS], [(2, 16)],
+    ),
+    "sample": (
+        sample_point, [(*size, t) for t in (0.6, 0.0) for size in LOGITS],
+        [(1, 151_936, 0.6), (1, 151_936, 0.0)],
+    ),
+}  # fmt: skip
