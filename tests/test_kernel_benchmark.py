@@ -44,9 +44,10 @@ def refuse(constant: str) -> None:
 
 
 def test_a_quick_run_measures_every_kernel(tmp_path: Path) -> None:
-    done = run_cli("--quick", "--json", str(tmp_path / "figures.json"))
+    interpret = not torch.cuda.is_available()
+    done = run_cli("--quick", "--json", str(tmp_path / "figures.json"), interpret=interpret)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the times mean nothing" in done.stdout and "WRONG" not in done.stdout
+    assert ("the times mean nothing" in done.stdout) == interpret and "WRONG" not in done.stdout
     text = (tmp_path / "figures.json").read_text()
     kernels = json.loads(text, parse_constant=refuse)["kernels"]  # NaN and infinities
     assert set(kernels) == KERNELS

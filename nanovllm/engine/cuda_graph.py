@@ -59,11 +59,11 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         for size in reversed(self.sizes):
-            self._run(size)  # lazy initialization must not happen under capture
+            self.run(size)  # lazy initialization must not happen under capture
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                hidden = self._run(size)
+                hidden = self.run(size)
             self.graphs[size] = (graph, hidden)
 
     def replay(
@@ -77,7 +77,7 @@ class DecodeGraphs:
             graph, hidden = self.graphs[size]
             graph.replay()
         else:
-            hidden = self._run(size)
+            hidden = self.run(size)
         return hidden[:num_rows]
 
     def _load(
@@ -94,7 +94,8 @@ class DecodeGraphs:
         self.context_lens[num_rows:size] = 0
         self.block_tables[:num_rows, :num_blocks] = context.block_tables
 
-    def _run(self, size: int) -> torch.Tensor:
+    def run(self, size: int) -> torch.Tensor:
+        """Call the model on the first `size` rows of the buffers."""
         context = Context(
             is_prefill=False,
             slot_mapping=self.slot_mapping[:size],

@@ -101,6 +101,8 @@ class ModelRunner:
                     "%d decode graphs captured in %.1f s",
                     len(self.graphs.sizes), time.perf_counter() - start,
                 )  # fmt: skip
+            elif self.device.type == "cuda":
+                self.decode_graphs().run(1)  # compiles what decode needs
 
     def run(self, batch: Batch) -> list[int]:
         """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
@@ -211,9 +213,12 @@ class ModelRunner:
         return int(budget / (1 + self.backend.copied_layers / self.model_config.num_hidden_layers))
 
     def _warm_up(self, config: Config) -> None:
-        inputs = warmup_inputs(config.max_num_batched_tokens, self.max_positions, self.device)
+        """Run the largest step, and the smallest: their kernels may be others."""
+        sizes = (1, config.max_num_batched_tokens)
+        short, long = (warmup_inputs(n, self.max_positions, self.device) for n in sizes)
         try:
-            hidden = self._forward(inputs)[: config.max_num_running]
+            self._forward(short)
+            hidden = self._forward(long)[: config.max_num_running]
             logits = self.model.compute_logits(hidden)
             ones = torch.ones(len(hidden), device=self.device)
             self.sampler(logits, ones, ones.long())
@@ -222,7 +227,8 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             raise MemoryError(
                 f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
-                f" max_num_seqs={config.max_num_seqs} does not fit on {self.device}; lower them"
+                f" max_num_seqs={config.max_num_seqs} does not fit on {self.device} beside weights"
+                " and KV pool; lower them, num_kvcache_blocks or gpu_memory_utilization"
             ) from error
 
     def _graph_bytes(self) -> int:

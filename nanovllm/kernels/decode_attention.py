@@ -228,8 +228,8 @@ def decode_attention(
         batch_size, num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
         BLOCK_N=block_n, TILE=TILE,
-        MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * block_d))),
-        num_warps=2 if narrow else 4,
+        MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
+        num_warps=2 if narrow and block_g < 16 else 4,
         num_stages=2,
     )  # fmt: skip
     return out

@@ -86,7 +86,8 @@ def sample(
     change it only where the first two arrive within that rounding.
 
     Temperatures [B] in float32, 0 for greedy; keys [B] in int64, all bits well mixed. None says
-    that every row is greedy. Peak memory: CHUNK_ELEMENTS values of 4 bytes, three times.
+    that every row is greedy. A row with NaN gives some id of the vocabulary. Peak memory:
+    CHUNK_ELEMENTS values of 4 bytes, three times.
     """
     if temperatures is None or keys is None:
         return first_max(logits)

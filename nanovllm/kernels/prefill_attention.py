@@ -16,8 +16,6 @@ import triton.language as tl
 
 from nanovllm.kernels.common import LOG2E, TILE, attend, cache_offsets, tile_keys
 
-ROWS = 64  # of the score matrix in a program: queries times G
-
 
 @dataclass(slots=True)
 class PrefillPlan:
@@ -28,6 +26,7 @@ class PrefillPlan:
     block_tables: torch.Tensor | None  # [S, blocks], int32; None: keys are the step's own
     tile_seqs: torch.Tensor  # [tiles], int32: whose queries a tile has; S for a tile too many
     tile_ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one
+    tile_queries: int
 
 
 @triton.jit
@@ -112,22 +111,27 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
+def tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of a tile: with their G = `group` heads as many rows as registers hold."""
+    rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
+    return max(1, rows // int(triton.next_power_of_2(group)))
+
+
 def plan_prefill(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     block_tables: torch.Tensor | None,
     num_tokens: int,
-    group: int,
+    tile_queries: int,
 ) -> PrefillPlan:
-    """Deal the queries of a step with `num_tokens` tokens out, on the device; `group` is G."""
-    block_q = _block_q(group)
+    """Deal a step's queries, `num_tokens` in all, out on the device, in some short launches."""
     num_seqs = len(cu_seqlens_q) - 1
-    tiles = (cu_seqlens_q.diff() + block_q - 1) // block_q
+    tiles = (cu_seqlens_q.diff() + tile_queries - 1) // tile_queries
     tile_ends = tiles.cumsum(0, dtype=torch.int32)
-    most = num_tokens // block_q + num_seqs  # what the host knows without asking the device
+    most = num_tokens // tile_queries + num_seqs  # what the host knows without asking the device
     numbers = torch.arange(most, dtype=torch.int32, device=cu_seqlens_q.device)
     tile_seqs = torch.searchsorted(tile_ends, numbers, right=True, out_int32=True)
-    return PrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends)
+    return PrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends, tile_queries)
 
 
 def prefill_attention(
@@ -162,11 +166,7 @@ def prefill_attention(
         scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
         v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=k_cache.shape[1] if paged else 0,
-        BLOCK_Q=_block_q(group), BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
+        BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
         BLOCK_N=block_n, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
-
-
-def _block_q(group: int) -> int:
-    return max(1, ROWS // int(triton.next_power_of_2(group)))

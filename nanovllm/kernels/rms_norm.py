@@ -28,6 +28,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Norm of each row of x [T, N], in float32 inside. Reads x once, writes as much."""
     num_rows, size = x.shape
+    assert x.stride(1) == weight.stride(0) == 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _rms_norm_kernel[(num_rows,)](
         x, x, weight, out, out, eps, x.stride(0), 0,
@@ -41,6 +42,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm of `x + residual`, and the sum as it was rounded. Two reads and two writes of [T, N]."""
     num_rows, size = x.shape
+    assert x.stride(1) == residual.stride(1) == weight.stride(0) == 1
     out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),

@@ -11,8 +11,8 @@ from triton.language.extra.cuda import libdevice
 from nanovllm.kernels.common import INTERPRETED
 from nanovllm.kernels.plain import GOLDEN, SHRINK, SMALLEST
 
-BLOCK = 2048  # tokens that a program looks at together
-PROGRAMS = 1024  # a row is cut into pieces, so that few rows fill the device too
+BLOCK = 1024  # tokens that a program looks at together
+PROGRAMS = 4096  # a row is cut into pieces, so that few rows fill the device too
 SPREAD = tl.constexpr(GOLDEN)
 SCALE = tl.constexpr(SHRINK)
 SHIFT = tl.constexpr(SMALLEST)
@@ -88,6 +88,7 @@ def sample(
 ) -> torch.Tensor:
     """Token ids [B] for logits [B, V], as `plain.sample` says. Reads the logits once."""
     num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
     row_blocks = triton.cdiv(vocab_size, BLOCK)
     blocks = triton.cdiv(row_blocks, min(row_blocks, max(1, PROGRAMS // num_rows)))
     pieces = triton.cdiv(row_blocks, blocks)

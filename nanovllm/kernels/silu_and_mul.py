@@ -25,6 +25,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Of x [T, 2 * I], gate beside up, make [T, I]. Reads x once, writes half as much."""
     num_rows, size = x.shape[0], x.shape[1] // 2
+    assert x.stride(1) == 1
     out = x.new_empty(num_rows, size)
     _silu_and_mul_kernel[(num_rows, triton.cdiv(size, BLOCK))](
         x, out, x.stride(0), size, BLOCK=BLOCK, num_warps=8

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from torch import Tensor
 
 from nanovllm.kernels import plain
+from nanovllm.kernels.plain import Rope
 
 
 @dataclass(frozen=True)
@@ -12,11 +14,14 @@ class Kernels:
     """A function for each operation, with the signature and the meaning of its twin in `plain`."""
 
     name: str
-    rms_norm: Callable[..., Any]
-    add_rms_norm: Callable[..., Any]
-    silu_and_mul: Callable[..., Any]
-    norm_rope_store: Callable[..., Any]
-    sample: Callable[..., Any]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    norm_rope_store: Callable[
+        [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, Tensor, Tensor, Tensor],
+        tuple[Tensor, Tensor, Tensor],
+    ]
+    sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 PLAIN = Kernels(

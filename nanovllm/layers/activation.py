@@ -12,5 +12,4 @@ class SiluAndMul(nn.Module):
     kernels: Kernels = PLAIN  # the runner binds others
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.kernels.silu_and_mul(x)
-        return out
+        return self.kernels.silu_and_mul(x)

@@ -2,7 +2,8 @@
 
 A backend reads and writes one cache layout, `[blocks, block_size, KVH, D]` per layer for K and for
 V, so that backends can be swapped and compared on the same cache. It brings the kernels of the
-other layers along: Triton's where Triton works, plain PyTorch elsewhere.
+other layers along: Triton's beside the fast ones, where Triton works; the torch backend is plain
+PyTorch throughout, and syncs.
 """
 
 import dataclasses
@@ -110,9 +111,11 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec.block_size)
         from nanovllm.kernels import decode_attention, prefill_attention
 
-        self.kernels = triton_kernels()
+        self.kernels = _tried(triton_kernels(), spec)
         self.num_kv_heads = spec.num_kv_heads
-        self.group = spec.num_heads // spec.num_kv_heads
+        self.tile_queries = prefill_attention.tile_queries(
+            spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.dtype
+        )
         self._decode, self._prefill = decode_attention, prefill_attention
 
     def plan(self, context: Context) -> None:
@@ -121,7 +124,7 @@ class TritonBackend(AttentionBackend):
             assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
             context.plan = self._prefill.plan_prefill(
                 context.cu_seqlens_q, context.cu_seqlens_k, context.block_tables,
-                len(context.slot_mapping), self.group,
+                len(context.slot_mapping), self.tile_queries,
             )  # fmt: skip
         else:
             assert context.context_lens is not None and context.block_tables is not None
@@ -149,14 +152,18 @@ class FlashAttnBackend(AttentionBackend):
     preferred_block_size = 256
     copied_layers = 0
 
-    def __init__(self, block_size: int | None = None, kernels: Kernels = PLAIN) -> None:
-        super().__init__(block_size)
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec.block_size)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self.varlen_func: Any = flash_attn_varlen_func
         self.kvcache_func: Any = flash_attn_with_kvcache
-        self.kernels = kernels
-        self.graph_safe = kernels is not PLAIN  # whose store syncs
+        try:
+            self.kernels = _tried(triton_kernels(), spec)
+        except Exception as error:
+            logger.warning("no Triton, and so no decode graphs: %s", _in_short(error))
+            self.kernels = PLAIN
+        self.graph_safe = self.kernels is not PLAIN  # whose store syncs
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -192,6 +199,7 @@ def get_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
         try:
             return BUILDERS[fast](spec)
         except ValueError as error:
+            logger.info("%s", error)
             reasons.append(str(error))
     if reasons:
         logger.warning("attention runs in plain PyTorch, slowly: %s", "; ".join(reasons))
@@ -217,7 +225,9 @@ def _build_triton(spec: AttentionSpec) -> AttentionBackend:
             f"{refusal} needs a CUDA device, got device={spec.device.type!r}; 'torch' works"
             " everywhere (and TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
         )
-    return _probed(TritonBackend(spec), spec)
+    if spec.head_dim < 16:
+        raise ValueError(f"{refusal} needs a head_dim of 16 or more, got {spec.head_dim}")
+    return _probed("triton", TritonBackend, spec)
 
 
 def _build_flash_attn(spec: AttentionSpec) -> AttentionBackend:
@@ -225,7 +235,9 @@ def _build_flash_attn(spec: AttentionSpec) -> AttentionBackend:
     instead = "'triton' needs nothing more, 'torch' works everywhere"
     device = spec.device.type
     if device != "cuda":
-        raise ValueError(f"{refusal} needs a CUDA device, got device={device!r}; {instead}")
+        raise ValueError(
+            f"{refusal} needs a CUDA device, got device={device!r}; 'torch' works everywhere"
+        )
     if spec.dtype not in (torch.float16, torch.bfloat16):
         dtype = str(spec.dtype).removeprefix("torch.")
         raise ValueError(f"{refusal} needs dtype 'float16' or 'bfloat16', got {dtype!r}; {instead}")
@@ -235,13 +247,13 @@ def _build_flash_attn(spec: AttentionSpec) -> AttentionBackend:
             f" {instead}"
         )
     try:
-        backend = FlashAttnBackend(spec.block_size, _working_kernels(spec))
+        import flash_attn  # noqa: F401
     except ImportError as error:
         raise ValueError(
             f"{refusal} cannot import flash-attn ({error}): pip install flash-attn"
             f" --no-build-isolation; {instead}"
         ) from error
-    return _probed(backend, spec)
+    return _probed("flash_attn", FlashAttnBackend, spec)
 
 
 BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
@@ -252,48 +264,64 @@ BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
 TRITON_FIRST = {9}
 
 
-def _working_kernels(spec: AttentionSpec) -> Kernels:
-    """Triton's, where it has the compiler that it needs."""
+def _probed(
+    name: str, build: Callable[[AttentionSpec], AttentionBackend], spec: AttentionSpec
+) -> AttentionBackend:
+    """Build, prefill and decode one token: what is installed may not work together."""
     try:
-        kernels = triton_kernels()
-        x = torch.zeros(1, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        kernels.rms_norm(x, x[0], 1.0)
+        backend = build(spec)
+        _try_attention(backend, spec)
+        if spec.device.type == "cuda":
+            torch.cuda.synchronize(spec.device)
     except Exception as error:
-        logger.warning("Triton does not work here (%s: %s)", type(error).__name__, error)
-        return PLAIN
-    return kernels
+        raise ValueError(
+            f"attention_backend={name!r} does not work here ({_in_short(error)}); 'torch' works"
+            " everywhere"
+        ) from error
+    return backend
 
 
-def _probed(backend: AttentionBackend, spec: AttentionSpec) -> AttentionBackend:
-    """Prefill and decode one token: builds and compilers differ in what they can do."""
-    device = spec.device
+def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:
+    """One token from the step's own keys, one from the cache, and one to decode."""
     q, k = (
-        torch.zeros(1, heads, spec.head_dim, dtype=spec.dtype, device=device)
+        torch.zeros(1, heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
         for heads in (spec.num_heads, spec.num_kv_heads)
     )
     cache = k.new_zeros(1, backend.block_size, spec.num_kv_heads, spec.head_dim)
-    ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    slots, tables = ends[:1].long(), ends[None, :1]
+    ends = torch.tensor([0, 1], dtype=torch.int32, device=spec.device)
+    # As aligned as the engine's, as that is what kernels are compiled for.
+    slots, tables, lens = ends[:1].long(), ends[None, :1].clone(), ends[1:].clone()
     prefill = Context(
         True, slots, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=1, max_seqlen_k=1
     )
-    steps = (
-        prefill,
-        dataclasses.replace(prefill, block_tables=tables),
-        Context(False, slots, context_lens=ends[1:], block_tables=tables),
+    for context in (prefill, dataclasses.replace(prefill, block_tables=tables)):
+        backend.plan(context)
+        backend.prefill(q, k, k, cache, cache, context, 1.0)
+    decode = Context(False, slots, context_lens=lens, block_tables=tables)
+    backend.plan(decode)
+    backend.decode(q, cache, cache, decode, 1.0)
+
+
+def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
+    """Run each of the layers' kernels on a token, to see that they compile here."""
+    options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
+    x = torch.zeros(1, 2 * spec.head_dim, **options)
+    weight = torch.ones(2 * spec.head_dim, **options)
+    kernels.rms_norm(x, weight, 1.0)
+    kernels.add_rms_norm(x, x, weight, 1.0)
+    kernels.silu_and_mul(x)
+    ones = torch.ones(1, device=spec.device)
+    kernels.sample(x, ones, ones.long())
+    qkv = torch.zeros(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, **options)
+    angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
+    nowhere = torch.full((1,), -1, device=spec.device)
+    empty = qkv.new_empty(0)
+    kernels.norm_rope_store(
+        qkv, spec.num_kv_heads, (angles, angles), None, 0.0, empty, empty, nowhere
     )
-    try:
-        for context in steps:
-            backend.plan(context)
-            if context.is_prefill:
-                backend.prefill(q, k, k, cache, cache, context, 1.0)
-            else:
-                backend.decode(q, cache, cache, context, 1.0)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:
-        raise ValueError(
-            f"attention_backend={backend.name!r} does not work here ({type(error).__name__}:"
-            f" {error}); 'torch' works everywhere"
-        ) from error
-    return backend
+    return kernels
+
+
+def _in_short(error: Exception) -> str:
+    """A compiler's error goes on for pages."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

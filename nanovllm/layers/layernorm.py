@@ -17,10 +17,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.kernels.rms_norm(x, self.weight, self.eps)
-        return out
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `norm(x + residual)` and the sum, which is the next residual."""
-        normed, total = self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
-        return normed, total
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of cosines and sines. `plain.rotate` applies it.
+"""Rotary position embedding: the table of cosines and sines. `norm_rope_store` applies it.
 
 Frequencies follow transformers' definitions of each `rope_type`; a type that is not in
 `ROPE_TYPES` is refused, never treated as another.

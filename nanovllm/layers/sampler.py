@@ -18,5 +18,4 @@ class Sampler(nn.Module):
 
         Temperatures [B] in float32, 0 for greedy; keys [B] in int64, all bits well mixed.
         """
-        token_ids: torch.Tensor = self.kernels.sample(logits, temperatures, keys)
-        return token_ids
+        return self.kernels.sample(logits, temperatures, keys)

@@ -48,7 +48,10 @@ HEADS = {
     "Qwen3-8B and Llama-3-8B": QWEN3_8B,
     "head_dim 80": (32, 32, 80),
 }
-ATTENTION_HEADS = HEADS | {"head_dim 256": (8, 4, 256), "G 7": (28, 4, 128)}
+ATTENTION_HEADS = HEADS | {
+    "head_dim 64": (32, 8, 64), "head_dim 256": (8, 4, 256), "G 7": (28, 4, 128),
+    "G 16": (64, 4, 128),
+}  # fmt: skip
 BLOCKS, BLOCK_SIZE, TOKENS, ROWS, EPS = 64, 16, 512, 64, 1e-6
 bf16 = partial(torch.empty, dtype=torch.bfloat16)
 int32 = partial(torch.zeros, dtype=torch.int32)  # zeros, where PyTorch computes with them
@@ -106,12 +109,13 @@ def decode_attention(heads: Heads, block_size: int) -> None:
 
 def prefill_attention(heads: Heads, block_size: int) -> None:
     """A block size of 0: no part of a sequence is in the cache."""
-    from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention
+    from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention, tile_queries
 
     q, (_, k, v) = bf16(TOKENS, heads[0], heads[2]), projected(heads)
     tables = int32(ROWS, BLOCKS) if block_size else None
     ends = int32(ROWS + 1)
-    plan = plan_prefill(ends, ends, tables, TOKENS, heads[0] // heads[1])
+    queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
+    plan = plan_prefill(ends, ends, tables, TOKENS, queries)
     prefill_attention(q, k, v, *caches(heads, block_size), plan, scale=0.125)
 
 

@@ -102,3 +102,58 @@ def test_place_in_the_cache_is_computed_in_32_bits(
     )
     assert f".target sm_{capability}" in ptx
     assert caches_reached(ir) in ({"k_cache_ptr", "v_cache_ptr"}, {"k_ptr", "v_ptr"}), ir
+
+
+# What grows with the batch, by argument; offsets into the rest are bounded by the GPU's size.
+GROWING = {
+    "q_ptr", "k_ptr", "v_ptr", "out_ptr", "tables_ptr", "x_ptr", "residual_ptr", "sum_ptr",
+    "qkv_ptr", "key_ptr", "value_ptr", "k_cache_ptr", "v_cache_ptr", "cos_ptr", "sin_ptr",
+    "logits_ptr",
+}  # fmt: skip
+
+
+def narrow_accesses(ir: str) -> list[str]:
+    """Loads and stores of what grows, at places to which only 32-bit numbers were added."""
+    root: dict[str, str] = {}
+    wide: set[str] = set()
+    narrow = []
+    for line in ir.splitlines():
+        access = re.match(r"\s*(?:%\w+ = )?tt\.(load|store) (%\w+)", line)
+        if access and access[2] not in wide:
+            pointer = root.get(access[2], access[2]).removeprefix("%")
+            narrow += [line] if pointer in GROWING else []
+        derived = re.match(r"\s*(%\w+) = tt\.(addptr|splat|broadcast|expand_dims) (%\w+)", line)
+        if derived:
+            name, op, base = derived.groups()
+            root[name] = root.get(base, base)
+            wide.discard(name)
+            added_wide = op == "addptr" and re.search(r"\bi64|xi64>", line.rpartition(" : ")[2])
+            if base in wide or added_wide:
+                wide.add(name)
+    return narrow
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled) -> None:
+    """Row times stride above 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
+    for kernel in compiled[name, 90]:
+        if "error" in kernel or kernel["kernel"] == "_first_best_kernel":  # a number for each row
+            continue
+        ir = (Path(kernel["folder"]) / f"{kernel['kernel']}.ttir").read_text()
+        assert narrow_accesses(ir) == []
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_merge_reads_what_others_have_not_written(capability: int, compiled: Compiled) -> None:
+    """The parts of a row: written, then all threads' writes before the count that publishes them;
+    the count, then all threads' reads, past the cache of their multiprocessor."""
+    (kernel,) = (k for k in compiled["decode_attention, Qwen3-0.6B, block size 64", capability]
+                 if k["kernel"] == "_decode_kernel")  # fmt: skip
+    ptx = (Path(kernel["folder"]) / "_decode_kernel.ptx").read_text()
+    count = ptx.index("atom.global.gpu.acq_rel.add")
+    before, after = ptx[:count], ptx[count:]
+    assert before.rindex("bar.sync") > before.rindex("st.global")
+    merge = after[: after.index("st.global")]
+    assert "ld.global" not in merge[: merge.index("bar.sync")]
+    reads = re.findall(r"ld\.global[.\w]*", merge)
+    assert len(reads) >= 2 and all(read.startswith("ld.global.cg") for read in reads)

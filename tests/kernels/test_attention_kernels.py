@@ -120,10 +120,15 @@ class Paged:
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
         """As the runner calls it: fresh keys beside the queries, or everything in the cache."""
-        from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention
+        from nanovllm.kernels.prefill_attention import (
+            plan_prefill,
+            prefill_attention,
+            tile_queries,
+        )
 
         tables = self.tables if use_cache else None
-        plan = plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), self.shape.group)
+        tile = tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
+        plan = plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
             keys = (unread, unread, *self.caches)
@@ -340,18 +345,17 @@ def test_prefill_from_the_cache_differs_from_its_twin(kernel_device: str, shape:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 128))
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 64))
 def test_queries_are_in_no_tile_or_in_two(
-    kernel_device: str, queries: list[int], group: int
+    kernel_device: str, queries: list[int], tile: int
 ) -> None:
     """Programs above the tiles that there are do nothing."""
-    from nanovllm.kernels.prefill_attention import ROWS, plan_prefill
+    from nanovllm.kernels.prefill_attention import plan_prefill
 
     ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     ends = ends.to(kernel_device)
-    plan = plan_prefill(ends, ends, None, sum(queries), group)
-    block_q = max(1, ROWS // (1 << (group - 1).bit_length()))
-    tiles = [-(-n // block_q) for n in queries]
+    plan = plan_prefill(ends, ends, None, sum(queries), tile)
+    tiles = [-(-n // tile) for n in queries]
     expected = [seq for seq, n in enumerate(tiles) for _ in range(n)]
     expected += [len(queries)] * (len(plan.tile_seqs) - len(expected))
     assert plan.tile_seqs.tolist() == expected

@@ -119,11 +119,13 @@ def assert_activates_as_its_twin(shape: Rows, device: str) -> None:
     x = shape.make(device)
     before = x.clone()
     out, expected = silu_and_mul(x), plain.silu_and_mul(x)
-    up = x.chunk(2, dim=-1)[1]
+    gate, up = x.chunk(2, dim=-1)
     # `silu(gate)` is rounded to the type before the product, and may have gone to its neighbour;
-    # where it is a subnormal number, neighbours are far apart for their size.
+    # where it is a subnormal number, neighbours are far apart for their size. A GPU takes exp(g) by
+    # exp2(g * log2(e)), whose product is rounded: g times that is the error of the exponential.
     info = torch.finfo(shape.dtype)
     slack = info.eps * (expected.float().abs() + info.smallest_normal * up.float().abs())
+    slack += gate.float().abs() * 2.0**-22 * expected.float().abs()
     assert_rounded_alike(out, expected, slack)
     assert torch.equal(x, before), "the input was changed"
 

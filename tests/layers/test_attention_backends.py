@@ -123,7 +123,7 @@ def test_auto_does_not_fall_back(
     builders |= dict.fromkeys(order[:broken], refuse)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention_backends, "BUILDERS", builders)
-    with caplog.at_level(logging.INFO, "nanovllm"):
+    with caplog.at_level(logging.WARNING, "nanovllm"):
         chosen = get_backend("auto", spec("cuda"))
     assert chosen.name == order[broken]
     said = [record.message for record in caplog.records]
@@ -241,11 +241,12 @@ def num_compiled() -> dict[str, int]:
 
 
 @pytest.mark.cuda
-def test_requests_wait_for_the_compiler(model_dir: Path) -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_requests_wait_for_the_compiler(model_dir: Path, eager: bool) -> None:
     """What a step launches was compiled at the start, whatever its lengths and batch sizes."""
     options: dict[str, Any] = dict(
         device="cuda", attention_backend="triton", num_kvcache_blocks=300, max_num_seqs=200,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=256, enforce_eager=eager,
     )  # fmt: skip
     with LLM(model_dir, **options) as llm:
         before = num_compiled()
