@@ -746,7 +746,7 @@ def test_the_pool_outlives_the_engine(model_dir: Path, how: str) -> None:
     llm = make_llm(model_dir)
     generate(llm, TEXT)
     llm.add_request(TEXT)  # a pending request must not keep it alive
-    parts = [weakref.ref(llm._runner.kv_cache), weakref.ref(llm._runner.model)]
+    parts = [weakref.ref(llm._runner.pool.cache), weakref.ref(llm._runner.model)]
     gc.disable()
     try:
         if how == "del":
@@ -768,7 +768,7 @@ def test_an_interrupted_engine_is_kept_alive(
         raise_at_step(llm, patch, 2, RuntimeError("device lost"))
         with pytest.raises(RuntimeError, match="device lost"):
             generate(llm, TEXT)
-    dead = weakref.ref(llm._runner.kv_cache)
+    dead = weakref.ref(llm._runner.pool.cache)
     del llm
     gc.collect()  # the exception's own cycle is the test's
     assert dead() is None

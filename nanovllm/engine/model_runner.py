@@ -5,7 +5,6 @@ It decides nothing about who runs, and knows no text.
 
 import dataclasses
 import logging
-import math
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from nanovllm.engine.inputs import (
     upload,
     warmup_inputs,
 )
+from nanovllm.engine.kv_pool import GIB, KVPool
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
@@ -40,9 +40,7 @@ from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger("nanovllm")
 
-GIB = 1 << 30
 MIB = 1 << 20
-CACHE_LINE = 64
 MAX_GIB = 1 << 30  # more than any machine has; keeps integers out of the way of infinities
 HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
@@ -69,10 +67,6 @@ class ModelRunner:
         self.model_config = model_config
         self.max_num_running = config.max_num_running
         self.block_size = self.backend.block_size
-        self.block_bytes = (
-            2 * model_config.num_hidden_layers * self.block_size * model_config.num_key_value_heads
-            * model_config.head_dim * self.dtype.itemsize
-        )  # fmt: skip
         longest = max_rope_positions(
             model_config.rope_parameters, model_config.max_position_embeddings
         )
@@ -80,6 +74,8 @@ class ModelRunner:
             raise ValueError(f"max_model_len={config.max_model_len}, the model's own is {longest}")
         self.max_positions = config.max_model_len or longest
         self.model = self._build(model_class, config, path)
+        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        self.pool = KVPool(layers, self.block_size, model_config.head_dim, self.dtype, self.device)
         self.sampler = Sampler()
         self.sampler.kernels = self.backend.kernels
         logger.info(
@@ -91,7 +87,7 @@ class ModelRunner:
         with computing_on(self.device):
             num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
             self.config = self._settle(config, num_blocks)
-            self.kv_cache = self._bind_kv_cache(num_blocks)
+            self.pool.allocate(num_blocks)
             if self.device.type == "cuda":
                 self._warm_up(config)  # what is too large, or must be compiled, shows here
             if self._uses_graphs(config):
@@ -126,7 +122,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give back the device's memory; the runner is of no more use."""
-        del self.model, self.kv_cache, self.graphs
+        del self.model, self.pool, self.graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -187,11 +183,11 @@ class ModelRunner:
             budget = self._free_device_bytes(config)
             option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
             hint = "raise it, or lower max_num_batched_tokens"
-        num_blocks = budget // self.block_bytes
+        num_blocks = budget // self.pool.block_bytes
         if num_blocks < 1:
             raise ValueError(
                 f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
-                f" {self.block_bytes / MIB:.3f} MiB; {hint}"
+                f" {self.pool.block_bytes / MIB:.3f} MiB; {hint}"
             )
         return num_blocks
 
@@ -233,12 +229,12 @@ class ModelRunner:
 
     def _graph_bytes(self) -> int:
         """Capture the decode graphs on a stand-in cache, see what they take, and drop them."""
-        stand_in = self._bind_kv_cache(num_blocks=1)
+        self.pool.allocate(num_blocks=1)
         before, _ = torch.cuda.mem_get_info(self.device)
         graphs = self._capture_graphs()
         after, _ = torch.cuda.mem_get_info(self.device)
-        del graphs, stand_in
-        self._unbind_kv_cache()
+        del graphs
+        self.pool.release()
         torch.cuda.empty_cache()
         return before - after
 
@@ -262,7 +258,7 @@ class ModelRunner:
             )  # fmt: skip
         logger.info(
             "KV cache: %d tokens in %d blocks of %d, %.2f GiB",
-            capacity, num_blocks, self.block_size, num_blocks * self.block_bytes / GIB,
+            capacity, num_blocks, self.block_size, num_blocks * self.pool.block_bytes / GIB,
         )  # fmt: skip
         return dataclasses.replace(
             config,
@@ -273,39 +269,6 @@ class ModelRunner:
             num_kvcache_blocks=num_blocks,
             attention_backend=self.backend.name,
         )
-
-    def _bind_kv_cache(self, num_blocks: int) -> torch.Tensor:
-        """Allocate the pool, zeroed (masked keys are multiplied by 0), and hand out its layers."""
-        config = self.model_config
-        shape = (2, config.num_hidden_layers, num_blocks, self.block_size,
-                 config.num_key_value_heads, config.head_dim)  # fmt: skip
-        try:
-            kv_cache = self._zeros(shape)
-        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
-            raise MemoryError(
-                f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / GIB:.1f}"
-                f" GiB, more than {self.device} has free; lower num_kvcache_blocks, cpu_kvcache_gib"
-                " or gpu_memory_utilization"
-            ) from error
-        for layer, k_cache, v_cache in zip(self._attentions(), *kv_cache, strict=True):
-            layer.k_cache, layer.v_cache = k_cache, v_cache
-        return kv_cache
-
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Zeroed memory; on the CPU the system provides it as it is touched, not before."""
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        num_bytes = math.prod(shape) * self.dtype.itemsize
-        memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
-        start = -memory.ctypes.data % CACHE_LINE
-        return torch.from_numpy(memory[start : start + num_bytes]).view(self.dtype).view(shape)
-
-    def _unbind_kv_cache(self) -> None:
-        for layer in self._attentions():
-            layer.k_cache = layer.v_cache = torch.empty(0)
-
-    def _attentions(self) -> list[Attention]:
-        return [module for module in self.model.modules() if isinstance(module, Attention)]
 
     def _uses_graphs(self, config: Config) -> bool:
         return self.device.type == "cuda" and self.backend.graph_safe and not config.enforce_eager

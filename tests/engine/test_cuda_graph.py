@@ -171,6 +171,8 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
     """Check after every decode step which slots were written; returns how many steps there were."""
     runner = llm._runner
     run, block_size, steps = runner.run, runner.block_size, 0
+    cache = runner.pool.cache
+    assert cache is not None
 
     @torch.inference_mode()
     def checking(batch: Batch) -> list[int]:
@@ -184,10 +186,10 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
             for seq in batch.seqs
         ]
         # A request that runs again may write what is there; so let something else be there.
-        runner.kv_cache.flatten(2, 3)[:, :, real] = 77.0
-        before = runner.kv_cache.clone()
+        cache.flatten(2, 3)[:, :, real] = 77.0
+        before = cache.clone()
         token_ids = run(batch)
-        changed = (runner.kv_cache != before).any(-1).any(-1)  # [2, layers, blocks, block_size]
+        changed = (cache != before).any(-1).any(-1)  # [2, layers, blocks, block_size]
         for written in changed.flatten(2).flatten(0, 1):
             assert written.nonzero().flatten().tolist() == sorted(real)
         return token_ids

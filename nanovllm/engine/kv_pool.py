@@ -1,0 +1,71 @@
+"""The KV pool: one tensor with the keys and values of all layers, in blocks.
+
+It knows what a block takes and which layers read it; how many blocks there may be is found out by
+the runner.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from nanovllm.layers.attention import Attention
+
+GIB = 1 << 30
+CACHE_LINE = 64
+
+
+class KVPool:
+    """`[2, layers, blocks, block_size, kv_heads, head_dim]`; each attention layer has its slice."""
+
+    def __init__(
+        self,
+        layers: list[Attention],
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = layers
+        self.block_size = block_size
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = device
+        self.cache: torch.Tensor | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes, all layers together."""
+        return math.prod(self._shape(num_blocks=1)) * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the tensor, zeroed (masked keys are multiplied by 0), and hand out its slices."""
+        try:
+            self.cache = self._zeros(self._shape(num_blocks))
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
+            raise MemoryError(
+                f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / GIB:.1f}"
+                f" GiB, more than {self.device} has free; lower num_kvcache_blocks, cpu_kvcache_gib"
+                " or gpu_memory_utilization"
+            ) from error
+        for layer, k_cache, v_cache in zip(self.layers, *self.cache, strict=True):
+            layer.k_cache, layer.v_cache = k_cache, v_cache
+
+    def release(self) -> None:
+        """Give the memory back; the layers have no cache then."""
+        self.cache = None
+        for layer in self.layers:
+            layer.k_cache = layer.v_cache = torch.empty(0)
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        num_kv_heads = self.layers[0].num_kv_heads
+        return (2, len(self.layers), num_blocks, self.block_size, num_kv_heads, self.head_dim)
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeroed memory; on the CPU the system provides it as it is touched, not before."""
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+        start = -memory.ctypes.data % CACHE_LINE
+        return torch.from_numpy(memory[start : start + num_bytes]).view(self.dtype).view(shape)
