@@ -8,6 +8,7 @@ PyTorch throughout, and syncs.
 
 import dataclasses
 import logging
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -199,10 +200,10 @@ def get_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
         try:
             return BUILDERS[fast](spec)
         except ValueError as error:
-            logger.info("%s", error)
+            logger.info("auto passes on: %s", error)
             reasons.append(str(error))
     if reasons:
-        logger.warning("attention runs in plain PyTorch, slowly: %s", "; ".join(reasons))
+        logger.warning("auto: attention in plain PyTorch, slowly; %s", "; ".join(reasons))
     return TorchBackend(spec.block_size)
 
 
@@ -223,7 +224,8 @@ def _build_triton(spec: AttentionSpec) -> AttentionBackend:
     if spec.device.type != "cuda" and not INTERPRETED:
         raise ValueError(
             f"{refusal} needs a CUDA device, got device={spec.device.type!r}; 'torch' works"
-            " everywhere (and TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+            " everywhere (and TRITON_INTERPRET=1, set before Python starts, interprets the kernels"
+            " on the CPU, very slowly)"
         )
     if spec.head_dim < 16:
         raise ValueError(f"{refusal} needs a head_dim of 16 or more, got {spec.head_dim}")
@@ -304,6 +306,10 @@ def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:
 
 def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     """Run each of the layers' kernels on a token, to see that they compile here."""
+    from nanovllm.kernels.common import INTERPRETED
+
+    if spec.device.type == "cuda" and INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, and kernels are interpreted on the CPU")
     options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
     x = torch.zeros(1, 2 * spec.head_dim, **options)
     weight = torch.ones(2 * spec.head_dim, **options)
@@ -323,5 +329,9 @@ def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
 
 
 def _in_short(error: Exception) -> str:
-    """A compiler's error goes on for pages."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """A compiler's error goes on for pages: where it is stands first, and what it is last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
+    if isinstance(error, subprocess.CalledProcessError):
+        text += " (it takes a C compiler and Python's headers)"
+    return f"{type(error).__name__}: {text}"

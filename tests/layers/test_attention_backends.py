@@ -1,5 +1,6 @@
 """The choice of a backend, and the whole engine on Triton's kernels against plain PyTorch."""
 
+import ast
 import builtins
 import importlib
 import logging
@@ -144,6 +145,22 @@ def test_backend_that_does_not_run_is_found_out_later(
 
     monkeypatch.setattr(decode_attention, "decode_attention", broken)
     with pytest.raises(ValueError, match=r"'triton' does not work here .*C compiler.*'torch'"):
+        get_backend("triton", spec(kernel_device))
+
+
+def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's errors: a place in the first line, the source, and in the last what it is."""
+    from triton.compiler.errors import CompilationError
+
+    from nanovllm.kernels import prefill_attention
+
+    tree = ast.parse("def f():\n    foo(1)")
+
+    def broken(*args: Any) -> None:
+        raise CompilationError("def f():\n    foo(1)", tree.body[0].body[0], "foo is not defined")
+
+    monkeypatch.setattr(prefill_attention, "prefill_attention", broken)
+    with pytest.raises(ValueError, match=r"CompilationError: at 2:.*foo is not defined"):
         get_backend("triton", spec(kernel_device))
 
 
