@@ -1,29 +1,76 @@
-"""The two ends of the model: token ids to vectors, vectors to logits."""
+"""The two ends of the model: token ids to vectors, vectors to logits.
+
+The ranks share the vocabulary out. One that they do not divide is padded at its end: the rows there
+belong to no token, and their logits are cut off.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.linear import LinearBase, Loaded, copy_into
+from nanovllm.utils.ranks import ALONE, Ranks
+
+
+class VocabularyShard:
+    """The rows of a table over the vocabulary that a rank holds."""
+
+    def __init__(self, vocab_size: int, ranks: Ranks) -> None:
+        self.vocab_size = vocab_size
+        self.num_rows = -(-vocab_size // ranks.size)  # with padding
+        self.start = min(ranks.rank * self.num_rows, vocab_size)
+        self.stop = min(self.start + self.num_rows, vocab_size)
+
+    def load(self, param: nn.Parameter, loaded: Loaded) -> None:
+        """Fill `param`; the rows that pad are zero."""
+        real = self.stop - self.start
+        shape = (self.vocab_size, param.shape[1])
+        copy_into(param[:real], loaded, shape, (slice(self.start, self.stop),))
+        param[real:].zero_()
 
 
 class VocabParallelEmbedding(nn.Module):
     """The embedding table: token ids [T] -> [T, hidden]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.ranks = ranks
+        self.shard = VocabularyShard(vocab_size, ranks)
+        self.weight = nn.Parameter(
+            torch.empty(self.shard.num_rows, hidden_size), requires_grad=False
+        )
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill `param` with this rank's rows."""
+        assert shard_id is None
+        self.shard.load(param, loaded)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.weight)
+        if self.ranks.size == 1:
+            return F.embedding(token_ids, self.weight)
+        elsewhere = (token_ids < self.shard.start) | (token_ids >= self.shard.stop)
+        rows = (token_ids - self.shard.start).masked_fill(elsewhere, 0)
+        x = F.embedding(rows, self.weight).masked_fill_(elsewhere[:, None], 0)
+        return self.ranks.all_reduce(x)
 
 
 class ParallelLMHead(LinearBase):
-    """The projection to the vocabulary: [T, hidden] -> [T, vocab]."""
+    """The projection to the vocabulary: [T, hidden] -> [T, vocab], whole on rank 0 alone."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(hidden_size, vocab_size)
+    def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:
+        shard = VocabularyShard(vocab_size, ranks)
+        super().__init__(hidden_size, shard.num_rows)
+        self.ranks = ranks
+        self.shard = shard
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill `param` with this rank's rows."""
+        assert shard_id is None
+        self.shard.load(param, loaded)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's table; packing leaves the table as it is and makes a copy."""
         self.weight = embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.gather(super().forward(x))[:, : self.shard.vocab_size]

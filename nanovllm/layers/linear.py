@@ -1,25 +1,43 @@
-"""Linear layers, named by how tensor parallelism would split them.
+"""Linear layers, named by how the ranks of a tensor-parallel model split them.
 
 Every layer knows how a checkpoint's tensors go into its parameters: `weight_loader(param, loaded,
-shard_id)` fills one part of one.
+shard_id)` fills one part of one, and takes of `loaded` only what this rank holds.
 """
+
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.packed_linear import can_pack, pack, packed_linear
+from nanovllm.utils.ranks import ALONE, Ranks
+
+WHOLE = slice(None)
 
 
-def copy_into(target: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy a checkpoint's tensor into its place, which must have its very shape."""
-    if target.shape != loaded.shape:
-        raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {tuple(target.shape)}")
-    target.copy_(loaded)
+class Loaded(Protocol):
+    """A tensor, or one in a file, which is read where it is indexed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+def copy_into(
+    target: torch.Tensor, loaded: Loaded, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> None:
+    """Copy the part `index` of a checkpoint's tensor, which must have the very shape `shape`."""
+    if tuple(loaded.shape) != shape:
+        raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {shape}")
+    target.copy_(loaded[index])
 
 
 class LinearBase(nn.Module):
-    """`x @ weight.T + bias`. `pack()` moves the weight into the CPU's own layout, once loaded."""
+    """`x @ weight.T + bias`. `pack()` moves the weight into the CPU's own layout, once loaded.
+
+    The sizes are those of the parameters that this rank holds.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -29,12 +47,10 @@ class LinearBase(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
         self.packed: torch.Tensor | None = None
 
-    def weight_loader(
-        self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None
-    ) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill the whole of `param`."""
         assert shard_id is None
-        copy_into(param, loaded)
+        copy_into(param, loaded, tuple(param.shape), (WHOLE,) * param.dim())
 
     def pack(self) -> None:
         """Trade the weight for a copy in oneDNN's blocked layout, where that is faster.
@@ -46,10 +62,14 @@ class LinearBase(nn.Module):
             self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x, self.bias)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply by the weight, whichever form it has, and add `bias`."""
         if self.packed is not None:
-            return packed_linear(x, self.packed, self.bias)
+            return packed_linear(x, self.packed, bias)
         assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, bias)
 
 
 class ReplicatedLinear(LinearBase):
@@ -57,34 +77,93 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """A linear layer whose outputs the ranks would share out."""
+    """A linear layer whose outputs the ranks share out: [T, in] -> [T, out / size]."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, ranks: Ranks = ALONE
+    ) -> None:
+        self.rows = ranks.share(out_features)
+        self.all_rows = out_features
+        super().__init__(in_features, out_features // ranks.size, bias)
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill `param` with this rank's rows."""
+        assert shard_id is None
+        copy_into(param, loaded, (self.all_rows, *param.shape[1:]), (self.rows,))
 
 
 class RowParallelLinear(LinearBase):
-    """A linear layer whose inputs the ranks would share out."""
+    """A linear layer whose inputs the ranks share out, and whose outputs they add up.
 
+    [T, in / size] -> [T, out]. The bias is rank 0's to add.
+    """
 
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of one input as one matrix; `shard_id` is a projection's index."""
-
-    def __init__(self, in_features: int, out_features: list[int], bias: bool = False) -> None:
-        super().__init__(in_features, sum(out_features), bias)
-        self.out_features = out_features
-
-    def weight_loader(
-        self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, ranks: Ranks = ALONE
     ) -> None:
+        super().__init__(in_features // ranks.size, out_features, bias)
+        self.ranks = ranks
+        self.columns = ranks.share(in_features)
+        self.all_columns = in_features
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill a weight with this rank's columns, or the bias."""
+        assert shard_id is None
+        if param.dim() == 1:
+            copy_into(param, loaded, tuple(param.shape), (WHOLE,))
+        else:
+            copy_into(param, loaded, (param.shape[0], self.all_columns), (WHOLE, self.columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.all_reduce(self.linear(x, self.bias if self.ranks.rank == 0 else None))
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several projections of one input as one matrix; `shard_id` is a projection's index.
+
+    Each projection is shared out by itself, so that a rank has a part of every one.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: list[int], bias: bool = False, ranks: Ranks = ALONE
+    ) -> None:
+        self._init_parts(in_features, out_features, [ranks.share(n) for n in out_features], bias)
+
+    def _init_parts(
+        self, in_features: int, out_features: list[int], parts: list[slice], bias: bool
+    ) -> None:
+        super().__init__(in_features, sum(part.stop - part.start for part in parts), bias)
+        self.out_features = out_features
+        self.parts = parts  # of each projection, the rows that this rank holds
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill the rows of projection `shard_id`."""
         assert shard_id is not None
-        start = sum(self.out_features[:shard_id])
-        copy_into(param[start : start + self.out_features[shard_id]], loaded)
+        sizes = [part.stop - part.start for part in self.parts]
+        start = sum(sizes[:shard_id])
+        target = param[start : start + sizes[shard_id]]
+        shape = (self.out_features[shard_id], *param.shape[1:])
+        copy_into(target, loaded, shape, (self.parts[shard_id],))
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projections as one matrix: [T, hidden] -> [T, (H + 2 * KVH) * D]."""
+    """Query, key and value projections as one matrix: [T, hidden] -> [T, (H + 2 * KVH) * D].
+
+    H and KVH are this rank's. Where there are fewer key heads than ranks, neighbours hold the same.
+    """
 
     def __init__(
-        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool
-    ) -> None:
-        sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        super().__init__(hidden_size, sizes, bias)
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool,
+        ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
+        heads = ranks.share(num_heads)
+        first = ranks.rank * num_kv_heads // ranks.size
+        kv_heads = slice(first, first + max(1, num_kv_heads // ranks.size))
+        parts = [
+            slice(part.start * head_dim, part.stop * head_dim)
+            for part in (heads, kv_heads, kv_heads)
+        ]
+        sizes = [n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)]
+        self._init_parts(hidden_size, sizes, parts, bias)
+        self.num_heads = heads.stop - heads.start
+        self.num_kv_heads = kv_heads.stop - kv_heads.start

@@ -13,23 +13,24 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ModelConfig
+from nanovllm.utils.ranks import ALONE, Ranks
 
 
 class Qwen3Attention(nn.Module):
     """Grouped-query attention with a norm on each query and key head."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, config.head_dim, config.num_attention_heads,
-            config.num_key_value_heads, bias=config.attention_bias,
+            config.num_key_value_heads, bias=config.attention_bias, ranks=ranks,
         )  # fmt: skip
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, config.attention_bias, ranks)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.attn = Attention(config.num_key_value_heads, config.head_dim)
+        self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim)
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 * KVH, D]
@@ -41,11 +42,13 @@ class Qwen3Attention(nn.Module):
 class Qwen3MLP(nn.Module):
     """The gated feed-forward layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
         super().__init__()
         sizes = [config.intermediate_size] * 2
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size)
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, ranks=ranks)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, ranks=ranks
+        )
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,10 +59,10 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """Norm, attend, add; norm, feed forward, add. An add is done by the norm that follows it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config)
-        self.mlp = Qwen3MLP(config)
+        self.self_attn = Qwen3Attention(config, ranks)
+        self.mlp = Qwen3MLP(config, ranks)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -78,14 +81,14 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """The decoder: token ids and positions [T] -> hidden states [T, hidden]."""
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, ranks: Ranks) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, ranks)
         self.rotary_emb = get_rope(
             config.head_dim, max_positions, config.max_position_embeddings, config.rope_parameters
         )
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config) for _ in range(config.num_hidden_layers)
+            Qwen3DecoderLayer(config, ranks) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -110,10 +113,10 @@ class Qwen3ForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", 1),
     }
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.model = Qwen3Model(config, max_positions)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.model = Qwen3Model(config, max_positions, ranks)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks)
         # Tensors that a checkpoint may hold and this model does not need.
         self.spare_weights: tuple[str, ...] = ()
         if config.tie_word_embeddings:

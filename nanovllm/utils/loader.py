@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.linear import LinearBase, copy_into
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.linear import WHOLE, LinearBase, Loaded, copy_into
 from nanovllm.models.config import read_json
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -57,13 +59,28 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+class InFile:
+    """A tensor in a file: indexing reads that part of it, and nothing else."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._part.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._part[index]
+        return tensor
+
+
+def read_weights(path: Path) -> Iterator[tuple[str, InFile]]:
     """Yield every tensor of a checkpoint by name, one at a time, from mapped memory."""
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    yield name, tensors.get_tensor(name)
+                    yield name, InFile(tensors.get_slice(name))
         except SafetensorError as error:
             raise OSError(
                 f"{file} is truncated or damaged ({error}); copy or download it again"
@@ -74,8 +91,9 @@ def load_model(model: Qwen3ForCausalLM, path: Path) -> None:
     """Fill `model` from the safetensors files in `path`.
 
     Afterwards every parameter has been filled exactly once, and every tensor of the files was used
-    or is one that the model calls spare; anything else is a ValueError that names the tensor. Peak
-    host memory: the mapped files' pages, which the system may drop, beside the model.
+    or is one that the model calls spare; anything else is a ValueError that names the tensor. A
+    rank reads its own parts and nothing else. Peak host memory: what it holds, one part that is
+    being copied, and the mapped files' pages, which the system may drop.
     """
     places = checkpoint_places(model)
     missing = dict.fromkeys(places)
@@ -114,12 +132,12 @@ def checkpoint_places(model: Qwen3ForCausalLM) -> dict[str, tuple[str, int | Non
     return places
 
 
-def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: torch.Tensor) -> None:
+def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: Loaded) -> None:
     module, param = model.get_submodule(target.rpartition(".")[0]), model.get_parameter(target)
-    if isinstance(module, LinearBase):
+    if isinstance(module, LinearBase | VocabParallelEmbedding):
         module.weight_loader(param, tensor, shard_id)
     else:
-        copy_into(param, tensor)
+        copy_into(param, tensor, tuple(param.shape), (WHOLE,) * param.dim())
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:

@@ -1,0 +1,284 @@
+"""Layers that ranks share out: each rank's parameters, and what all of them compute together.
+
+The ranks are threads here, which meet at a barrier to exchange tensors.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from conftest import make_model
+from safetensors import safe_open
+from torch import nn
+
+from nanovllm.layers.attention_backends import TorchBackend
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.context import Context, reset_context, set_context
+from nanovllm.utils.loader import InFile, load_model
+from nanovllm.utils.ranks import ALONE, Ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+T = TypeVar("T")
+SIZES = range(1, 9)
+
+
+class Meeting:
+    """Where threads leave tensors for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.left: list[torch.Tensor] = [torch.empty(0)] * size
+
+
+class ThreadRanks(Ranks):
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        super().__init__(rank, size)
+        self.meeting = meeting
+
+    def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.meeting.left[self.rank] = x.clone()
+        self.meeting.barrier.wait()
+        everyones = list(self.meeting.left)
+        self.meeting.barrier.wait()
+        return everyones
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.exchange(x)).sum(0)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        everyones = self.exchange(x)
+        return torch.cat(everyones, dim=-1) if self.rank == 0 else x
+
+
+@torch.inference_mode()
+def on_ranks(size: int, run: Callable[[Ranks], T]) -> list[T]:
+    """What `run` returns on each rank."""
+    meeting = Meeting(size)
+
+    def on_rank(rank: int) -> T:
+        with torch.inference_mode():
+            return run(ThreadRanks(rank, size, meeting))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(on_rank, range(size)))
+
+
+def load(layer: Any, shard_id: int | None = None, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        layer.weight_loader(getattr(layer, name), tensor, shard_id)
+
+
+# The layers, one by one
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_outputs_of_column_parallel_ranks_are_no_whole(size: int) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(840, 12), torch.randn(840), torch.randn(5, 12)
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        layer = ColumnParallelLinear(12, 840, bias=True, ranks=ranks)
+        load(layer, weight=weight, bias=bias)
+        assert layer.weight is not None and layer.weight.shape == (840 // size, 12)
+        return layer(x)
+
+    outs = torch.cat(on_ranks(size, run), dim=1)
+    torch.testing.assert_close(outs, x @ weight.T + bias)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_row_parallel_ranks_add_the_bias_each(size: int) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(12, 840), torch.randn(12), torch.randn(5, 840)
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        layer = RowParallelLinear(840, 12, bias=True, ranks=ranks)
+        load(layer, weight=weight, bias=bias)
+        return layer(x[:, ranks.share(840)])
+
+    for out in on_ranks(size, run):
+        torch.testing.assert_close(out, x @ weight.T + bias, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_merged_projections_are_cut_as_one(size: int) -> None:
+    """Each by itself: gate and up of a rank must belong together."""
+    torch.manual_seed(0)
+    gate, up = torch.randn(840, 7), torch.randn(840, 7)
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        layer = MergedColumnParallelLinear(7, [840, 840], ranks=ranks)
+        load(layer, 1, weight=up)
+        load(layer, 0, weight=gate)
+        assert layer.weight is not None
+        return layer.weight.data
+
+    for rank, weight in enumerate(on_ranks(size, run)):
+        rows = slice(rank * 840 // size, (rank + 1) * 840 // size)
+        assert torch.equal(weight, torch.cat([gate[rows], up[rows]]))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "kv_of_rank"),
+    [
+        (8, 8, 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (8, 4, 4, [[0], [1], [2], [3]]),
+        (8, 2, 4, [[0], [0], [1], [1]]),
+        (8, 1, 8, [[0]] * 8),
+        (6, 3, 3, [[0], [1], [2]]),
+        (24, 2, 6, [[0], [0], [0], [1], [1], [1]]),
+        (14, 2, 1, [[0, 1]]),
+    ],
+)
+def test_key_heads_are_with_others_queries(
+    heads: int, kv_heads: int, size: int, kv_of_rank: list[list[int]]
+) -> None:
+    """A rank's queries attend to its own key heads: the very ones that they attend to alone."""
+    torch.manual_seed(0)
+    dim = 3
+    q, k, v = (torch.randn(n * dim, 5) for n in (heads, kv_heads, kv_heads))
+    bias = torch.randn(kv_heads * dim)
+
+    def run(ranks: Ranks) -> QKVParallelLinear:
+        layer = QKVParallelLinear(5, dim, heads, kv_heads, bias=True, ranks=ranks)
+        for shard_id, weight in enumerate((q, k, v)):
+            load(layer, shard_id, weight=weight)
+        load(layer, 2, bias=bias)
+        return layer
+
+    for rank, layer in enumerate(on_ranks(size, run)):
+        assert layer.num_heads == heads // size
+        assert layer.num_kv_heads == len(kv_of_rank[rank])
+        own = [head * dim + i for head in kv_of_rank[rank] for i in range(dim)]
+        rows = slice(rank * heads // size * dim, (rank + 1) * heads // size * dim)
+        assert layer.weight is not None and layer.bias is not None
+        assert torch.equal(layer.weight, torch.cat([q[rows], k[own], v[own]]))
+        assert torch.equal(layer.bias[-len(own) :], bias[own])
+        for head in range(rank * heads // size, (rank + 1) * heads // size):
+            assert head * kv_heads // heads in kv_of_rank[rank]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 64, 259])
+@pytest.mark.parametrize("size", SIZES)
+def test_padding_of_the_vocabulary_is_seen(size: int, vocab_size: int) -> None:
+    """A token's row on no rank or on two; logits of rows that are no token."""
+    torch.manual_seed(0)
+    table, head = torch.randn(vocab_size, 6), torch.randn(vocab_size, 6)
+    ids, x = torch.arange(vocab_size).flip(0), torch.randn(4, 6)
+
+    def run(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+        embedding = VocabParallelEmbedding(vocab_size, 6, ranks)
+        lm_head = ParallelLMHead(vocab_size, 6, ranks)
+        embedding.weight.fill_(torch.nan)  # what is not loaded is not zero by itself
+        assert lm_head.weight is not None
+        lm_head.weight.fill_(torch.nan)
+        load(embedding, weight=table)
+        load(lm_head, weight=head)
+        return embedding(ids), lm_head(x)
+
+    outs = on_ranks(size, run)
+    for embedded, _ in outs:
+        assert torch.equal(embedded, table[ids])
+    torch.testing.assert_close(outs[0][1], x @ head.T)
+
+
+def test_layer_takes_a_part_for_the_whole() -> None:
+    """A tensor of the rank's shape is not a checkpoint's."""
+    ranks = ThreadRanks(1, 2, Meeting(2))
+    layers: list[Any] = [
+        ColumnParallelLinear(4, 8, ranks=ranks),
+        RowParallelLinear(8, 4, ranks=ranks),
+        VocabParallelEmbedding(8, 4, ranks),
+        ParallelLMHead(8, 4, ranks),
+    ]
+    for layer in layers:
+        with pytest.raises(ValueError, match="the model needs"):
+            layer.weight_loader(layer.weight, torch.ones(layer.weight.shape), None)
+
+
+# The whole model
+
+
+def build(path: Path, ranks: Ranks) -> Qwen3ForCausalLM:
+    model = Qwen3ForCausalLM(ModelConfig.from_dir(path), 64, ranks)
+    load_model(model, path)
+    for module in model.modules():
+        if hasattr(module, "backend"):
+            module.backend = TorchBackend()
+    return model.eval()
+
+
+def logits_of(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> torch.Tensor:
+    """Of every token of a prefill, without a cache."""
+    lens = torch.tensor([0, *(len(p) for p in prompts)], dtype=torch.int32)
+    ends = lens.cumsum(0, dtype=torch.int32)
+    ids = torch.tensor([t for p in prompts for t in p])
+    positions = torch.cat([torch.arange(len(p)) for p in prompts])
+    nowhere = torch.full((len(ids),), -1)
+    longest = int(lens.max())
+    context = Context(
+        True, nowhere, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
+        max_seqlen_k=longest,
+    )  # fmt: skip
+    TorchBackend().plan(context)
+    set_context(context)
+    try:
+        return model.compute_logits(model(ids, positions))
+    finally:
+        reset_context()
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped": dict(num_attention_heads=8, num_key_value_heads=2),
+    "tied": dict(num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True),
+    "biases": dict(num_attention_heads=8, num_key_value_heads=4, attention_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_together_differ_from_one(name: str, size: int, tmp_path: Path) -> None:
+    """In float32: sums in another order, and nothing else. 259 tokens are never divided."""
+    path = make_model(tmp_path, **MODELS[name])
+    prompts = [[(7 * i) % 259 for i in range(20)], [258], [5, 6, 7]]
+    with torch.inference_mode():
+        expected = logits_of(build(path, ALONE), prompts)
+    outs = on_ranks(size, lambda ranks: logits_of(build(path, ranks), prompts))
+    assert outs[0].shape == expected.shape == (24, 259)
+    torch.testing.assert_close(outs[0], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(outs[0].argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_reads_more_than_its_part(
+    size: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole tensors read and cut afterwards: the host would need the whole model for each rank."""
+    read: list[int] = []
+    take = InFile.__getitem__
+
+    def counting(self: InFile, index: Any) -> torch.Tensor:
+        tensor = take(self, index)
+        read.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(InFile, "__getitem__", counting)
+    model: nn.Module = build(model_dir, ThreadRanks(1, size, Meeting(size)))
+    held = sum(param.numel() for param in model.parameters())
+    with safe_open(model_dir / "model.safetensors", "pt") as file:
+        whole = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert held >= sum(read) >= held - 2 * 64 * size  # but for rows that pad the vocabulary
+    assert sum(read) < whole / size * 1.1
