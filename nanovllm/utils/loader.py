@@ -70,7 +70,8 @@ class InFile:
         return tuple(self._part.get_shape())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._part[index]
+        with torch.device("cpu"):  # safetensors makes it on PyTorch's default device
+            tensor: torch.Tensor = self._part[index]
         return tensor
 
 
