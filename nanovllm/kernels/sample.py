@@ -49,8 +49,8 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     best_id = tl.minimum(start + n, vocab_size - 1)
-    temperature = tl.load(temperatures_ptr + row) if RACE else 0.0
     if RACE:
+        temperature = tl.load(temperatures_ptr + row)
         key = tl.load(keys_ptr + row)
     for first in range(start, end, BLOCK):
         ids = first + n

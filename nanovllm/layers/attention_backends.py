@@ -65,7 +65,26 @@ class AttentionBackend(ABC):
         """Attention of q [B, H, D], one token for each sequence."""
 
 
-class TorchBackend(AttentionBackend):
+class PlannedBackend(AttentionBackend):
+    """A backend of ours: its functions read the step's lengths and blocks from the plan."""
+
+    prefill_attention: Callable[..., torch.Tensor]
+    decode_attention: Callable[..., torch.Tensor]
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        return self.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
+
+    def decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        return self.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
+
+
+class TorchBackend(PlannedBackend):
     """Plain PyTorch on any device: the definition of the others, and fast on the CPU."""
 
     name = "torch"
@@ -73,6 +92,8 @@ class TorchBackend(AttentionBackend):
     graph_safe = False
     copied_layers = 2  # one, gathered and padded
     kernels = PLAIN
+    prefill_attention = staticmethod(paged_attention.prefill_attention)
+    decode_attention = staticmethod(paged_attention.decode_attention)
 
     def plan(self, context: Context) -> None:
         """Group the sequences by length. Syncs where the device is not the CPU."""
@@ -87,20 +108,8 @@ class TorchBackend(AttentionBackend):
                 context.context_lens, context.block_tables, self.block_size
             )
 
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
-    ) -> torch.Tensor:  # fmt: skip
-        return paged_attention.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
 
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
-        scale: float,
-    ) -> torch.Tensor:  # fmt: skip
-        return paged_attention.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
-
-
-class TritonBackend(AttentionBackend):
+class TritonBackend(PlannedBackend):
     """Our own kernels: CUDA, any type and block size; on the CPU under Triton's interpreter."""
 
     name = "triton"
@@ -117,33 +126,24 @@ class TritonBackend(AttentionBackend):
         self.tile_queries = prefill_attention.tile_queries(
             spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.dtype
         )
-        self._decode, self._prefill = decode_attention, prefill_attention
+        self._plan_prefill = prefill_attention.plan_prefill
+        self._plan_decode = decode_attention.plan_decode
+        self.prefill_attention = prefill_attention.prefill_attention
+        self.decode_attention = decode_attention.decode_attention
 
     def plan(self, context: Context) -> None:
         """Deal the work of a layer out over its programs, on the device."""
         if context.is_prefill:
             assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
-            context.plan = self._prefill.plan_prefill(
+            context.plan = self._plan_prefill(
                 context.cu_seqlens_q, context.cu_seqlens_k, context.block_tables,
                 len(context.slot_mapping), self.tile_queries,
             )  # fmt: skip
         else:
             assert context.context_lens is not None and context.block_tables is not None
-            context.plan = self._decode.plan_decode(
+            context.plan = self._plan_decode(
                 context.context_lens, context.block_tables, self.num_kv_heads
             )
-
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
-    ) -> torch.Tensor:  # fmt: skip
-        return self._prefill.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
-
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
-        scale: float,
-    ) -> torch.Tensor:  # fmt: skip
-        return self._decode.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
 
 
 class FlashAttnBackend(AttentionBackend):

@@ -33,6 +33,11 @@ def copy_into(
     target.copy_(loaded[index])
 
 
+def copy_whole(param: torch.Tensor, loaded: Loaded) -> None:
+    """Copy a checkpoint's tensor into a parameter that every rank holds whole."""
+    copy_into(param, loaded, tuple(param.shape), (WHOLE,) * param.dim())
+
+
 class LinearBase(nn.Module):
     """`x @ weight.T + bias`. `pack()` moves the weight into the CPU's own layout, once loaded.
 
@@ -50,7 +55,7 @@ class LinearBase(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill the whole of `param`."""
         assert shard_id is None
-        copy_into(param, loaded, tuple(param.shape), (WHOLE,) * param.dim())
+        copy_whole(param, loaded)
 
     def pack(self) -> None:
         """Trade the weight for a copy in oneDNN's blocked layout, where that is faster.
@@ -82,9 +87,9 @@ class ColumnParallelLinear(LinearBase):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, ranks: Ranks = ALONE
     ) -> None:
+        super().__init__(in_features, out_features // ranks.size, bias)
         self.rows = ranks.share(out_features)
         self.all_rows = out_features
-        super().__init__(in_features, out_features // ranks.size, bias)
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill `param` with this rank's rows."""
@@ -110,7 +115,7 @@ class RowParallelLinear(LinearBase):
         """Fill a weight with this rank's columns, or the bias."""
         assert shard_id is None
         if param.dim() == 1:
-            copy_into(param, loaded, tuple(param.shape), (WHOLE,))
+            copy_whole(param, loaded)
         else:
             copy_into(param, loaded, (param.shape[0], self.all_columns), (WHOLE, self.columns))
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.linear import WHOLE, LinearBase, Loaded, copy_into
+from nanovllm.layers.linear import LinearBase, Loaded, copy_whole
 from nanovllm.models.config import read_json
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -138,7 +138,7 @@ def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: Loaded) -
     if isinstance(module, LinearBase | VocabParallelEmbedding):
         module.weight_loader(param, tensor, shard_id)
     else:
-        copy_into(param, tensor, tuple(param.shape), (WHOLE,) * param.dim())
+        copy_whole(param, tensor)
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:
