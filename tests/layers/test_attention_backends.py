@@ -89,6 +89,20 @@ def test_flash_attn_takes_what_it_cannot_do(changes: dict[str, Any], message: st
         get_backend("flash_attn", spec("cuda", **changes))
 
 
+def test_interpreted_kernels_run_for_a_gpu(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRITON_INTERPRET left in the environment: each kernel would copy its tensors to the host."""
+    monkeypatch.setattr(common, "INTERPRETED", True)
+    with pytest.raises(ValueError, match=r"'triton' does not work here .*TRITON_INTERPRET is set"):
+        get_backend("triton", spec("cuda"))
+
+
+def test_head_too_small_for_a_matrix_product_is_tried(kernel_device: str) -> None:
+    with pytest.raises(ValueError, match="needs a head_dim of 16 or more, got 8"):
+        get_backend("triton", spec(kernel_device, head_dim=8))
+
+
 def test_triton_that_is_not_installed_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "triton")
     with pytest.raises(ValueError, match=r"cannot import Triton .*'torch' needs none"):
