@@ -17,11 +17,12 @@ from nanovllm.utils.checks import check_bool, check_choice, check_float, check_i
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+MAX_RANKS = 8
 INT_RANGES = {
     "max_num_batched_tokens": (1, None),
     "max_num_seqs": (1, None),
     "max_model_len": (2, None),
-    "tensor_parallel_size": (1, 8),
+    "tensor_parallel_size": (1, MAX_RANKS),
     "kvcache_block_size": (1, None),
     "num_kvcache_blocks": (1, None),
     "seed": (0, 2**63 - 1),
@@ -66,10 +67,6 @@ class Config:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"
-            )
-        if self.tensor_parallel_size != 1:
-            raise NotImplementedError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not built yet; use 1"
             )
 
     def _normalize(self) -> None:

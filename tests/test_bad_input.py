@@ -313,9 +313,9 @@ def test_stop_token_id_outside_the_vocabulary_is_kept(llm: LLM, token_id: int) -
         ),
         ({"attention_backend": "flash_attn"}, ValueError, ["flash_attn", "CUDA", "'cpu'"]),
         (
-            {"tensor_parallel_size": 2},
-            NotImplementedError,
-            ["tensor_parallel_size=2", "not built", "1"],
+            {"tensor_parallel_size": 3},
+            ValueError,
+            ["tensor_parallel_size=3", "num_attention_heads=4", "num_key_value_heads=2", "1, 2, 4"],
         ),
         ({"max_seqs": 3}, TypeError, ["'max_seqs'", "'max_num_seqs'"]),
         ({"gpu_memory_utilisation": 0.5}, TypeError, ["'gpu_memory_utilization'"]),

@@ -79,14 +79,6 @@ def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[E
     assert str(value)[:15] in message
 
 
-@pytest.mark.parametrize(("name", "value", "way_out"), [("tensor_parallel_size", 2, "use 1")])
-def test_what_is_not_built_is_refused(name: str, value: Any, way_out: str) -> None:
-    """An option of a later stage that is accepted and ignored."""
-    with pytest.raises(NotImplementedError, match=name) as caught:
-        config(**{name: value})
-    assert way_out in str(caught.value)
-
-
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
 def test_frozen(field: "dataclasses.Field[Any]") -> None:
     """A module that changes the configuration under another one."""

@@ -1,26 +1,53 @@
-"""From a batch's sequences to the tensors of a step: token ids, positions, attention metadata."""
+"""From a batch's sequences to the arrays of a step, and from those to tensors on a device.
+
+The arrays are all that a rank must know of a step: they go to the other ranks as they are.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
 
+Array = npt.NDArray[Any]
+
 
 @dataclass(slots=True)
 class StepInputs:
-    """T tokens; `sample_rows` are the rows that are sampled from, None for all of them."""
+    """T tokens of B sequences, on the host. `Context` says what the fields mean.
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    context: Context
-    sample_rows: torch.Tensor | None
+    `sample_rows` are the tokens that are sampled from, None for all of them.
+    """
+
+    input_ids: Array
+    positions: Array
+    slot_mapping: Array
+    cu_seqlens_q: Array | None = None  # of a prefill
+    cu_seqlens_k: Array | None = None
+    context_lens: Array | None = None  # of a decode step
+    block_tables: Array | None = None
+    sample_rows: Array | None = None
+
+    def context(self, device: torch.device) -> Context:
+        """The attention metadata, on the device."""
+        q, k = self.cu_seqlens_q, self.cu_seqlens_k
+        return Context(
+            is_prefill=q is not None,
+            slot_mapping=upload(self.slot_mapping, device),
+            cu_seqlens_q=_upload_any(q, device),
+            cu_seqlens_k=_upload_any(k, device),
+            max_seqlen_q=0 if q is None else int(np.diff(q).max()),
+            max_seqlen_k=0 if k is None else int(np.diff(k).max()),
+            context_lens=_upload_any(self.context_lens, device),
+            block_tables=_upload_any(self.block_tables, device),
+        )
 
 
-def prefill_inputs(seqs: list[Sequence], block_size: int, device: torch.device) -> StepInputs:
+def prefill_inputs(seqs: list[Sequence], block_size: int) -> StepInputs:
     """Each sequence's scheduled tokens, one after the other."""
     token_ids: list[int] = []
     positions, slots, sample_rows = [], [], []
@@ -37,69 +64,83 @@ def prefill_inputs(seqs: list[Sequence], block_size: int, device: torch.device) 
         if seq.samples:
             sample_rows.append(len(token_ids) - 1)
     cached = any(seq.num_cached_tokens for seq in seqs)
-    context = Context(
-        is_prefill=True,
-        slot_mapping=upload(np.concatenate(slots), np.int64, device),
-        cu_seqlens_q=upload(cu_seqlens_q, np.int32, device),
-        cu_seqlens_k=upload(cu_seqlens_k, np.int32, device),
-        max_seqlen_q=max(seq.num_scheduled_tokens for seq in seqs),
-        max_seqlen_k=max(seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs),
-        block_tables=_block_tables(seqs, device) if cached else None,
-    )
     return StepInputs(
-        upload(token_ids, np.int64, device),
-        upload(np.concatenate(positions), np.int64, device),
-        context,
-        upload(sample_rows, np.int64, device),
+        input_ids=np.array(token_ids, np.int64),
+        positions=np.concatenate(positions, dtype=np.int64),
+        slot_mapping=np.concatenate(slots, dtype=np.int64),
+        cu_seqlens_q=np.array(cu_seqlens_q, np.int32),
+        cu_seqlens_k=np.array(cu_seqlens_k, np.int32),
+        block_tables=_block_tables(seqs) if cached else None,
+        sample_rows=np.array(sample_rows, np.int64),
     )
 
 
-def decode_inputs(seqs: list[Sequence], block_size: int, device: torch.device) -> StepInputs:
+def decode_inputs(seqs: list[Sequence], block_size: int) -> StepInputs:
     """The last token of each sequence."""
-    positions = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
+    positions = np.array([seq.num_cached_tokens for seq in seqs], np.int64)
     blocks = np.array([seq.block_table[seq.num_cached_tokens // block_size] for seq in seqs])
-    context = Context(
-        is_prefill=False,
-        slot_mapping=upload(blocks * block_size + positions % block_size, np.int64, device),
-        context_lens=upload(positions + 1, np.int32, device),
-        block_tables=_block_tables(seqs, device),
-    )
-    token_ids = [seq.token_ids[-1] for seq in seqs]
     return StepInputs(
-        upload(token_ids, np.int64, device), upload(positions, np.int64, device), context, None
+        input_ids=np.array([seq.token_ids[-1] for seq in seqs], np.int64),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        context_lens=(positions + 1).astype(np.int32),
+        block_tables=_block_tables(seqs),
     )
 
 
-def warmup_inputs(num_tokens: int, longest: int, device: torch.device) -> StepInputs:
+def warmup_inputs(num_tokens: int, longest: int) -> StepInputs:
     """The largest prefill: `num_tokens` tokens in sequences of `longest`, with nowhere to go."""
-    starts = np.append(np.arange(0, num_tokens, longest), num_tokens)
-    context = Context(
-        is_prefill=True,
-        slot_mapping=upload(np.full(num_tokens, -1), np.int64, device),
-        cu_seqlens_q=upload(starts, np.int32, device),
-        cu_seqlens_k=upload(starts, np.int32, device),
-        max_seqlen_q=min(longest, num_tokens),
-        max_seqlen_k=min(longest, num_tokens),
-    )
+    starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     return StepInputs(
-        upload(np.zeros(num_tokens), np.int64, device),
-        upload(np.arange(num_tokens) % longest, np.int64, device),
-        context,
-        None,
+        input_ids=np.zeros(num_tokens, np.int64),
+        positions=np.arange(num_tokens) % longest,
+        slot_mapping=np.full(num_tokens, -1),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
     )
 
 
-def _block_tables(seqs: list[Sequence], device: torch.device) -> torch.Tensor:
+def _block_tables(seqs: list[Sequence]) -> Array:
     """The sequences' tables as one matrix, filled up with block 0, which is never read there."""
-    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), dtype=np.int32)
+    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int32)
     for row, seq in zip(tables, seqs, strict=True):
         row[: len(seq.block_table)] = seq.block_table
-    return upload(tables, np.int32, device)
+    return tables
 
 
-def upload(values: Any, dtype: type, device: torch.device) -> torch.Tensor:
+def upload(array: Array, device: torch.device) -> torch.Tensor:
     """Copy to the device without waiting for it; on the CPU nothing is copied."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=dtype))
+    tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _upload_any(array: Array | None, device: torch.device) -> torch.Tensor | None:
+    return None if array is None else upload(array, device)
+
+
+class Differences:
+    """One array after the other, sent as what differs from the last. Each end has one of these."""
+
+    def __init__(self) -> None:
+        self.last: Array | None = None
+
+    def encode(self, array: Array | None) -> Array | tuple[Array, Array] | None:
+        """What to send: where the array differs and how, or all of it where that is less."""
+        last, self.last = self.last, array
+        if array is None or last is None or last.shape != array.shape:
+            return array
+        where = np.flatnonzero(last != array)
+        if 2 * len(where) > array.size:
+            return array
+        return where.astype(np.int32), array.ravel()[where]
+
+    def decode(self, sent: Array | tuple[Array, Array] | None) -> Array | None:
+        """The array. It changes in place when the next one comes."""
+        if isinstance(sent, tuple):
+            assert self.last is not None
+            self.last.ravel()[sent[0]] = sent[1]
+        else:
+            self.last = sent
+        return self.last

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
@@ -15,6 +16,7 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.workers import Workers
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import get_model_class
 from nanovllm.outputs import RequestOutput
@@ -65,6 +67,8 @@ def exclusive(method: Callable[..., T]) -> Callable[..., T]:
             self._generating = False
         except BaseException:
             self._recover(before)
+            if self._runner.failure is not None:
+                self.close()
             raise
         return result
 
@@ -82,8 +86,9 @@ class LLMEngine:
         path = resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(path)
         get_model_class(self.model_config.architecture)  # refuse before anything is loaded
+        self.model_config.check_parallel_size(config.tensor_parallel_size)
         self.tokenizer = load_tokenizer(config.tokenizer, path)
-        self._runner = ModelRunner(config, self.model_config, path)
+        self._runner = start_runner(config, self.model_config, path)
         self._finalizer = weakref.finalize(self, self._runner.close)
         self.config = self._runner.config
         self.scheduler = Scheduler(self.config)
@@ -239,5 +244,23 @@ class LLMEngine:
         )
 
     def _check_open(self) -> None:
+        failure = self._runner.failure
+        if failure is not None:
+            self.close()
+            raise RuntimeError(f"this LLM is closed, as {failure}; make a new one")
         if not self._finalizer.alive:
             raise RuntimeError("this LLM is closed; make a new one")
+
+
+def start_runner(config: Config, model_config: ModelConfig, path: Path) -> ModelRunner:
+    """Rank 0's runner, ready to run, with all other ranks behind it."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        runner = ModelRunner(config, model_config, path)
+        runner.start()
+        return runner
+    workers = Workers(size)
+    with workers.together():
+        runner = ModelRunner(config, model_config, path, workers.ranks, workers)
+        runner.start()
+    return runner

@@ -1,11 +1,12 @@
 """ModelRunner: one rank. It turns a scheduled batch into sampled token ids.
 
-It decides nothing about who runs, and knows no text.
+It decides nothing about who runs, and knows no text. Rank 0's drives the other ranks' processes.
 """
 
 import dataclasses
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from nanovllm.engine.inputs import (
 )
 from nanovllm.engine.kv_pool import GIB, KVPool
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionSpec, get_backend
@@ -37,6 +39,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.registry import get_model_class
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_dummy, load_model
+from nanovllm.utils.ranks import ALONE, Ranks
 
 logger = logging.getLogger("nanovllm")
 
@@ -47,50 +50,74 @@ MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels on
 
 
 class ModelRunner:
-    """The model, its KV pool and its decode graphs on one device.
+    """A rank's part of the model, its KV pool and its decode graphs, on one device.
 
-    `config` is the engine's Config with everything settled that only the model and the machine
-    can tell: device, dtype, backend, block size, number of blocks, max_model_len.
+    Made, it has loaded; after `start` it can run, and `config` is the engine's Config with
+    everything settled that only the model and the machine can tell: device, dtype, backend, block
+    size, number of blocks, max_model_len. `workers` are the other ranks, in rank 0's alone.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, path: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        path: Path,
+        ranks: Ranks = ALONE,
+        workers: Workers | None = None,
+    ) -> None:
         start = time.perf_counter()
-        model_class = get_model_class(model_config.architecture)
-        self.device = resolve_device(config.device)
+        self.ranks = ranks
+        self.workers = workers
+        self.device = resolve_device(config.device, ranks)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        spec = AttentionSpec(
-            self.device, self.dtype, model_config.num_attention_heads,
-            model_config.num_key_value_heads, model_config.head_dim, config.kvcache_block_size,
-        )  # fmt: skip
-        with computing_on(self.device):
-            self.backend = get_backend(config.attention_backend, spec)
         self.model_config = model_config
         self.max_num_running = config.max_num_running
-        self.block_size = self.backend.block_size
         longest = max_rope_positions(
             model_config.rope_parameters, model_config.max_position_embeddings
         )
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ValueError(f"max_model_len={config.max_model_len}, the model's own is {longest}")
         self.max_positions = config.max_model_len or longest
-        self.model = self._build(model_class, config, path)
+        spec = AttentionSpec(
+            self.device, self.dtype, model_config.num_attention_heads // ranks.size,
+            max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
+            config.kvcache_block_size,
+        )  # fmt: skip
+        with self._computing():
+            self.backend = get_backend(config.attention_backend, spec)
+        self.block_size = self.backend.block_size
+        self.config = dataclasses.replace(
+            config,
+            device=str(self.device),
+            dtype=str(self.dtype),
+            kvcache_block_size=self.block_size,
+            attention_backend=self.backend.name,
+        )
+        if workers:
+            workers.start(self.config, model_config, path)
+        self.model = self._build(config, path)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.pool = KVPool(layers, self.block_size, model_config.head_dim, self.dtype, self.device)
         self.sampler = Sampler()
         self.sampler.kernels = self.backend.kernels
+        self.graphs: DecodeGraphs | None = None
         logger.info(
             "%s on %s in %s, loaded in %.1f s; attention: %s, other kernels: %s",
             model_config.architecture, self.device, str(self.dtype).removeprefix("torch."),
             time.perf_counter() - start, self.backend.name, self.backend.kernels.name,
         )  # fmt: skip
-        self.graphs: DecodeGraphs | None = None
-        with computing_on(self.device):
-            num_blocks = config.num_kvcache_blocks or self._fit_kv_blocks(config)
-            self.config = self._settle(config, num_blocks)
+
+    def start(self) -> None:
+        """Meet the other ranks, size the KV pool, compile and capture. All ranks at a time."""
+        if self.workers:
+            self.workers.connect(self.device)
+        with self._computing():
+            num_blocks = self.config.num_kvcache_blocks or self._fit_kv_blocks()
+            self.config = self._settle(num_blocks)
             self.pool.allocate(num_blocks)
             if self.device.type == "cuda":
-                self._warm_up(config)  # what is too large, or must be compiled, shows here
-            if self._uses_graphs(config):
+                self._warm_up()  # what is too large, or must be compiled, shows here
+            if self._uses_graphs:
                 start = time.perf_counter()
                 self.graphs = self._capture_graphs()
                 logger.info(
@@ -102,38 +129,42 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> list[int]:
         """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
-        with computing_on(self.device):
-            return self._run(batch)
+        make_inputs = prefill_inputs if batch.is_prefill else decode_inputs
+        inputs = make_inputs(batch.seqs, self.block_size)
+        with self.workers.step(inputs) if self.workers else nullcontext():
+            return self._sample(self.compute(inputs), batch.sampling_seqs)
 
-    def _run(self, batch: Batch) -> list[int]:
-        inputs = (
-            prefill_inputs(batch.seqs, self.block_size, self.device)
-            if batch.is_prefill
-            else decode_inputs(batch.seqs, self.block_size, self.device)
-        )
-        hidden = self._forward(inputs)
-        seqs = batch.sampling_seqs
-        if not seqs:
-            return []
-        if inputs.sample_rows is not None:
-            hidden = hidden[inputs.sample_rows]
-        token_ids: list[int] = self._sample(hidden, seqs).tolist()
-        return token_ids
+    def compute(self, inputs: StepInputs) -> torch.Tensor:
+        """A step's logits [rows that sample, vocab], whole on rank 0 alone."""
+        with self._computing():
+            hidden = self._forward(inputs)
+            if inputs.sample_rows is not None:
+                hidden = hidden[upload(inputs.sample_rows, self.device)]
+            return self.model.compute_logits(hidden) if len(hidden) else hidden
+
+    @property
+    def failure(self) -> str | None:
+        """Why this runner cannot go on, if a rank has ended."""
+        return self.workers.failure if self.workers else None
 
     def close(self) -> None:
-        """Give back the device's memory; the runner is of no more use."""
+        """Give back the device's memory and end the other ranks; the runner is of no more use."""
         del self.model, self.pool, self.graphs
+        if self.workers:
+            self.workers.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _build(
-        self, model_class: type[Qwen3ForCausalLM], config: Config, path: Path
-    ) -> Qwen3ForCausalLM:
+    def _computing(self) -> AbstractContextManager[None]:
+        return computing_on(self.device, self.workers.num_threads if self.workers else None)
+
+    def _build(self, config: Config, path: Path) -> Qwen3ForCausalLM:
+        model_class = get_model_class(self.model_config.architecture)
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with self.device, torch.inference_mode(False):
-                model = model_class(self.model_config, self.max_positions)
+                model = model_class(self.model_config, self.max_positions, self.ranks)
         finally:
             torch.set_default_dtype(previous)
         with torch.no_grad():
@@ -151,39 +182,42 @@ class ModelRunner:
         return model.eval()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        context = inputs.context
-        num_rows = len(inputs.input_ids)
-        if self.graphs and not context.is_prefill and num_rows <= self.graphs.max_batch_size:
-            return self.graphs.replay(inputs.input_ids, inputs.positions, context)
+        context = inputs.context(self.device)
+        input_ids = upload(inputs.input_ids, self.device)
+        positions = upload(inputs.positions, self.device)
+        if self.graphs and not context.is_prefill and len(input_ids) <= self.graphs.max_batch_size:
+            return self.graphs.replay(input_ids, positions, context)
         self.backend.plan(context)
         set_context(context)
         try:
-            hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions)
+            hidden: torch.Tensor = self.model(input_ids, positions)
             return hidden
         finally:
             reset_context()
 
-    def _sample(self, hidden: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
-        logits = self.model.compute_logits(hidden)
+    def _sample(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+        if not seqs:
+            return []
         temperatures = keys = None
         if any(seq.temperature > 0 for seq in seqs):
-            temperatures = upload(
-                [min(seq.temperature, HOTTEST) for seq in seqs], np.float32, self.device
-            )
-            keys = upload([noise_key(seq) for seq in seqs], np.int64, self.device)
-        token_ids: torch.Tensor = self.sampler(logits, temperatures, keys)
+            hottest = np.array([min(seq.temperature, HOTTEST) for seq in seqs], np.float32)
+            temperatures = upload(hottest, self.device)
+            keys = upload(np.array([noise_key(seq) for seq in seqs]), self.device)
+        with self._computing():
+            token_ids: list[int] = self.sampler(logits, temperatures, keys).tolist()
         return token_ids
 
-    def _fit_kv_blocks(self, config: Config) -> int:
-        """How many blocks the memory holds beside everything else."""
+    def _fit_kv_blocks(self) -> int:
+        """How many blocks the memory holds beside everything else: the least of any rank."""
+        config = self.config
         if self.device.type == "cpu":
-            budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB)
+            budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // self.ranks.size
             option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
         else:
-            budget = self._free_device_bytes(config)
+            budget = self._free_device_bytes()
             option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
             hint = "raise it, or lower max_num_batched_tokens"
-        num_blocks = budget // self.pool.block_bytes
+        num_blocks = self.ranks.least(budget // self.pool.block_bytes)
         if num_blocks < 1:
             raise ValueError(
                 f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
@@ -191,7 +225,7 @@ class ModelRunner:
             )
         return num_blocks
 
-    def _free_device_bytes(self, config: Config) -> int:
+    def _free_device_bytes(self) -> int:
         """Device memory left for KV beside weights, activations, sampler and decode graphs.
 
         The largest prefill and the largest sampling batch are run, and all graphs captured on a
@@ -199,19 +233,20 @@ class ModelRunner:
         """
         torch.cuda.reset_peak_memory_stats(self.device)
         resident = torch.cuda.memory_allocated(self.device)
-        self._warm_up(config)
+        self._warm_up()
         activations = torch.cuda.max_memory_allocated(self.device) - resident
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        graphs = self._graph_bytes() if self._uses_graphs(config) else 0
+        graphs = self._graph_bytes() if self._uses_graphs else 0
         others = total - free
-        budget = total * config.gpu_memory_utilization - others - activations - graphs
+        budget = total * self.config.gpu_memory_utilization - others - activations - graphs
         return int(budget / (1 + self.backend.copied_layers / self.model_config.num_hidden_layers))
 
-    def _warm_up(self, config: Config) -> None:
+    def _warm_up(self) -> None:
         """Run the largest step, and the smallest: their kernels may be others."""
+        config = self.config
         sizes = (1, config.max_num_batched_tokens)
-        short, long = (warmup_inputs(n, self.max_positions, self.device) for n in sizes)
+        short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
         try:
             self._forward(short)
             hidden = self._forward(long)[: config.max_num_running]
@@ -238,8 +273,9 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return before - after
 
-    def _settle(self, config: Config, num_blocks: int) -> Config:
+    def _settle(self, num_blocks: int) -> Config:
         """The Config with everything settled; `max_model_len` never exceeds the pool."""
+        config = self.config
         capacity = num_blocks * self.block_size
         if config.max_model_len is not None and config.max_model_len > capacity:
             raise ValueError(
@@ -261,17 +297,13 @@ class ModelRunner:
             capacity, num_blocks, self.block_size, num_blocks * self.pool.block_bytes / GIB,
         )  # fmt: skip
         return dataclasses.replace(
-            config,
-            device=str(self.device),
-            dtype=str(self.dtype),
-            max_model_len=max_model_len,
-            kvcache_block_size=self.block_size,
-            num_kvcache_blocks=num_blocks,
-            attention_backend=self.backend.name,
+            config, max_model_len=max_model_len, num_kvcache_blocks=num_blocks
         )
 
-    def _uses_graphs(self, config: Config) -> bool:
-        return self.device.type == "cuda" and self.backend.graph_safe and not config.enforce_eager
+    @property
+    def _uses_graphs(self) -> bool:
+        eager = self.config.enforce_eager or not self.backend.graph_safe
+        return self.device.type == "cuda" and not eager
 
     def _capture_graphs(self) -> DecodeGraphs:
         graphs = self.decode_graphs()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import DTYPES
+from nanovllm.config import DTYPES, MAX_RANKS
 from nanovllm.utils.checks import check_bool, check_float, check_int
 
 ROPE_FIELDS = (
@@ -54,6 +54,23 @@ class ModelConfig:
             eos = config.eos_token_ids | _ids("eos_token_id", generation.get("eos_token_id"))
             object.__setattr__(config, "eos_token_ids", eos)
         return config
+
+    def check_parallel_size(self, size: int) -> None:
+        """Refuse a number of ranks that cannot share this model out."""
+        if not self._ranks_divide(size):
+            fit = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if self._ranks_divide(n))
+            raise ValueError(
+                f"tensor_parallel_size={size} does not divide num_attention_heads"
+                f"={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads} and"
+                f" intermediate_size={self.intermediate_size}; {fit} would do"
+            )
+
+    def _ranks_divide(self, size: int) -> bool:
+        """Key heads may also be fewer than ranks, which then hold copies."""
+        kv_heads = self.num_key_value_heads
+        each_has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
+        shared = self.num_attention_heads % size == self.intermediate_size % size == 0
+        return shared and each_has_kv_heads
 
     @classmethod
     def _parse(cls, raw: dict[str, Any]) -> "ModelConfig":

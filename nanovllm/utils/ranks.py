@@ -25,6 +25,11 @@ class Ranks:
         assert self.size == 1
         return x
 
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers, for all of them."""
+        assert self.size == 1
+        return number
+
     def share(self, total: int) -> slice:
         """Which of `total` equal things are this rank's; the ranks divide them."""
         assert total % self.size == 0

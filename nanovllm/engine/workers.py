@@ -1,0 +1,228 @@
+"""The other ranks' processes as rank 0 sees them: started, told what to do, watched, ended.
+
+A thread watches their life lines. The end of one is the end of all, and becomes one exception in
+the caller, which tells what went wrong first.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.channel import Writer
+from nanovllm.engine.inputs import Differences, StepInputs
+from nanovllm.engine.process_ranks import ExchangeError, ProcessRanks, open_store
+from nanovllm.engine.worker import BOOT
+from nanovllm.models.config import ModelConfig
+from nanovllm.utils.interrupts import holding_interrupts
+
+SETTLE_SECONDS = 0.2  # one end brings others about: the first one shows when all have spoken
+BLAME_SECONDS = 5.0  # how long, after an exchange has failed, to wait for who is to blame
+END_SECONDS = 5.0  # what a process has to end by itself
+
+
+class RankError(RuntimeError):
+    """A rank raised, or its process ended. The engine is closed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a rank says of the exception that ends it."""
+
+    is_exchange: bool  # it failed to exchange: others are to blame
+    time: float
+    traceback: str
+
+
+class Worker:
+    """One process, and our end of its life line."""
+
+    def __init__(self, rank: int, size: int, writer: Writer, port: int) -> None:
+        self.name = f"rank {rank} of {size}"
+        self.ready = False
+        self.report: Report | None = None
+        self.line, its_end = socket.socketpair()
+        self._heard = b""
+        with its_end:
+            fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
+            arguments = map(str, (rank, size, *fds, port))
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, *arguments, *sys.path],
+                stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
+            )  # fmt: skip
+
+    def hear(self) -> bool:
+        """Read what the process has to say; False when its line is cut."""
+        try:
+            heard = self.line.recv(1 << 16)
+        except ConnectionResetError:
+            heard = b""
+        *lines, self._heard = (self._heard + heard).split(b"\n")
+        for message in map(json.loads, lines):
+            if "ready" in message:
+                self.ready = True
+            else:
+                self.report = Report(**message)
+        return bool(heard)
+
+    def last_words(self) -> str:
+        """How it ended, in a line."""
+        if self.report is not None:
+            return f"raised {self.report.traceback.strip().splitlines()[-1]}"
+        try:
+            code = self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "does not answer"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+    def end(self) -> None:
+        """Wait for the process, whose line is cut; kill it where that takes long."""
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Workers:
+    """All ranks but rank 0, which is the caller's process."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = ProcessRanks(0, size)
+        self.num_threads = max(1, torch.get_num_threads() // size)  # of each rank, on the CPU
+        self._tables = Differences()
+        self.failure: str | None = None  # why the engine cannot go on, in a line
+        self._traceback = ""
+        self._changed = threading.Condition()
+        self._workers: list[Worker] = []
+        with contextlib.ExitStack() as stack:
+            self._store = open_store(size)
+            self._writer = Writer(size - 1, self.check)
+            stack.callback(self._writer.close)
+            for rank in range(1, size):
+                worker = Worker(rank, size, self._writer, self._store.port)
+                self._workers.append(worker)
+                stack.callback(worker.end)
+            for worker in self._workers:
+                stack.callback(worker.line.close)
+            stack.callback(self.ranks.close)
+            self._quit, self._quit_heard = socket.socketpair()
+            stack.callback(self._stop_watching)
+            self._watcher = threading.Thread(target=self._watch, name="nanovllm", daemon=True)
+            self._watcher.start()
+            self._resources = stack.pop_all()  # from here on close() is who closes
+
+    def start(self, config: Config, model_config: ModelConfig, path: Path) -> None:
+        """Let every rank load its part of the model."""
+        self._send((config, model_config, path, self.num_threads))
+
+    def connect(self, device: torch.device) -> None:
+        """Wait until every rank has loaded its part, and meet them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or all(w.ready for w in self._workers))
+        self.check()
+        self.ranks.connect(device, self._store)
+
+    @contextlib.contextmanager
+    def step(self, inputs: StepInputs) -> Iterator[None]:
+        """Let the others compute a step that rank 0 computes in the block.
+
+        Ctrl-C waits for the end of it: ranks that do not make the same exchanges cannot go on.
+        """
+        with holding_interrupts(), self.together():
+            tables = self._tables.encode(inputs.block_tables)
+            self._send((dataclasses.replace(inputs, block_tables=None), tables))
+            yield
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What rank 0 does with the others. If anything is raised in it, that was the last."""
+        try:
+            try:
+                yield
+            except ExchangeError:
+                with self._changed:
+                    self._changed.wait_for(lambda: self.failure, BLAME_SECONDS)
+                self.check()
+                raise
+            self.check()
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = f"rank 0 raised {type(error).__name__} in the middle of a step"
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raise if a rank has ended."""
+        if self.failure is not None:
+            details = f"\n\n{self._traceback}" if self._traceback else ""
+            raise RankError(f"{self.failure}{details}") from None
+
+    def close(self) -> None:
+        """End the processes; nothing of them is left. Idempotent."""
+        self._resources.close()
+
+    def _send(self, message: Any) -> None:
+        self._writer.send(pickle.dumps(message, protocol=5))
+
+    def _watch(self) -> None:
+        """Listen to all life lines, until `close` or until a rank has ended."""
+        settled: float | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._quit_heard, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker.line, selectors.EVENT_READ, worker)
+            cut: list[Worker] = []
+            while settled is None or time.monotonic() < settled:
+                timeout = None if settled is None else max(0.0, settled - time.monotonic())
+                for key, _ in selector.select(timeout):
+                    if key.data is None:
+                        return
+                    if not key.data.hear():
+                        selector.unregister(key.fileobj)
+                        cut.append(key.data)
+                with self._changed:
+                    self._changed.notify_all()
+                if settled is None and (cut or any(w.report for w in self._workers)):
+                    settled = time.monotonic() + SETTLE_SECONDS
+        self._fail(self._who_was_first(cut))
+
+    def _who_was_first(self, cut: list[Worker]) -> Worker:
+        """The worker to blame.
+
+        One that raised by itself, or else one that ended without a word; an exchange that failed
+        is the others' doing.
+        """
+        told = [(w.report.is_exchange, w.report.time, w) for w in self._workers if w.report]
+        silent = [(False, math.inf, w) for w in cut if not w.report]
+        return min(told + silent, key=lambda entry: entry[:2])[2]
+
+    def _fail(self, worker: Worker) -> None:
+        failure = f"{worker.name} {worker.last_words()}"
+        with self._changed:
+            self._traceback = worker.report.traceback if worker.report else ""
+            self.failure = failure
+            self._changed.notify_all()
+        for other in self._workers:
+            other.process.kill()
+        self.ranks.abort()
+
+    def _stop_watching(self) -> None:
+        self._quit.close()
+        if threading.current_thread() is not self._watcher:  # collection may strike in any thread
+            self._watcher.join()
+        self._quit_heard.close()
