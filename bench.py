@@ -34,6 +34,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils import roofline
 from nanovllm.utils.loader import resolve_model
+from nanovllm.utils.ranks import Ranks
 from nanovllm.utils.roofline import Machine
 
 TEMPERATURE = 0.6
@@ -46,7 +47,7 @@ WORKLOAD_OPTIONS = (
 )  # fmt: skip
 ENGINE_OPTIONS = (
     "device", "dtype", "enforce_eager", "attention_backend", "max_num_seqs",
-    "max_num_batched_tokens", "num_kvcache_blocks",
+    "max_num_batched_tokens", "num_kvcache_blocks", "tensor_parallel_size",
 )  # fmt: skip
 
 # hidden, intermediate, layers, heads, KV heads, head_dim, vocabulary, tied
@@ -129,9 +130,13 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / median_seconds(lambda: linear(x), device)
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure both rates, and give back the memory that it took."""
-    machine = Machine(copy_rate(device), matmul_rate(device, dtype))
+def measure_machine(device: torch.device, dtype: torch.dtype, num_ranks: int) -> Machine:
+    """Measure both rates, and give back the memory that it took.
+
+    Ranks on the CPU share one machine; on CUDA each brings a GPU, taken to be as fast as the first.
+    """
+    num_devices = num_ranks if device.type == "cuda" else 1
+    machine = Machine(copy_rate(device) * num_devices, matmul_rate(device, dtype) * num_devices)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return machine
@@ -151,13 +156,14 @@ def describe(
 ) -> dict[str, Any]:
     """The first part of the result: where, which model, what, and the least time for it."""
     dtype = resolve_dtype(args.dtype, model.dtype, device)
-    machine = measure_machine(device, dtype)
+    machine = measure_machine(device, dtype, args.tensor_parallel_size)
     input_lens = [len(prompt) for prompt in workload.prompts]
     floor = roofline.floor(model, dtype.itemsize, input_lens, workload.output_lens, machine)
     return {
         "version": __version__,
         "machine": machine_name(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "num_ranks": args.tensor_parallel_size,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "model": args.model or args.shape,
@@ -224,9 +230,10 @@ def print_floor(result: dict[str, Any]) -> None:
     """Say what will run, and how fast it could."""
     load, floor = result["workload"], result["roofline"]
     on_cpu = result["device"] == "cpu"
+    ranks = f", {result['num_ranks']} ranks" if result["num_ranks"] > 1 else ""
     print(
         f"{result['model']}: {result['num_params'] / 1e6:,.0f}M parameters, {result['dtype']},"
-        f" on {result['machine' if on_cpu else 'device']}\n"
+        f" on {result['machine' if on_cpu else 'device']}{ranks}\n"
         f"  workload: {load['num_seqs']} requests, {load['input_tokens']:,} tokens in,"
         f" {load['output_tokens']:,} out\n"
         f"  measured: copy {floor['copy_bytes_per_second'] / 1e9:,.1f} GB/s,"
@@ -288,6 +295,7 @@ def make_parser() -> argparse.ArgumentParser:
            f" {SHORT_RUN_SECONDS} s)")  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    number("--tensor-parallel-size", 1, "ranks that share the model out, a GPU each")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     number("--max-num-seqs", 512, "sequences that may run at once")
@@ -340,7 +348,8 @@ def main(argv: list[str] | None = None) -> None:
             options = engine_options(args, model)
             check_lengths(args, options["max_model_len"])
             Config.from_options(path, options)
-            device = resolve_device(args.device)
+            model.check_parallel_size(args.tensor_parallel_size)
+            device = resolve_device(args.device, Ranks(0, args.tensor_parallel_size))
             output = args.json.open("w", encoding="utf-8") if args.json else None
         workload = draw_workload(args, model.vocab_size)
         result = describe(args, model, workload, device) | {"options": options}

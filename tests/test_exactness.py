@@ -1,36 +1,35 @@
-"""Greedy output equals transformers' token for token, in float32 on the CPU.
-
-The reference is computed once for each model: all prompts, left-padded into one batch, one token a
-step. A prompt whose two best logits come closer than `MIN_MARGIN` somewhere decides nothing (two
-right programs may differ there) and is left out; five of six always remain.
-"""
+"""Greedy output equals transformers' token for token, in float32 on the CPU."""
 
 import json
-import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import LogitRecorder, edit_config, make_model
+from conftest import edit_config, make_model
+from reference import (
+    HARD,
+    NUM_STEPS,
+    SMALL_POOL,
+    Case,
+    assert_same,
+    audit_at_rest,
+    check_logits,
+    generate,
+    load_reference,
+    make_case,
+    make_crowd,
+    make_llm,
+    make_prompts,
+)
 from transformers import Qwen3ForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-NUM_STEPS = 24
-MIN_MARGIN = 1e-4
-MAX_LOGIT_ERROR = 1e-4
-
-# A pool that the longest request just fits in, and a budget that most prompts exceed.
-SMALL_POOL: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=56)
-HARD: dict[str, Any] = dict(SMALL_POOL, max_num_batched_tokens=16)
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "all at once": {},
@@ -87,94 +86,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, prompts, and what transformers makes of them."""
-
-    path: Path
-    prompts: list[list[int]]
-    tokens: list[list[int]]  # NUM_STEPS for each prompt
-    logits: torch.Tensor  # [prompts, NUM_STEPS, vocab]
-
-    @property
-    def params(self) -> list[SamplingParams]:
-        """Greedy, of different lengths, so that the batch changes all the time."""
-        return [
-            SamplingParams(temperature=0, max_tokens=NUM_STEPS - 3 * index % 11, ignore_eos=True)
-            for index in range(len(self.prompts))
-        ]
-
-    @property
-    def expected(self) -> list[list[int]]:
-        """The reference's tokens, as far as `params` let them come."""
-        return [t[: p.max_tokens] for t, p in zip(self.tokens, self.params, strict=True)]
-
-
-def make_prompts() -> list[list[int]]:
-    """Lengths 1 to 200, a third of them on a common prefix, some of them twice."""
-    rng = random.Random(7)
-
-    def random_ids(length: int) -> list[int]:
-        return [rng.randrange(259) for _ in range(length)]
-
-    edges = [1, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 199, 200]
-    prompts = [random_ids(length) for length in edges]
-    prompts += [random_ids(rng.randrange(1, 100)) for _ in range(16)]
-    prefix = random_ids(96)
-    prompts += [prefix + random_ids(n) for n in (0, 1, 2, 3, 4, 8, 15, 16, 17, 30, 40, 64, 64, 100)]
-    prompts += [prefix[:n] for n in (95, 50, 48, 16)]
-    prompts += [list(prompts[i]) for i in (21, 30, 40, 50)]
-    rng.shuffle(prompts)
-    return prompts
-
-
-def make_crowd() -> list[list[int]]:
-    """Many short prompts that start at once and grow out of the pool, then `make_prompts`."""
-    rng = random.Random(8)
-    return [
-        [rng.randrange(8) for _ in range(1 + i % 4)] if i % 2 else rng.choices(range(259), k=3)
-        for i in range(140)
-    ] + make_prompts()
-
-
-def load_reference(path: Path) -> Qwen3ForCausalLM:
-    """transformers' model with its weights in float32, whatever they are stored in."""
-    return Qwen3ForCausalLM.from_pretrained(path).float().eval()
-
-
-@torch.inference_mode()
-def reference_logits(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> torch.Tensor:
-    """Logits [prompts, NUM_STEPS, vocab] of the greedy continuations."""
-    longest = max(map(len, prompts))
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache, steps = None, []
-    for _ in range(NUM_STEPS):
-        out = model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        cache = out.past_key_values
-        steps.append(out.logits[:, -1])
-        ids = steps[-1].argmax(-1, keepdim=True)
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        positions = positions[:, -1:] + 1
-    return torch.stack(steps, dim=1)
-
-
-def make_case(path: Path, prompts: list[list[int]]) -> Case:
-    """Compute the reference of a model directory, and keep the prompts that decide something."""
-    logits = reference_logits(load_reference(path), prompts)
-    best = logits.topk(2, dim=-1).values
-    margins = (best[..., 0] - best[..., 1]).amin(dim=1)
-    kept = [index for index, margin in enumerate(margins.tolist()) if margin > MIN_MARGIN]
-    assert len(kept) >= 5 * len(prompts) // 6 >= 50, "too many near-ties: choose another seed"
-    logits = logits[kept]
-    tokens = logits.argmax(-1).tolist()
-    assert len({token for row in tokens for token in row}) > 50, "the model says always the same"
-    return Case(path, [prompts[index] for index in kept], tokens, logits)
-
-
 @pytest.fixture(scope="module")
 def standard(model_dir: Path) -> Case:
     return make_case(model_dir, make_prompts())
@@ -189,29 +100,6 @@ def crowd(model_dir: Path) -> Case:
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp("variant")
     return make_case(make_model(path, seed=1, **VARIANTS[request.param]), make_prompts())
-
-
-def make_llm(path: Path, **options: Any) -> LLM:
-    defaults: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.05)
-    return LLM(path, **defaults | options)
-
-
-def generate(llm: LLM, case: Case) -> list[RequestOutput]:
-    return llm.generate(case.prompts, case.params, use_tqdm=False)
-
-
-def assert_same(outputs: list[RequestOutput], expected: list[list[int]]) -> None:
-    wrong = [i for i, out in enumerate(outputs) if out["token_ids"] != expected[i]]
-    assert len(outputs) == len(expected) and not wrong, (
-        f"{len(wrong)} of {len(expected)} differ; the first is prompt {wrong[0]}:"
-        f" {outputs[wrong[0]]['token_ids']} != {expected[wrong[0]]}"
-    )
-
-
-def audit_at_rest(llm: LLM) -> None:
-    llm.scheduler.audit()
-    manager = llm.scheduler.block_manager
-    assert manager.num_free_blocks == manager.num_blocks, "a finished request kept a block"
 
 
 # The standard model, every scenario
@@ -321,17 +209,6 @@ def test_a_prompt_aborted_in_its_middle_is_found_whole(num_steps: int, standard:
 
 
 # Logits
-
-
-def check_logits(case: Case, **options: Any) -> None:
-    with make_llm(case.path, **options) as llm:
-        recorder = LogitRecorder(llm)
-        outputs = generate(llm, case)
-        assert_same(outputs, case.expected)
-        for index, out in enumerate(outputs):
-            seen = recorder.of(out)
-            error = (seen - case.logits[index, : len(seen)]).abs().amax()
-            assert error < MAX_LOGIT_ERROR, f"prompt {index}: logits differ by {error}"
 
 
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), HARD])

@@ -66,6 +66,12 @@ class DecodeGraphs:
                 hidden = self.run(size)
             self.graphs[size] = (graph, hidden)
 
+    def release(self) -> None:
+        """Give up what was captured, whoever still holds this object."""
+        for graph, _ in self.graphs.values():
+            graph.reset()
+        self.graphs.clear()
+
     def replay(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context
     ) -> torch.Tensor:

@@ -118,29 +118,3 @@ def upload(array: Array, device: torch.device) -> torch.Tensor:
 
 def _upload_any(array: Array | None, device: torch.device) -> torch.Tensor | None:
     return None if array is None else upload(array, device)
-
-
-class Differences:
-    """One array after the other, sent as what differs from the last. Each end has one of these."""
-
-    def __init__(self) -> None:
-        self.last: Array | None = None
-
-    def encode(self, array: Array | None) -> Array | tuple[Array, Array] | None:
-        """What to send: where the array differs and how, or all of it where that is less."""
-        last, self.last = self.last, array
-        if array is None or last is None or last.shape != array.shape:
-            return array
-        where = np.flatnonzero(last != array)
-        if 2 * len(where) > array.size:
-            return array
-        return where.astype(np.int32), array.ravel()[where]
-
-    def decode(self, sent: Array | tuple[Array, Array] | None) -> Array | None:
-        """The array. It changes in place when the next one comes."""
-        if isinstance(sent, tuple):
-            assert self.last is not None
-            self.last.ravel()[sent[0]] = sent[1]
-        else:
-            self.last = sent
-        return self.last

@@ -260,7 +260,13 @@ def start_runner(config: Config, model_config: ModelConfig, path: Path) -> Model
         runner.start()
         return runner
     workers = Workers(size)
-    with workers.together():
-        runner = ModelRunner(config, model_config, path, workers.ranks, workers)
-        runner.start()
+    close = workers.close
+    try:
+        with workers.together():
+            runner = ModelRunner(config, model_config, path, workers.ranks, workers)
+            close = runner.close
+            runner.start()
+    except BaseException:
+        close()
+        raise
     return runner

@@ -119,11 +119,9 @@ class ModelRunner:
                 self._warm_up()  # what is too large, or must be compiled, shows here
             if self._uses_graphs:
                 start = time.perf_counter()
-                self.graphs = self._capture_graphs()
-                logger.info(
-                    "%d decode graphs captured in %.1f s",
-                    len(self.graphs.sizes), time.perf_counter() - start,
-                )  # fmt: skip
+                num_graphs = self._capture_graphs()
+                seconds = time.perf_counter() - start
+                logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
             elif self.device.type == "cuda":
                 self.decode_graphs().run(1)  # compiles what decode needs
 
@@ -149,7 +147,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give back the device's memory and end the other ranks; the runner is of no more use."""
-        del self.model, self.pool, self.graphs
+        self._drop_graphs()  # first: they hold exchanges
+        del self.model, self.pool
         if self.workers:
             self.workers.close()
         if self.device.type == "cuda":
@@ -169,7 +168,9 @@ class ModelRunner:
             torch.set_default_dtype(previous)
         with torch.no_grad():
             if config.load_format == "dummy":
-                load_dummy(model, config.seed)
+                with torch.device("meta"):
+                    whole = model_class(self.model_config, self.max_positions)
+                load_dummy(model, whole, config.seed)
             else:
                 load_model(model, path)
             for module in model.modules():
@@ -266,9 +267,9 @@ class ModelRunner:
         """Capture the decode graphs on a stand-in cache, see what they take, and drop them."""
         self.pool.allocate(num_blocks=1)
         before, _ = torch.cuda.mem_get_info(self.device)
-        graphs = self._capture_graphs()
+        self._capture_graphs()
         after, _ = torch.cuda.mem_get_info(self.device)
-        del graphs
+        self._drop_graphs()
         self.pool.release()
         torch.cuda.empty_cache()
         return before - after
@@ -305,10 +306,15 @@ class ModelRunner:
         eager = self.config.enforce_eager or not self.backend.graph_safe
         return self.device.type == "cuda" and not eager
 
-    def _capture_graphs(self) -> DecodeGraphs:
-        graphs = self.decode_graphs()
-        graphs.capture()
-        return graphs
+    def _capture_graphs(self) -> int:
+        self.graphs = self.decode_graphs()
+        self.graphs.capture()
+        return len(self.graphs.sizes)
+
+    def _drop_graphs(self) -> None:
+        if self.graphs:
+            self.graphs.release()
+        self.graphs = None
 
     def decode_graphs(self) -> DecodeGraphs:
         """The static-buffer decode path, not captured: it runs on any device."""

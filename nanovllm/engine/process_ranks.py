@@ -5,6 +5,7 @@ touched, and several engines do not meet. Ports are the system's choice, on the 
 """
 
 import socket
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -62,19 +63,26 @@ class ProcessRanks(Ranks):
         return int(x)
 
     def abort(self) -> None:
-        """End the exchanges in flight, from any thread: gloo's end with the others' processes."""
+        """End the exchanges in flight, from any thread: gloo's end with the others' processes.
+
+        NCCL first ends those in flight, and then waits until no CUDA graph holds any.
+        """
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
 
     def close(self) -> None:
-        """Let go of the others, whatever state they are in."""
-        self.abort()
+        """Let go of the others, whatever state they and we are in."""
+        abort = threading.Thread(target=self.abort, daemon=True)
+        abort.start()
+        abort.join(MEETING.total_seconds())
         self._group = None
 
     @staticmethod
     def _exchange(method: Callable[..., Any], *arguments: Any) -> None:
         try:
-            method(*arguments).wait()
+            work = method(*arguments)
+            if work is not None:  # NCCL's is in order on the stream
+                work.wait()
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
 

@@ -45,9 +45,9 @@ def _serve(rank: int, size: int, ring: int, bell: int, port: int, life_line: soc
     import torch
 
     from nanovllm.engine.channel import Reader
-    from nanovllm.engine.inputs import Differences
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.engine.process_ranks import ProcessRanks, find_store
+    from nanovllm.engine.step_codec import StepCodec
 
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 says it all, once
     reader = Reader(ring, bell, rank - 1, size - 1)
@@ -58,11 +58,9 @@ def _serve(rank: int, size: int, ring: int, bell: int, port: int, life_line: soc
     _report(life_line, ready=True)
     ranks.connect(runner.device, find_store(port, size))
     runner.start()
-    tables = Differences()
+    codec = StepCodec()
     while True:
-        inputs, sent = pickle.loads(reader.receive())
-        inputs.block_tables = tables.decode(sent)
-        runner.compute(inputs)
+        runner.compute(codec.decode(reader.receive()))
 
 
 def _report(life_line: socket.socket, **values: object) -> None:

@@ -18,14 +18,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Writer
-from nanovllm.engine.inputs import Differences, StepInputs
+from nanovllm.engine.inputs import StepInputs
 from nanovllm.engine.process_ranks import ExchangeError, ProcessRanks, open_store
+from nanovllm.engine.step_codec import StepCodec
 from nanovllm.engine.worker import BOOT
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.interrupts import holding_interrupts
@@ -104,13 +104,14 @@ class Workers:
     def __init__(self, size: int) -> None:
         self.ranks = ProcessRanks(0, size)
         self.num_threads = max(1, torch.get_num_threads() // size)  # of each rank, on the CPU
-        self._tables = Differences()
+        self._codec = StepCodec()
         self.failure: str | None = None  # why the engine cannot go on, in a line
         self._traceback = ""
         self._changed = threading.Condition()
         self._workers: list[Worker] = []
         with contextlib.ExitStack() as stack:
             self._store = open_store(size)
+            stack.callback(self._drop_store)
             self._writer = Writer(size - 1, self.check)
             stack.callback(self._writer.close)
             for rank in range(1, size):
@@ -128,7 +129,7 @@ class Workers:
 
     def start(self, config: Config, model_config: ModelConfig, path: Path) -> None:
         """Let every rank load its part of the model."""
-        self._send((config, model_config, path, self.num_threads))
+        self._writer.send(pickle.dumps((config, model_config, path, self.num_threads)))
 
     def connect(self, device: torch.device) -> None:
         """Wait until every rank has loaded its part, and meet them."""
@@ -144,27 +145,22 @@ class Workers:
         Ctrl-C waits for the end of it: ranks that do not make the same exchanges cannot go on.
         """
         with holding_interrupts(), self.together():
-            tables = self._tables.encode(inputs.block_tables)
-            self._send((dataclasses.replace(inputs, block_tables=None), tables))
+            self._writer.send(self._codec.encode(inputs))
             yield
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What rank 0 does with the others. If anything is raised in it, that was the last."""
+        """What rank 0 does with the others. If it raises, it is out of step: that is a failure."""
         try:
-            try:
-                yield
-            except ExchangeError:
+            yield
+        except BaseException as error:
+            if isinstance(error, ExchangeError):
                 with self._changed:
                     self._changed.wait_for(lambda: self.failure, BLAME_SECONDS)
                 self.check()
-                raise
-            self.check()
-        except BaseException as error:
-            if self.failure is None:
-                self.failure = f"rank 0 raised {type(error).__name__} in the middle of a step"
-            self.close()
+            self.failure = self.failure or f"rank 0 raised {type(error).__name__} in a step"
             raise
+        self.check()
 
     def check(self) -> None:
         """Raise if a rank has ended."""
@@ -173,11 +169,8 @@ class Workers:
             raise RankError(f"{self.failure}{details}") from None
 
     def close(self) -> None:
-        """End the processes; nothing of them is left. Idempotent."""
+        """End the processes; nothing of them is left. Idempotent. Decode graphs must be gone."""
         self._resources.close()
-
-    def _send(self, message: Any) -> None:
-        self._writer.send(pickle.dumps(message, protocol=5))
 
     def _watch(self) -> None:
         """Listen to all life lines, until `close` or until a rank has ended."""
@@ -221,8 +214,11 @@ class Workers:
             other.process.kill()
         self.ranks.abort()
 
+    def _drop_store(self) -> None:
+        self._store = None
+
     def _stop_watching(self) -> None:
         self._quit.close()
         if threading.current_thread() is not self._watcher:  # collection may strike in any thread
-            self._watcher.join()
+            self._watcher.join(END_SECONDS)
         self._quit_heard.close()

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.linear import LinearBase, Loaded, copy_whole
+from nanovllm.layers.linear import LinearBase, Loaded, MergedColumnParallelLinear, copy_whole
 from nanovllm.models.config import read_json
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -141,9 +141,21 @@ def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: Loaded) -
         copy_whole(param, tensor)
 
 
-def load_dummy(model: nn.Module, seed: int) -> None:
-    """Give every matrix of `model` random weights: nothing but its config is needed."""
-    for index, param in enumerate(model.parameters()):
-        if param.dim() > 1:  # norms' weights are ones, biases zeros, from the start
-            generator = torch.Generator(device=param.device).manual_seed(seed + index)
-            param.data.normal_(0.0, 0.02, generator=generator)
+def load_dummy(model: Qwen3ForCausalLM, whole: Qwen3ForCausalLM, seed: int) -> None:
+    """Give every matrix of `model` random weights, the same however many ranks there are.
+
+    `whole` is the model of one rank by itself, for its shapes; it may stand on the meta device.
+    Peak memory: what this rank holds, and one whole matrix.
+    """
+    for index, (name, shape) in enumerate((n, p.shape) for n, p in whole.named_parameters()):
+        if len(shape) == 1:  # norms' weights are ones, biases zeros, from the start
+            continue
+        param, module = model.get_parameter(name), whole.get_submodule(name.rpartition(".")[0])
+        generator = torch.Generator(device=param.device).manual_seed(seed + index)
+        matrix = torch.empty(shape, dtype=param.dtype, device=param.device)
+        matrix.normal_(0.0, 0.02, generator=generator)
+        if isinstance(module, MergedColumnParallelLinear):
+            for shard_id, part in enumerate(torch.split(matrix, module.out_features)):
+                _fill(model, name, shard_id, part)
+        else:
+            _fill(model, name, None, matrix)

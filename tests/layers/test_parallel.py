@@ -26,7 +26,7 @@ from nanovllm.layers.linear import (
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, reset_context, set_context
-from nanovllm.utils.loader import InFile, load_model
+from nanovllm.utils.loader import InFile, load_dummy, load_model
 from nanovllm.utils.ranks import ALONE, Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -282,3 +282,29 @@ def test_rank_reads_more_than_its_part(
         whole = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert held >= sum(read) >= held - 2 * 64 * size  # but for rows that pad the vocabulary
     assert sum(read) < whole / size * 1.1
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_dummy_weights_are_not_parts_of_one_ranks(name: str, size: int, tmp_path: Path) -> None:
+    """Random models would differ by the number of ranks."""
+    config = ModelConfig.from_dir(make_model(tmp_path, **MODELS[name]))
+    with torch.device("meta"):
+        whole = Qwen3ForCausalLM(config, max_positions=16)
+
+    def make(ranks: Ranks) -> Qwen3ForCausalLM:
+        model = Qwen3ForCausalLM(config, 16, ranks)
+        load_dummy(model, whole, seed=3)
+        return model
+
+    alone = make(ALONE)
+    for rank in range(size):
+        mine = make(ThreadRanks(rank, size, Meeting(size)))
+        for name, param in mine.named_parameters():
+            full = alone.get_parameter(name)
+            columns = slice(None)
+            if "o_proj.weight" in name or "down_proj.weight" in name:
+                columns = slice(rank * param.shape[1], (rank + 1) * param.shape[1])
+            rows = {tuple(row.tolist()) for row in full[:, columns]} if full.dim() == 2 else set()
+            for row in param if param.dim() == 2 else ():
+                assert tuple(row.tolist()) in rows or not row.any(), name

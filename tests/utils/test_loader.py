@@ -542,7 +542,7 @@ def test_dummy_needs_files_or_differs_by_run(copy_of_model: Copy) -> None:
 
     def weights(seed: int) -> list[torch.Tensor]:
         model = Qwen3ForCausalLM(ModelConfig.from_dir(path), max_positions=16)
-        load_dummy(model, seed)
+        load_dummy(model, model, seed)
         return list(model.parameters())
 
     pairs = [list(zip(weights(1), weights(seed), strict=True)) for seed in (1, 2)]
@@ -557,7 +557,7 @@ def test_dummy_needs_files_or_differs_by_run(copy_of_model: Copy) -> None:
 def test_dummy_changes_the_callers_random_state(model_dir: Path) -> None:
     before = torch.get_rng_state()
     model = Qwen3ForCausalLM(ModelConfig.from_dir(model_dir), max_positions=16)
-    load_dummy(model, 1)
+    load_dummy(model, model, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 

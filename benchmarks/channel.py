@@ -1,0 +1,96 @@
+"""What the channel to the other ranks adds to a decode step.
+
+    python benchmarks/channel.py [--ranks 2]
+
+Decode steps of growing batches go to processes that do nothing but read them, a millisecond apart,
+as steps of a small model are. Told are the medians until rank 0 goes on (`sent`), and until
+the last of the others has the step's arrays before it (`there`); rank 0 computes meanwhile.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import time
+
+from nanovllm.engine.channel import Reader, Writer
+from nanovllm.engine.inputs import decode_inputs
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_codec import StepCodec
+from nanovllm.sampling_params import SamplingParams
+
+CONTEXT, BLOCK_SIZE = 1024, 16
+GAP_SECONDS = 1e-3
+STAMP = struct.Struct("<q")
+
+
+def read_forever(fd: int, bell: int, index: int, num_readers: int, answer: int) -> None:
+    """Be another rank, which says when it has a step."""
+    reader, codec = Reader(fd, bell, index, num_readers), StepCodec()
+    while True:
+        codec.decode(reader.receive())
+        os.write(answer, STAMP.pack(time.monotonic_ns()))
+
+
+def start_reader(
+    writer: Writer, index: int, num_readers: int
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start another rank; return it and where its answers come."""
+    heard, answer = os.pipe()
+    fds = (writer.fd, writer.bells[index][0], answer)
+    numbers = [str(n) for n in (*fds[:2], index, num_readers, answer)]
+    process = subprocess.Popen([sys.executable, __file__, "--read", *numbers], pass_fds=fds)
+    os.close(answer)
+    return process, heard
+
+
+def time_steps(
+    writer: Writer, answers: list[int], num_seqs: int, num_steps: int
+) -> dict[str, float]:
+    """Decode `num_seqs` sequences for `num_steps`; microseconds, medians."""
+    seqs = [Sequence([0] * CONTEXT, SamplingParams()) for _ in range(num_seqs)]
+    codec, sent, there = StepCodec(), list[int](), list[int]()
+    for step in range(num_steps):
+        for seq in seqs:
+            seq.num_cached_tokens = CONTEXT + step
+            while len(seq.block_table) * BLOCK_SIZE <= seq.num_cached_tokens:
+                seq.block_table.append(step)
+        inputs = decode_inputs(seqs, BLOCK_SIZE)
+        time.sleep(GAP_SECONDS)
+        start = time.monotonic_ns()
+        writer.send(codec.encode(inputs))
+        sent.append(time.monotonic_ns() - start)
+        there.append(max(STAMP.unpack(os.read(fd, 8))[0] for fd in answers) - start)
+    return {"sent": statistics.median(sent) / 1e3, "there": statistics.median(there) / 1e3}
+
+
+def main() -> None:
+    """Print a line for each batch size, and one of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="rank 0 and N - 1 others")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="for each batch size")
+    parser.add_argument("--read", type=int, nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.read:
+        read_forever(*args.read)
+    num_readers = args.ranks - 1
+    results = {}
+    for num_seqs in (1, 64, 256):
+        writer = Writer(num_readers, check=lambda: None)
+        readers = [start_reader(writer, index, num_readers) for index in range(num_readers)]
+        answers = [answer for _, answer in readers]
+        results[num_seqs] = time_steps(writer, answers, num_seqs, args.steps)
+        print(f"{num_seqs:4} sequences: sent in {results[num_seqs]['sent']:.0f} us,"
+              f" there after {results[num_seqs]['there']:.0f} us")  # fmt: skip
+        for process, _ in readers:
+            process.kill()
+            process.wait()
+        writer.close()
+    print(json.dumps({"ranks": args.ranks, "microseconds": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Several ranks say what one says: real processes, over gloo on the CPU and NCCL on GPUs."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from reference import (
+    SMALL_POOL,
+    Case,
+    assert_same,
+    audit_at_rest,
+    check_logits,
+    generate,
+    make_case,
+    make_crowd,
+    make_llm,
+    make_prompts,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.models.config import ModelConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# As hard as one rank alone is tested, in fewer steps: ranks outnumber the cores of small machines.
+HARD = SMALL_POOL | dict(max_num_batched_tokens=48)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+# A model, and sizes that work with it. 259 tokens are divided by none of them.
+MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "2 kv heads": ({}, (2, 4)),  # 4: each kv head on two ranks
+    "3 kv heads, tied": (
+        dict(num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=True), (3,)
+    ),
+    "biased": (dict(attention_bias=True), (2,)),
+}  # fmt: skip
+RUNS = [(name, size) for name, (_, sizes) in MODELS.items() for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    made: dict[str, Case] = {}
+    for name, (overrides, _) in MODELS.items():
+        path = make_model(tmp_path_factory.mktemp("model"), seed=1, **overrides)
+        made[name] = make_case(path, make_prompts())
+    return made
+
+
+def parallel_options(device: str, size: int) -> dict[str, Any]:
+    """Plain PyTorch, whose sums in float32 differ from transformers' by their order alone."""
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, there are {torch.cuda.device_count()}")
+    options: dict[str, Any] = dict(device=device, tensor_parallel_size=size)
+    if device == "cuda":
+        options |= dict(attention_backend="torch", num_kvcache_blocks=2000)
+    return options
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "size"), RUNS)
+def test_ranks_differ_from_transformers(
+    name: str, size: int, device: str, cases: dict[str, Case]
+) -> None:
+    """Logits, and every token, in one step and the next."""
+    check_logits(cases[name], **parallel_options(device, size))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "size"), RUNS)
+def test_ranks_differ_with_chunks_hits_and_preemptions(
+    name: str, size: int, device: str, cases: dict[str, Case]
+) -> None:
+    """What the ranks are told of a step is not what rank 0 computes."""
+    whole = cases[name]
+    case = dataclasses.replace(whole, prompts=whole.prompts[::2], tokens=whole.tokens[::2])
+    with make_llm(case.path, **parallel_options(device, size) | HARD) as llm:
+        outputs = generate(llm, case)
+        assert_same(outputs, case.expected)
+        assert llm.scheduler.num_preemptions >= 10
+        assert sum(out["num_cached_tokens"] for out in outputs) > 0
+        audit_at_rest(llm)
+
+
+def test_hundreds_of_preemptions_confuse_a_rank(model_dir: Path) -> None:
+    """Block tables travel as differences: sequences come, go and move all the time here."""
+    case = make_case(model_dir, make_crowd())
+    with make_llm(model_dir, **SMALL_POOL, tensor_parallel_size=2) as llm:
+        assert_same(generate(llm, case), case.expected)
+        assert llm.scheduler.num_preemptions >= 200
+
+
+def test_an_aborted_or_interrupted_request_leaves_ranks_behind(cases: dict[str, Case]) -> None:
+    case = cases["2 kv heads"]
+    with make_llm(case.path, **SMALL_POOL, tensor_parallel_size=2) as llm:
+        for num_steps in (3, 20):
+            ids = [llm.add_request(*pair) for pair in zip(case.prompts, case.params, strict=True)]
+            finished = {out["request_id"] for _ in range(num_steps) for out in llm.step()}
+            for request_id in set(ids) - finished:
+                llm.abort_request(request_id)
+        assert_same(generate(llm, case), case.expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=50, kvcache_block_size=4)])
+def test_ranks_cannot_add(options: dict[str, Any], size: int, device: str) -> None:
+    """The trained model, which is wrong when anything is: 4 ranks share its 2 kv heads."""
+    options |= parallel_options(device, size) | dict(attention_backend="auto")
+    problems = sample_problems(300)
+    with make_llm(EMBEDDED_MODEL, max_model_len=512, **options) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = llm.generate(
+                [prompt for prompt, _ in problems],
+                SamplingParams(temperature=0, max_tokens=12),
+                use_tqdm=False,
+            )
+            answers = zip(outputs, problems, strict=True)
+            assert sum(out["text"] == answer for out, (_, answer) in answers) >= 299
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dummy_weights_differ_with_the_number_of_ranks(
+    device: str, dtype: str, model_dir: Path
+) -> None:
+    """And seeded draws: rank 0's logits are all that they depend on."""
+    shared = dict(dtype=dtype, load_format="dummy")
+    parallel = parallel_options(device, 2) | shared
+    prompts = [[i, 2 * i, 3] for i in range(40)]
+    params = [SamplingParams(temperature=i % 3 / 2, max_tokens=16, seed=i) for i in range(40)]
+
+    def tokens(size: int) -> list[list[int]]:
+        with make_llm(model_dir, **parallel | dict(tensor_parallel_size=size)) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [out["token_ids"] for out in outputs]
+
+    same = sum(a == b for a, b in zip(tokens(1), tokens(2), strict=True))
+    assert same >= (38 if dtype == "float32" else 10)
+
+
+def test_rows_that_pad_the_vocabulary_are_sampled(model_dir: Path) -> None:
+    """259 tokens make 260 rows; a hot draw would miss the last one 1,536 times in 0.3% of cases."""
+    with make_llm(model_dir, tensor_parallel_size=2) as llm:
+        hot = SamplingParams(temperature=1e6, max_tokens=24, ignore_eos=True)
+        outputs = llm.generate([[i] for i in range(64)], hot, use_tqdm=False)
+    drawn = {token for out in outputs for token in out["token_ids"]}
+    assert max(drawn) == 258 and len(drawn) > 250
+
+
+# The KV pool
+
+
+def test_ranks_have_pools_of_their_own_sizes(cases: dict[str, Case]) -> None:
+    """The least that any can hold; on the CPU `cpu_kvcache_gib` is for all of them together."""
+    path = cases["2 kv heads"].path
+    with make_llm(path) as one, make_llm(path, tensor_parallel_size=2) as two:
+        assert two.config.num_kvcache_blocks == one.config.num_kvcache_blocks
+        assert two._runner.pool.block_bytes * 2 == one._runner.pool.block_bytes
+    with make_llm(path, tensor_parallel_size=4) as four:  # each kv head twice
+        assert one.config.num_kvcache_blocks is not None
+        assert four.config.num_kvcache_blocks == one.config.num_kvcache_blocks // 2
+
+
+def test_a_rank_with_less_memory_is_overruled(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 could hold more here than the others can."""
+    with make_llm(model_dir, tensor_parallel_size=2) as llm:
+        fair = llm.config.num_kvcache_blocks
+    monkeypatch.setattr("nanovllm.engine.model_runner.GIB", 1 << 34)  # in this process alone
+    with make_llm(model_dir, tensor_parallel_size=2) as llm:
+        assert llm.config.num_kvcache_blocks == fair
+
+
+# Sizes
+
+
+def test_size_that_cannot_work_is_taken_or_the_way_out_is_wrong(
+    tmp_path: Path,
+) -> None:
+    """14 heads over 2 key heads, 4,864 wide: 3 divides nothing, 4 not the heads."""
+    heads = dict(num_attention_heads=14, num_key_value_heads=2, hidden_size=28, head_dim=2)
+    config = ModelConfig.from_dir(make_model(tmp_path, intermediate_size=4864, **heads))
+    for size in (1, 2):
+        config.check_parallel_size(size)
+    for size in (3, 4, 5, 6, 7, 8):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={size} .* 1, 2 would do"):
+            config.check_parallel_size(size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "fit"),
+    [(8, 8, "1, 2, 4, 8"), (8, 1, "1, 2, 4, 8"), (6, 2, "1, 2, 6"), (6, 3, "1, 3, 6"), (7, 7, "1")],
+)
+def test_sizes_that_would_do_are_others(
+    heads: int, kv_heads: int, fit: str, tmp_path: Path
+) -> None:
+    """96 wide. With 6 heads over 2, three ranks would tear a key head's queries apart."""
+    overrides = dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config = ModelConfig.from_dir(make_model(tmp_path, **overrides))
+    with pytest.raises(ValueError, match=f"intermediate_size=96; {fit} would do"):
+        config.check_parallel_size(5)
+
+
+@pytest.mark.cuda
+def test_more_ranks_than_gpus_is_an_obscure_error(model_dir: Path) -> None:
+    there = torch.cuda.device_count()
+    first = f"cuda:{there - 1}"
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=2 need 'cuda:{there}'"):
+        LLM(model_dir, device=first, tensor_parallel_size=2)
