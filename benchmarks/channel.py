@@ -2,9 +2,10 @@
 
     python benchmarks/channel.py [--ranks 2]
 
-Decode steps of growing batches go to processes that do nothing but read them, a millisecond apart,
-as steps of a small model are. Told are the medians until rank 0 goes on (`sent`), and until
-the last of the others has the step's arrays before it (`there`); rank 0 computes meanwhile.
+Decode steps of growing batches go to processes that do nothing but read them. Told are the medians
+until rank 0 goes on (`sent`), and until the last of the others has the step's arrays before it
+(`there`); rank 0 computes meanwhile. Between steps the others wait for `--gap` milliseconds: first
+awake, then asleep.
 """
 
 import argparse
@@ -23,7 +24,6 @@ from nanovllm.engine.step_codec import StepCodec
 from nanovllm.sampling_params import SamplingParams
 
 CONTEXT, BLOCK_SIZE = 1024, 16
-GAP_SECONDS = 1e-3
 STAMP = struct.Struct("<q")
 
 
@@ -48,7 +48,7 @@ def start_reader(
 
 
 def time_steps(
-    writer: Writer, answers: list[int], num_seqs: int, num_steps: int
+    writer: Writer, answers: list[int], num_seqs: int, num_steps: int, gap_seconds: float
 ) -> dict[str, float]:
     """Decode `num_seqs` sequences for `num_steps`; microseconds, medians."""
     seqs = [Sequence([0] * CONTEXT, SamplingParams()) for _ in range(num_seqs)]
@@ -59,7 +59,7 @@ def time_steps(
             while len(seq.block_table) * BLOCK_SIZE <= seq.num_cached_tokens:
                 seq.block_table.append(step)
         inputs = decode_inputs(seqs, BLOCK_SIZE)
-        time.sleep(GAP_SECONDS)
+        time.sleep(gap_seconds)
         start = time.monotonic_ns()
         writer.send(codec.encode(inputs))
         sent.append(time.monotonic_ns() - start)
@@ -71,6 +71,7 @@ def main() -> None:
     """Print a line for each batch size, and one of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="rank 0 and N - 1 others")
+    parser.add_argument("--gap", type=float, default=0.5, metavar="MS", help="between steps")
     parser.add_argument("--steps", type=int, default=1000, metavar="N", help="for each batch size")
     parser.add_argument("--read", type=int, nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -82,7 +83,7 @@ def main() -> None:
         writer = Writer(num_readers, check=lambda: None)
         readers = [start_reader(writer, index, num_readers) for index in range(num_readers)]
         answers = [answer for _, answer in readers]
-        results[num_seqs] = time_steps(writer, answers, num_seqs, args.steps)
+        results[num_seqs] = time_steps(writer, answers, num_seqs, args.steps, args.gap / 1e3)
         print(f"{num_seqs:4} sequences: sent in {results[num_seqs]['sent']:.0f} us,"
               f" there after {results[num_seqs]['there']:.0f} us")  # fmt: skip
         for process, _ in readers:

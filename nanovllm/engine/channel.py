@@ -19,7 +19,7 @@ import numpy as np
 
 CAPACITY = 1 << 22  # bytes; a message that is longer goes through in pieces
 LINE = 64  # bytes: a counter each, so that no two processes write to one cache line
-SPIN_SECONDS = 100e-6  # how long a reader looks before it sleeps
+SPIN_SECONDS = 1e-3
 NAP_SECONDS = 0.05  # how long it sleeps at most: what a bell costs that was not heard
 LENGTH = struct.Struct("<q")
 _fence = threading.Lock()
@@ -154,6 +154,7 @@ class Reader:
         while int(written[0]) == read:
             if time.perf_counter() > until:
                 self._sleep(read)
+            os.sched_yield()  # ranks may outnumber cores
         fence()  # their number first, then the bytes
         return int(written[0]) - read
 

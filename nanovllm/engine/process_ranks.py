@@ -70,11 +70,12 @@ class ProcessRanks(Ranks):
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
 
-    def close(self) -> None:
-        """Let go of the others, whatever state they and we are in."""
-        abort = threading.Thread(target=self.abort, daemon=True)
-        abort.start()
-        abort.join(MEETING.total_seconds())
+    def close(self, together: bool) -> None:
+        """Let go of the others: `together` with all of them, or whatever state they are in."""
+        end = self._group.shutdown if together and self._group else self.abort
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        thread.join(MEETING.total_seconds())
         self._group = None
 
     @staticmethod

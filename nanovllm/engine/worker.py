@@ -4,6 +4,7 @@ It runs nothing of the caller's script, which therefore needs no `if __name__ ==
 PyTorch is imported late: first of all, the process must hear when the caller dies.
 """
 
+import fcntl
 import json
 import os
 import pickle
@@ -16,16 +17,17 @@ import time
 import traceback
 
 # What Python runs in the new process. Modules are found where the caller finds them.
-BOOT = "import sys; sys.path[:] = sys.argv[7:]; from nanovllm.engine.worker import main; main()"
+BOOT = "import sys; sys.path[:] = sys.argv[8:]; from nanovllm.engine.worker import main; main()"
 CHECK_SECONDS = 1.0  # how often to look whether the parent is still the same
 
 
 def main() -> None:
     """Serve as the rank that the arguments name, to the end."""
-    rank, size, ring, bell, line, port = map(int, sys.argv[1:7])
+    caller, rank, size, ring, bell, line, port = map(int, sys.argv[1:8])
     life_line = socket.socket(fileno=line)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to act on
-    threading.Thread(target=_end_with_caller, args=(life_line, os.getppid()), daemon=True).start()
+    _die_with(line)
+    threading.Thread(target=_watch_parent, args=(caller,), daemon=True).start()
     try:
         _serve(rank, size, ring, bell, port, life_line)
     except BaseException as error:
@@ -59,8 +61,11 @@ def _serve(rank: int, size: int, ring: int, bell: int, port: int, life_line: soc
     ranks.connect(runner.device, find_store(port, size))
     runner.start()
     codec = StepCodec()
-    while True:
-        runner.compute(codec.decode(reader.receive()))
+    while message := reader.receive():
+        runner.compute(codec.decode(message))
+    runner.close()
+    ranks.close(together=True)
+    os._exit(0)
 
 
 def _report(life_line: socket.socket, **values: object) -> None:
@@ -68,10 +73,17 @@ def _report(life_line: socket.socket, **values: object) -> None:
     life_line.sendall(json.dumps(values).encode() + b"\n")
 
 
-def _end_with_caller(life_line: socket.socket, caller: int) -> None:
-    """End this process when rank 0 cuts the line, or when the caller is not the parent any more."""
-    poll = select.poll()
-    poll.register(life_line, select.POLLIN)
-    while os.getppid() == caller and not poll.poll(CHECK_SECONDS * 1e3):
-        pass
+def _die_with(line: int) -> None:
+    """Let the kernel end this process when rank 0 cuts the line, whatever it is busy with then."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([line], [], [], 0)[0]:  # it was cut before
+        os._exit(0)
+
+
+def _watch_parent(caller: int) -> None:
+    """End this process after the caller: of a line that others inherited its end says nothing."""
+    while os.getppid() == caller:
+        time.sleep(CHECK_SECONDS)
     os._exit(0)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import pickle
 import selectors
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +61,7 @@ class Worker:
         self._heard = b""
         with its_end:
             fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
-            arguments = map(str, (rank, size, *fds, port))
+            arguments = map(str, (os.getpid(), rank, size, *fds, port))
             self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *arguments, *sys.path],
                 stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
@@ -109,6 +111,7 @@ class Workers:
         self._traceback = ""
         self._changed = threading.Condition()
         self._workers: list[Worker] = []
+        self._owner = os.getpid()
         with contextlib.ExitStack() as stack:
             self._store = open_store(size)
             stack.callback(self._drop_store)
@@ -120,7 +123,7 @@ class Workers:
                 stack.callback(worker.end)
             for worker in self._workers:
                 stack.callback(worker.line.close)
-            stack.callback(self.ranks.close)
+            stack.callback(self._part)
             self._quit, self._quit_heard = socket.socketpair()
             stack.callback(self._stop_watching)
             self._watcher = threading.Thread(target=self._watch, name="nanovllm", daemon=True)
@@ -155,6 +158,7 @@ class Workers:
             yield
         except BaseException as error:
             if isinstance(error, ExchangeError):
+                traceback.clear_frames(error.__traceback__)  # they hold the group, and tensors
                 with self._changed:
                     self._changed.wait_for(lambda: self.failure, BLAME_SECONDS)
                 self.check()
@@ -170,7 +174,8 @@ class Workers:
 
     def close(self) -> None:
         """End the processes; nothing of them is left. Idempotent. Decode graphs must be gone."""
-        self._resources.close()
+        if os.getpid() == self._owner:  # a process that the caller forked has but copies
+            self._resources.close()
 
     def _watch(self) -> None:
         """Listen to all life lines, until `close` or until a rank has ended."""
@@ -213,6 +218,12 @@ class Workers:
         for other in self._workers:
             other.process.kill()
         self.ranks.abort()
+
+    def _part(self) -> None:
+        if self.failure is None:
+            with contextlib.suppress(RankError):
+                self._writer.send(b"")  # the end
+        self.ranks.close(together=self.failure is None)
 
     def _drop_store(self) -> None:
         self._store = None

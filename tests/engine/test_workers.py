@@ -1,0 +1,788 @@
+"""Faults of several ranks: whatever dies or raises, the caller hears of it, and nothing is left.
+
+The real thing: processes are killed, while they load, compute or idle. Every test has a deadline,
+at which it prints its stacks and ends the run; scripts have it as well, in the same way.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.engine import workers as workers_module
+from nanovllm.engine.inputs import StepInputs
+from nanovllm.engine.workers import RankError, Worker, Workers
+from nanovllm.models.config import ModelConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread", "deadline")
+
+DEADLINE = 120.0  # seconds that a test may take at all
+SOON = 10.0  # seconds in which a failure shows, and in which processes end
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+IDS = [[3, 14, 15, 92, 65], [35, 89, 79]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TRACEBACK = "Traceback (most recent call last)"
+LOST_TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+# What scripts begin with. `solve` prints whether an engine adds right.
+PREAMBLE = f"""
+import faulthandler
+faulthandler.dump_traceback_later({DEADLINE}, exit=True)
+import os, signal, sys, time
+from pathlib import Path
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.engine.workers import Workers
+PROBLEMS = sample_problems(20)
+def make():
+    return LLM(EMBEDDED_MODEL, device="cpu", dtype="float32", cpu_kvcache_gib=0.05,
+               max_model_len=64, tensor_parallel_size=2)
+def generate(llm, times=1):
+    params = SamplingParams(temperature=0, max_tokens=12)
+    return llm.generate([p for p, _ in PROBLEMS] * times, params, use_tqdm=False)
+def solve(llm):
+    print([out["text"] for out in generate(llm)] == [a for _, a in PROBLEMS], flush=True)
+def tell(workers):
+    print(*(worker.process.pid for worker in workers._workers), flush=True)
+def load_other(path):
+    start = Workers.start
+    def elsewhere(self, config, model_config, _):
+        tell(self)
+        start(self, config, model_config, Path(path))
+    Workers.start = elsewhere
+"""
+
+
+@pytest.fixture(scope="module")
+def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
+    """Where the run's own messages go, whatever is captured."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        fd = os.dup(2)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def deadline(real_stderr: int) -> Iterator[None]:
+    """The end of a test that hangs, be it in C: its stacks, and the end of the run."""
+    faulthandler.dump_traceback_later(DEADLINE, exit=True, file=real_stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+# What there is
+
+
+def state(pid: int) -> tuple[str, int]:
+    """A process's state and its parent: X where there is no process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    letter, parent = stat.rpartition(")")[2].split()[:2]
+    return letter, int(parent)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process, not a child of ours, has ended: whoever reaps it may take his time."""
+    return state(pid)[0] in "XZ"
+
+
+def children() -> set[int]:
+    """This process's children, zombies among them."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return {pid for pid in pids if state(pid)[1] == os.getpid()}
+
+
+def open_files(pid: int | str = "self") -> set[str]:
+    """A process's file descriptors, each with what it is; sockets have numbers of their own."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add(f"{link.name} -> {link.readlink()}")
+    return found
+
+
+def belongings() -> set[str]:
+    """All that an engine could leave behind, but processes: files, threads, shared memory.
+
+    Where CUDA is in use, the files and threads of its driver and of NCCL come and go as they like.
+    """
+    if torch.cuda.is_initialized():
+        return shared_memory() | {thread.name for thread in threading.enumerate()}
+    threads = Path("/proc/self/task").iterdir()
+    return open_files() | set(map(str, threads)) | shared_memory()
+
+
+def shared_memory() -> set[str]:
+    return set(map(str, Path("/dev/shm").iterdir()))
+
+
+def listeners(pid: int | str = "self") -> list[str]:
+    """The addresses, in the kernel's hexadecimals, at which a process listens."""
+    sockets = {file.partition("socket:[")[2].rstrip("]") for file in open_files(pid)}
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in sockets]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = SOON) -> bool:
+    """Whether the condition comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@contextlib.contextmanager
+def within(seconds: float = SOON) -> Iterator[None]:
+    """The block must be left in time."""
+    start = time.monotonic()
+    yield
+    assert (took := time.monotonic() - start) < seconds, f"it took {took:.1f} s"
+
+
+@functools.cache
+def warm_up(device: str, path: Path) -> None:
+    """The first engine opens what stays open until the process ends, and is PyTorch's."""
+    with make_llm(path, device) as llm:
+        generate(llm)
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """After the block all is as before: processes at once, threads when they have ended."""
+    gc.collect()
+    before, processes = belongings(), children()
+    yield
+    assert children() <= processes, "a process is left"
+    wait_until(lambda: belongings() <= before, 2.0)
+    assert belongings() - before == set()
+
+
+# Engines
+
+
+def make_llm(path: Path | str, device: str = "cpu", size: int = 2, **options: Any) -> LLM:
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, and PyTorch finds {torch.cuda.device_count()}")
+    pool = dict(cpu_kvcache_gib=0.05) if device == "cpu" else dict(num_kvcache_blocks=64)
+    defaults = dict(device=device, dtype="float32", tensor_parallel_size=size, max_model_len=256)
+    return LLM(path, **defaults | pool | options)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(IDS, GREEDY, use_tqdm=False)]
+
+
+def solve(llm: LLM, start: int = 0) -> None:
+    problems = sample_problems(start + 20)[start:]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    outputs = llm.generate([prompt for prompt, _ in problems], params, use_tqdm=False)
+    assert [out["text"] for out in outputs] == [answer for _, answer in problems]
+
+
+def processes_of(llm: LLM) -> list["subprocess.Popen[bytes]"]:
+    return [worker.process for worker in llm._runner.workers._workers]
+
+
+def at_forward(llm: LLM, is_prefill: bool, act: Callable[[], object]) -> None:
+    """Let rank 0 act when it is about to compute a step that the others compute already."""
+    forward = llm._runner._forward
+
+    def acting(inputs: StepInputs) -> torch.Tensor:
+        if (inputs.cu_seqlens_q is not None) == is_prefill:
+            act()
+        return forward(inputs)
+
+    llm._runner._forward = acting  # type: ignore[method-assign]
+
+
+def between_layers(llm: LLM, act: Callable[[], object]) -> None:
+    """Let rank 0 act in the middle of the model, where the ranks have exchanged tensors."""
+    llm._runner.model.model.layers[1].register_forward_pre_hook(lambda *_: act() and None)
+
+
+def assert_closed(llm: LLM, reason: str) -> None:
+    """Every call says that the engine is closed, and why."""
+    for call in (lambda: generate(llm), lambda: llm.add_request([1, 2]), llm.step):
+        with within(1.0), pytest.raises(RuntimeError, match=f"closed.*{reason}") as caught:
+            call()
+        assert not isinstance(caught.value, RankError)
+
+
+def assert_one_error(error: BaseException) -> None:
+    """What is printed shows the caller's way to the error, and no other error on the way."""
+    printed = "".join(traceback.format_exception(error))
+    assert printed.removesuffix(f"{error}\n").count(TRACEBACK) == 1, printed
+
+
+def send_others(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let the other ranks load what is in `path`, and not what rank 0 loads."""
+    start = Workers.start
+
+    def elsewhere(self: Workers, config: Config, model_config: ModelConfig, _: Path) -> None:
+        start(self, config, model_config, path)
+
+    monkeypatch.setattr(Workers, "start", elsewhere)
+
+
+@pytest.fixture
+def endless_model(copy_of_model: Callable[[], Path]) -> Path:
+    """A checkpoint that nobody reads to its end: its index and its weights are pipes."""
+    path = copy_of_model()
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+    os.mkfifo(path / "model.safetensors.index.json")
+    return path
+
+
+@contextlib.contextmanager
+def loading(path: Path, file: str = "weights") -> Iterator[None]:
+    """The block runs when a rank has begun to load the endless model, and waits for a file.
+
+    While it waits for the weights, in safetensors, it has Python's lock and no thread of it runs.
+    """
+    with (path / "model.safetensors.index.json").open("w") as index:  # waits for who reads it
+        if file == "weights":
+            index.write('{"weight_map": {"lm_head.weight": "model.safetensors"}}')
+            index.close()
+            time.sleep(0.3)
+        yield
+
+
+# A rank is killed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("size", "rank", "moment"),
+    [
+        (2, 1, "prefill"),
+        (2, 1, "between layers"),
+        (2, 1, "decode"),
+        (4, 3, "prefill"),
+        (4, 3, "decode"),
+    ],
+)
+def test_a_killed_rank_hangs_the_caller(
+    device: str, size: int, rank: int, moment: str, model_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """In a step, where rank 0 waits for what the dead one would have sent."""
+    warm_up(device, model_dir)
+    with nothing_left():
+        llm = make_llm(model_dir, device, size)
+        processes, pending = processes_of(llm), llm.add_request([1, 2])
+        kill = processes[rank - 1].kill
+        if moment == "between layers":
+            between_layers(llm, kill)
+        else:
+            at_forward(llm, moment == "prefill", kill)
+        with within(), pytest.raises(RankError) as caught:
+            generate(llm)
+        reason = f"rank {rank} of {size} was killed by SIGKILL"
+        assert str(caught.value) == reason
+        assert_one_error(caught.value)
+        assert_closed(llm, reason)
+        assert not llm.is_finished() and pending in llm._seqs
+        for process in processes:
+            with pytest.raises(ProcessLookupError):
+                os.kill(process.pid, 0)
+    if device == "cpu":
+        assert capfd.readouterr().err == "", "the others complain"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pause", [0.0, 0.5])
+def test_the_next_call_does_not_know_of_a_death(device: str, pause: float, model_dir: Path) -> None:
+    """Of a rank that was killed while the engine was idle, just before or long ago."""
+    warm_up(device, model_dir)
+    reason = "rank 1 of 2 was killed by SIGKILL"
+    with nothing_left():
+        llm = make_llm(model_dir, device)
+        generate(llm)
+        processes_of(llm)[0].kill()
+        time.sleep(pause)
+        with within(), pytest.raises(RuntimeError, match=reason):
+            generate(llm)
+        assert_closed(llm, reason)
+
+
+def test_a_killed_rank_that_has_sent_its_last_is_missed(model_dir: Path) -> None:
+    """Rank 0 has all that it needs for this step; the next one must not wait."""
+    llm = make_llm(model_dir)
+    sample = llm._runner._sample
+
+    def killing(*arguments: Any) -> list[int]:
+        processes_of(llm)[0].kill()
+        return sample(*arguments)
+
+    llm._runner._sample = killing  # type: ignore[method-assign]
+    with within(), pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        generate(llm)
+
+
+def test_a_message_longer_than_the_ring_waits_for_the_dead(model_dir: Path) -> None:
+    """A rank that does not read, with the ring full, and is killed then."""
+    warm_up("cpu", model_dir)
+    with nothing_left():
+        llm = make_llm(model_dir)
+        process = processes_of(llm)[0]
+        process.send_signal(signal.SIGSTOP)
+        killer = threading.Timer(1.0, process.kill)
+        killer.start()
+        workers = llm._runner.workers
+        with within(), pytest.raises(RankError, match="by SIGKILL"), workers.together():
+            workers._writer.send(bytes(1 << 24))
+        killer.join()
+        assert_closed(llm, "rank 1 of 2 was killed")
+
+
+def test_a_rank_killed_while_loading_is_waited_for(
+    model_dir: Path, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up("cpu", model_dir)
+    connect, killed = Workers.connect, []
+
+    def kill(workers: Workers) -> None:
+        with loading(endless_model):
+            killed.append(time.monotonic())
+            workers._workers[0].process.kill()
+
+    def connect_and_be_killed(self: Workers, device: torch.device) -> None:
+        killer = threading.Thread(target=kill, args=[self])
+        killer.start()
+        try:
+            connect(self, device)
+        finally:
+            killer.join()
+
+    send_others(monkeypatch, endless_model)
+    monkeypatch.setattr(Workers, "connect", connect_and_be_killed)
+    with nothing_left():
+        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+            make_llm(model_dir)
+        assert time.monotonic() - killed[0] < SOON
+
+
+@pytest.mark.parametrize("num_imports", ["none", "some"])
+def test_a_rank_killed_at_once_is_waited_for(
+    num_imports: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has said or read anything."""
+    warm_up("cpu", model_dir)
+
+    class Killed(Worker):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            time.sleep(0.0 if num_imports == "none" else 0.4)
+            self.process.kill()
+
+    monkeypatch.setattr(workers_module, "Worker", Killed)
+    death = r"rank \d of 4 was killed by SIGKILL"
+    with nothing_left(), within(), pytest.raises(RankError, match=death):
+        make_llm(model_dir, size=4)
+
+
+# A rank raises
+
+
+def test_a_rank_that_cannot_load_does_not_say_why(
+    model_dir: Path, copy_of_model: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has loaded, and would wait for it."""
+    warm_up("cpu", model_dir)
+    broken = copy_of_model()
+    tensors = load_file(broken / "model.safetensors")
+    del tensors[LOST_TENSOR]
+    save_file(tensors, broken / "model.safetensors")
+    send_others(monkeypatch, broken)
+    with nothing_left(), within():
+        with pytest.raises(RankError, match="rank 1 of 2 raised ValueError") as caught:
+            make_llm(model_dir)
+        assert TRACEBACK in str(caught.value) and LOST_TENSOR in str(caught.value)
+        assert_one_error(caught.value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_raises_in_a_step_is_waited_for(
+    device: str, size: int, model_dir: Path
+) -> None:
+    """It gets other inputs than rank 0: on the CPU it raises between two exchanges."""
+    warm_up(device, model_dir)
+    error, place = ("IndexError", "_forward") if device == "cpu" else ("ValueError", "decode")
+    with nothing_left():
+        llm = make_llm(model_dir, device, size)
+        generate(llm)
+        codec = llm._runner.workers._codec
+        encode = codec.encode
+
+        def corrupt(inputs: StepInputs) -> bytes:
+            if device == "cuda":  # where an index out of range would break the context
+                return encode(inputs)[:-4]
+            return encode(dataclasses.replace(inputs, positions=inputs.positions + 10**6))
+
+        codec.encode = corrupt
+        reason = rf"rank \d of {size} raised {error}"
+        with within(), pytest.raises(RankError, match=reason) as caught:
+            generate(llm)
+        assert TRACEBACK in str(caught.value) and f"in {place}" in str(caught.value)
+        assert_one_error(caught.value)
+        assert_closed(llm, reason)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("moment", ["prefill", "between layers", "decode"])
+def test_an_error_of_rank_0_leaves_the_others_waiting(
+    device: str, moment: str, model_dir: Path
+) -> None:
+    """Another exception than its own comes out, or the engine goes on with ranks out of step."""
+    warm_up(device, model_dir)
+    error = MemoryError("no room")
+
+    def fail() -> None:
+        raise error
+
+    with nothing_left(), within():
+        llm = make_llm(model_dir, device)
+        if moment == "between layers":
+            between_layers(llm, fail)
+        else:
+            at_forward(llm, moment == "prefill", fail)
+        with pytest.raises(MemoryError) as caught:
+            generate(llm)
+        assert caught.value is error
+        assert_closed(llm, "rank 0 raised MemoryError")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_model_len=100, num_kvcache_blocks=1, kvcache_block_size=16),
+        dict(max_model_len=100_000),
+        dict(cpu_kvcache_gib=1e-9),
+    ],
+    ids=str,
+)
+def test_a_refusal_leaves_ranks_behind(options: dict[str, Any], model_dir: Path) -> None:
+    """Or is another one than with one rank."""
+    warm_up("cpu", model_dir)
+    refusals = []
+    for size in (1, 2):
+        with nothing_left(), within():
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                make_llm(model_dir, size=size, **options)
+            message = re.sub(r"[\d.]+ MiB", "some MiB", str(caught.value))  # a rank's, not all
+            refusals.append((type(caught.value), message))
+    assert refusals[0] == refusals[1]
+
+
+def test_a_checkpoint_that_nobody_can_load_is_another_error(
+    model_dir: Path, copy_of_model: Callable[[], Path]
+) -> None:
+    """All ranks raise at about the same time; rank 0's own error is the plain one."""
+    warm_up("cpu", model_dir)
+    broken = copy_of_model()
+    (broken / "model.safetensors").write_bytes(b"no tensors")
+    with nothing_left(), within(), pytest.raises(OSError, match="truncated or damaged"):
+        make_llm(broken)
+
+
+# Engines end
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_close_leaves_something(device: str, model_dir: Path) -> None:
+    """And a second one raises; a call after it says what is the matter."""
+    warm_up(device, model_dir)
+    with nothing_left():
+        llm = make_llm(model_dir, device)
+        expected = generate(llm)
+        llm.add_request([1, 2, 3])
+        llm.step()
+        with within(5.0):
+            llm.close()
+            llm.close()
+        with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+            generate(llm)
+    with make_llm(model_dir, device) as llm:
+        assert generate(llm) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_collection_leaves_something(device: str, model_dir: Path) -> None:
+    warm_up(device, model_dir)
+    with nothing_left():
+        llm = make_llm(model_dir, device)
+        processes = processes_of(llm)
+        del llm
+        gc.collect()
+        assert all(process.returncode is not None for process in processes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_exception_in_a_with_block_leaves_something(device: str, model_dir: Path) -> None:
+    warm_up(device, model_dir)
+    with nothing_left(), contextlib.suppress(KeyError), make_llm(model_dir, device) as llm:
+        generate(llm)
+        raise KeyError
+    with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+        generate(llm)
+
+
+def test_a_closed_engine_still_listens(model_dir: Path) -> None:
+    """Or an open one to the network, not just to this machine."""
+    warm_up("cpu", model_dir)
+    gc.collect()
+    before = listeners()
+    llm = make_llm(model_dir)
+    mine = [address for address in listeners() if address not in before]
+    theirs = [address for process in processes_of(llm) for address in listeners(process.pid)]
+    assert mine, "the store listens; where?"
+    assert {address.partition(":")[0] for address in mine + theirs} == {"0100007F"}
+    llm.close()
+    assert set(listeners()) <= set(before)
+
+
+def test_twenty_engines_leave_something(model_dir: Path) -> None:
+    """One after the other; memory may grow by a tenth of a MiB each, which is the allocator's."""
+    warm_up("cpu", model_dir)
+
+    def resident_mib() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    expected = None
+    for turn in range(20):
+        with nothing_left(), make_llm(model_dir) as llm:
+            expected = expected or generate(llm)
+            assert generate(llm) == expected
+        if turn == 4:
+            gc.collect()
+            before = resident_mib()
+    gc.collect()
+    assert resident_mib() - before < 1.5
+
+
+def test_two_engines_meet() -> None:
+    """Ports, rings or process groups that are one for the process."""
+    problems = sample_problems(24)
+    make = functools.partial(make_llm, EMBEDDED_MODEL)
+    with make(max_num_seqs=3) as one, make(max_num_seqs=5) as other:
+        answers: dict[tuple[int, int], str] = {}
+        texts: dict[tuple[int, int], str] = {}
+
+        def step(llm: LLM) -> None:
+            texts.update({(id(llm), out["request_id"]): out["text"] for out in llm.step()})
+
+        for index, (prompt, answer) in enumerate(problems):
+            llm = (one, other)[index % 2]
+            request = llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=12))
+            answers[id(llm), request] = answer
+            step(one)
+            step(other)
+        while not (one.is_finished() and other.is_finished()):
+            step(one)
+            step(other)
+        assert texts == answers
+        one.close()
+        solve(other)
+
+
+# Scripts
+
+
+@contextlib.contextmanager
+def running(code: str) -> Iterator["subprocess.Popen[str]"]:
+    """A script in a process group of its own, which does not outlive the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + code], stdin=subprocess.DEVNULL, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_pids(process: "subprocess.Popen[str]") -> list[int]:
+    """What `tell` has told."""
+    assert process.stdout is not None
+    return [int(word) for word in process.stdout.readline().split()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    """All of them end in time; those that do not are not left behind."""
+    gone = wait_until(lambda: all(map(is_gone, pids)))
+    left = [pid for pid in pids if not is_gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert gone, f"{len(left)} of {len(pids)} processes are left"
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "time.sleep(100)",
+        "while True: generate(llm, 20)",
+        "if (child := os.fork()) == 0: time.sleep(100)\nprint(child, flush=True)\ntime.sleep(100)",
+    ],
+    ids=["idle", "generating", "forked"],
+)
+def test_ranks_survive_the_caller(work: str) -> None:
+    """A caller that is killed closes nothing; what it forked keeps its sockets open."""
+    before = shared_memory()
+    with running(f"llm = make()\nsolve(llm)\ntell(llm._runner.workers)\n{work}") as process:
+        assert process.stdout is not None and process.stdout.readline() == "True\n"
+        pids = read_pids(process)
+        forked = read_pids(process) if "fork" in work else []
+        time.sleep(0.3)
+        assert len(pids) == 1 and not any(map(is_gone, pids + forked))
+        process.kill()
+        process.wait()
+        try:
+            assert_gone(pids)
+            assert not any(map(is_gone, forked)), "the forked process was to outlive its parent"
+        finally:
+            for pid in forked:
+                os.kill(pid, signal.SIGKILL)
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("file", ["index", "weights"])
+def test_ranks_that_load_survive_the_caller(file: str, endless_model: Path) -> None:
+    """Reading may take forever, from a network's file system."""
+    with running(f"load_other({str(endless_model)!r})\nmake()") as process:
+        pids = read_pids(process)
+        with loading(endless_model, file):
+            assert len(pids) == 1 and not any(map(is_gone, pids))
+            process.kill()
+            process.wait()
+            assert_gone(pids)
+
+
+def test_ctrl_c_breaks_the_engine() -> None:
+    """The terminal sends it to the whole group: one process acts on it, once."""
+    with running("""
+llm = make()
+tell(llm._runner.workers)
+for turn in range(3):
+    try:
+        while True:
+            print("generating", flush=True)
+            generate(llm, 50)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        solve(llm)
+        if turn == 2:
+            raise
+""") as process:
+        assert process.stdout is not None
+        pids = read_pids(process)
+        for _ in range(3):
+            assert process.stdout.readline() == "generating\n"
+            time.sleep(0.3)
+            os.killpg(process.pid, signal.SIGINT)
+            for pid in pids:  # which may as well be in the group
+                os.kill(pid, signal.SIGINT)
+            while (line := process.stdout.readline()) == "generating\n":
+                pass
+            assert line == "interrupted\n"
+            assert process.stdout.readline() == "True\n"
+        with within():
+            rest, errors = process.communicate()
+        assert all(map(is_gone, pids))
+    assert rest == "" and process.returncode == -signal.SIGINT
+    assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
+
+
+def test_ctrl_c_while_loading_is_lost(endless_model: Path) -> None:
+    """Rank 0 waits for ranks that take their time."""
+    with running(f"load_other({str(endless_model)!r})\nmake()") as process:
+        pids = read_pids(process)
+        with loading(endless_model), within():
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate()
+        assert_gone(pids)
+    assert process.returncode == -signal.SIGINT
+    assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
+
+
+@pytest.mark.parametrize("how", ["file", "command", "stdin"])
+def test_a_script_needs_a_guard(how: str, tmp_path: Path) -> None:
+    """Processes that run the script once more start processes that run it once more."""
+    code = (
+        f"{PREAMBLE}print('begin', flush=True)\nllm = make()\nsolve(llm)\ntell(llm._runner.workers)"
+    )
+    file = tmp_path / "script.py"
+    file.write_text(code)
+    arguments = dict(file=[str(file)], command=["-c", code], stdin=["-"])[how]
+    with within(60.0):
+        done = subprocess.run(
+            [sys.executable, *arguments], input=code if how == "stdin" else "", text=True,
+            capture_output=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    begin, right, pids = done.stdout.splitlines()
+    assert (begin, right, len(pids.split())) == ("begin", "True", 1)
+    assert is_gone(int(pids)), "a process outlives its parent"
+
+
+def test_two_scripts_at_a_time_meet() -> None:
+    code = "llm = make()\nsolve(llm)\nsolve(llm)\n"
+    with running(code) as one, running(code) as other:
+        for process in (one, other):
+            assert process.communicate() == ("True\n" * 2, "")
+            assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "end", ["raise KeyError('mine')", "cycle = [llm]\ncycle.append(cycle)\ndel llm"],
+    ids=["exception", "cycle"],
+)  # fmt: skip
+def test_interpreter_exit_hangs(end: str) -> None:
+    """With an engine that nobody has closed, in the middle of a request."""
+    with running(f"""
+llm = make()
+tell(llm._runner.workers)
+solve(llm)
+llm.add_request([1, 2, 3])
+llm.step()
+{end}
+""") as process:
+        pids = read_pids(process)
+        assert process.stdout is not None and process.stdout.readline() == "True\n"
+        with within():
+            rest, errors = process.communicate()
+        assert all(map(is_gone, pids)), "a process outlives its parent"
+    assert rest == ""
+    if "raise" in end:
+        assert process.returncode == 1 and errors.count(TRACEBACK) == 1
+        assert errors.endswith("KeyError: 'mine'\n")
+    else:
+        assert (process.returncode, errors) == (0, "")
