@@ -295,7 +295,7 @@ def make_parser() -> argparse.ArgumentParser:
            f" {SHORT_RUN_SECONDS} s)")  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    number("--tensor-parallel-size", 1, "ranks that share the model out, a GPU each")
+    number("--tensor-parallel-size", 1, "ranks that share the model out, on CUDA a GPU each")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     number("--max-num-seqs", 512, "sequences that may run at once")
@@ -333,7 +333,7 @@ def usage_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Report what is refused as an error of the command line, without a traceback."""
     try:
         yield
-    except (NotImplementedError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

@@ -7,18 +7,21 @@ Importing the package costs milliseconds: PyTorch is imported when `LLM` is firs
 
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.errors import RankError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "RankError", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from nanovllm.llm import LLM
-
+        try:
+            from nanovllm.llm import LLM
+        except AttributeError as error:  # which would read as if there were no LLM
+            raise ImportError(f"nanovllm cannot be imported: {error}") from error
         return LLM
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -1,18 +1,32 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
+from nanovllm.utils.checks import (
+    check_bool,
+    check_float,
+    check_ids,
+    check_int,
+    check_texts,
+    shorten,
+)
 
 NOT_BUILT_YET = (
-    "top_k", "top_p", "min_p", "min_tokens", "stop", "n", "logprobs", "prompt_logprobs",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens",
-    "priority",
+    "stop", "n", "logprobs", "prompt_logprobs", "include_stop_str_in_output", "priority",
 )  # fmt: skip
+# The least and the largest value, and whether the least is itself left out.
+FLOATS = {
+    "temperature": (0.0, float("inf"), False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.0, float("inf"), True),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+}
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +41,7 @@ class SamplingParams:
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: Iterable[int] | None = None
@@ -39,21 +53,34 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Iterable[int] | None = None
+    bad_words: Iterable[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", check_float("temperature", self.temperature, 0.0))
-        object.__setattr__(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1))
-        check_bool("ignore_eos", self.ignore_eos)
+        for name, (low, high, above) in FLOATS.items():
+            self._set(name, check_float(name, getattr(self, name), low, high, above))
+        self._set("top_k", check_int("top_k", self.top_k, -1))
+        self._set("min_tokens", check_int("min_tokens", self.min_tokens, 0))
+        if self.max_tokens is not None:
+            self._set("max_tokens", check_int("max_tokens", self.max_tokens, 1))
+            check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            check_bool(name, getattr(self, name))
         if self.seed is not None:
-            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
-        if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+            self._set("seed", check_int("seed", self.seed, 0, 2**63 - 1))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                self._set(name, check_ids(name, getattr(self, name)))
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids must be a list of token ids, not an empty one: []")
+        if self.logit_bias is not None:
+            self._set("logit_bias", _biases(self.logit_bias))
+        if self.bad_words is not None:
+            self._set("bad_words", check_texts("bad_words", self.bad_words))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in NOT_BUILT_YET and value != field.default:
@@ -61,9 +88,35 @@ class SamplingParams:
                     f"{field.name}={value!r} is not built yet; leave it at {field.default!r}"
                 )
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether what was there already counts against a token."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    """Copy token ids out of the caller's container, so that it can be changed with no effect."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"stop_token_ids must be a list of token ids, got {shorten(value)}")
-    return tuple(check_int("stop_token_ids", token_id, 0) for token_id in value)
+    @property
+    def cuts(self) -> bool:
+        """Whether draws come from a part of the distribution."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the choice is narrowed at every token, by more than bad words."""
+        return bool(self.allowed_token_ids or self.logit_bias) or self.penalizes or self.cuts
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"logit_bias must be a dict from token ids to numbers in [-{MAX_BIAS}, {MAX_BIAS}],"
+            f" got {shorten(value)}"
+        )
+    return {
+        check_int("logit_bias token id", token_id, 0): check_float(
+            "logit_bias", bias, -MAX_BIAS, MAX_BIAS
+        )
+        for token_id, bias in value.items()
+    }

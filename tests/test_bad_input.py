@@ -403,7 +403,7 @@ def test_a_refused_engine_holds_its_memory(model_dir: Path) -> None:
         lambda: SamplingParams(max_tokens=1.5),  # type: ignore[arg-type]
         lambda: SamplingParams(temperature=-1),
         lambda: SamplingParams(temperature=math.nan),
-        lambda: SamplingParams(top_k=5),
+        lambda: SamplingParams(top_k=-5),
         lambda: SamplingParams(n=2),
         lambda: SamplingParams(stop="x"),
     ],

@@ -150,7 +150,7 @@ def test_import_names_are_resolved_wrongly(tmp_path: Path) -> None:
 
 def test_llm_is_not_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
-    assert set(nanovllm.__all__) == {"LLM", "SamplingParams"}
+    assert set(nanovllm.__all__) == {"LLM", "RankError", "SamplingParams"}
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     with pytest.raises(AttributeError, match="'nanovllm' has no attribute 'LLMs'"):
         _ = nanovllm.LLMs

@@ -23,10 +23,36 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         ">= 1",
         [
             (0, ValueError), (-1, ValueError), (1.5, TypeError), (2.0, TypeError),
-            ("4", TypeError), (True, TypeError), (None, TypeError),
+            ("4", TypeError), (True, TypeError),
+        ],
+    ),
+    "min_tokens": (">= 0", [(-1, ValueError), (0.5, TypeError), (None, TypeError)]),
+    "top_k": (">= -1", [(-2, ValueError), (1.0, TypeError), (None, TypeError)]),
+    "top_p": (
+        "in (0.0, 1.0]",
+        [(0.0, ValueError), (1.01, ValueError), (math.nan, ValueError), ("1", TypeError)],
+    ),
+    "min_p": ("in [0.0, 1.0]", [(-0.1, ValueError), (1.5, ValueError), (None, TypeError)]),
+    "repetition_penalty": (
+        "> 0.0", [(0.0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1", TypeError)],
+    ),
+    "presence_penalty": ("in [-2.0, 2.0]", [(-2.1, ValueError), (3, ValueError), ("1", TypeError)]),
+    "frequency_penalty": ("in [-2.0, 2.0]", [(-2.1, ValueError), (3, ValueError), ([], TypeError)]),
+    "logit_bias": (
+        "numbers in [-100.0, 100.0]", [([1], TypeError), ("a", TypeError), (5, TypeError)],
+    ),
+    "allowed_token_ids": (
+        "a list of token ids", [(5, TypeError), ("12", TypeError), ([], ValueError)],
+    ),
+    "bad_words": (
+        "a list of texts",
+        [
+            ("word", TypeError), (5, TypeError), ({"a": 1}, TypeError), ([5], TypeError),
+            ([""], ValueError),
         ],
     ),
     "ignore_eos": ("True or False", [(1, TypeError), ("yes", TypeError), (None, TypeError)]),
+    "skip_special_tokens": ("True or False", [(1, TypeError), (None, TypeError)]),
     "seed": (
         f"in [0, {2**63 - 1}]",
         [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)],
@@ -42,10 +68,8 @@ CASES = [
     for value, error in bad
 ]
 NON_DEFAULT: dict[str, Any] = {
-    "top_k": 50, "top_p": 0.9, "min_p": 0.1, "min_tokens": 1, "stop": ["\n"], "n": 2,
-    "logprobs": 0, "prompt_logprobs": 0, "repetition_penalty": 1.1, "presence_penalty": -0.5,
-    "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "allowed_token_ids": [], "bad_words": [],
-    "include_stop_str_in_output": True, "skip_special_tokens": False, "priority": 1,
+    "stop": ["\n"], "n": 2, "logprobs": 0, "prompt_logprobs": 0,
+    "include_stop_str_in_output": True, "priority": 1,
 }  # fmt: skip
 
 
@@ -64,7 +88,30 @@ def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[E
     message = str(caught.value)
     assert message.startswith(f"{name} must be ")
     assert allowed in message
-    assert str(value)[:15] in message
+    assert str(value).strip("[]")[:15] in message
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "words"),
+    [
+        ({-1: 1.0}, ValueError, "logit_bias token id must be >= 0, got -1"),
+        ({"5": 1.0}, TypeError, "logit_bias token id must be an int >= 0, got '5'"),
+        ({5: 101.0}, ValueError, "logit_bias must be finite and in [-100.0, 100.0], got 101.0"),
+        ({5: -math.inf}, ValueError, "in [-100.0, 100.0], got -inf"),
+        ({5: "1"}, TypeError, "logit_bias must be a number in [-100.0, 100.0], got '1'"),
+    ],
+)
+def test_bad_bias_is_refused(bias: Any, error: type[Exception], words: str) -> None:
+    """Or clamped in silence."""
+    with pytest.raises(error) as caught:
+        SamplingParams(logit_bias=bias)
+    assert words in str(caught.value)
+
+
+def test_more_tokens_at_least_than_at_most() -> None:
+    with pytest.raises(ValueError, match=r"min_tokens must be in \[0, 5\], got 6"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+    assert SamplingParams(min_tokens=600, max_tokens=None).min_tokens == 600
 
 
 @pytest.mark.parametrize(
@@ -140,6 +187,10 @@ def test_zero_temperature_and_ends_of_ranges_are_allowed() -> None:
     """Greedy refused, as in engines that divide by the temperature; bounds off by one."""
     params = SamplingParams(temperature=0, max_tokens=1, seed=2**63 - 1, stop_token_ids=[])
     assert (params.temperature, params.max_tokens, params.seed) == (0, 1, 2**63 - 1)
+    assert not SamplingParams(
+        top_p=1, min_p=0, top_k=0, repetition_penalty=1, presence_penalty=0, bad_words=[],
+        logit_bias={}, max_tokens=None,
+    ).narrows  # fmt: skip
     assert SamplingParams(seed=0).seed == 0
 
 

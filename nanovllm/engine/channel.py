@@ -10,7 +10,6 @@ import mmap
 import os
 import select
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 CAPACITY = 1 << 22  # bytes; a message that is longer goes through in pieces
-LINE = 64  # bytes: a counter each, so that no two processes write to one cache line
+CACHE_LINE = 64  # bytes: a counter each, so that no two processes write to one cache line
 SPIN_SECONDS = 1e-3
 NAP_SECONDS = 0.05  # how long it sleeps at most: what a bell costs that was not heard
 LENGTH = struct.Struct("<q")
@@ -26,9 +25,18 @@ _fence = threading.Lock()
 
 
 def fence() -> None:
-    """Keep memory accesses on either side of it in order, as taking and leaving a lock does."""
-    with _fence:
-        pass
+    """Keep memory accesses on either side of it in order.
+
+    Taking a lock is such a barrier on x86; elsewhere leaving one and then taking it again.
+    """
+    for _ in range(2):
+        with _fence:
+            pass
+
+
+def ring_bytes(num_readers: int) -> int:
+    """The size of a ring's memory."""
+    return (1 + 2 * num_readers) * CACHE_LINE + CAPACITY
 
 
 class Ring:
@@ -39,24 +47,13 @@ class Ring:
     """
 
     def __init__(self, fd: int, num_readers: int) -> None:
-        lines = 1 + 2 * num_readers
-        self.memory = mmap.mmap(fd, lines * LINE + CAPACITY)
-        counters = np.ndarray((lines, LINE // 8), np.int64, self.memory)[:, 0]
+        num_counters = 1 + 2 * num_readers
+        self.memory = mmap.mmap(fd, ring_bytes(num_readers))
+        counters = np.ndarray((num_counters, CACHE_LINE // 8), np.int64, self.memory)[:, 0]
         self.written = counters[:1]
         self.read = counters[1 : 1 + num_readers]
         self.asleep = counters[1 + num_readers :]
-        self.data = memoryview(self.memory)[lines * LINE :]
-
-    @staticmethod
-    def create(num_readers: int) -> int:
-        """Make the memory, zeroed, and return its file descriptor."""
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("nanovllm")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        os.ftruncate(fd, (1 + 2 * num_readers) * LINE + CAPACITY)
-        return fd
+        self.data = memoryview(self.memory)[num_counters * CACHE_LINE :]
 
     def close(self) -> None:
         """Unmap the memory."""
@@ -73,11 +70,19 @@ class Writer:
 
     def __init__(self, num_readers: int, check: Callable[[], None]) -> None:
         self.check = check
-        self.fd = Ring.create(num_readers)
-        self.ring = Ring(self.fd, num_readers)
-        self.bells = [os.pipe() for _ in range(num_readers)]
-        for _, bell in self.bells:
-            os.set_blocking(bell, False)
+        self.bells: list[tuple[int, int]] = []
+        with contextlib.ExitStack() as stack:
+            self.fd = os.memfd_create("nanovllm")
+            stack.callback(os.close, self.fd)
+            os.ftruncate(self.fd, ring_bytes(num_readers))
+            self.ring = Ring(self.fd, num_readers)
+            stack.callback(self.ring.close)
+            for _ in range(num_readers):
+                self.bells.append(os.pipe())
+                for end in self.bells[-1]:
+                    stack.callback(os.close, end)
+                os.set_blocking(self.bells[-1][1], False)
+            self._resources = stack.pop_all()
 
     def send(self, message: bytes) -> None:
         """Write a message; returns as soon as its last bytes are in the ring."""
@@ -86,29 +91,31 @@ class Writer:
 
     def close(self) -> None:
         """Free the memory and the bells. The readers' copies are theirs to close."""
-        self.ring.close()
-        for fd in (self.fd, *(end for bell in self.bells for end in bell)):
-            os.close(fd)
+        self._resources.close()
+
+    @property
+    def room(self) -> int:
+        """How many bytes can be written at once."""
+        return CAPACITY - int((self.ring.written - self.ring.read).max())
 
     def _put(self, message: bytes) -> None:
         ring, start = self.ring, 0
         view = memoryview(message)
         while start < len(view):
             written = int(ring.written[0])
-            room = CAPACITY - (written - int(ring.read.min()))
             at = written % CAPACITY
-            size = min(room, CAPACITY - at, len(view) - start)
+            size = min(self.room, CAPACITY - at, len(view) - start)
             if size == 0:
                 self._wake()
-                self._wait_for_room(written)
+                self._wait_for_room()
                 continue
             ring.data[at : at + size] = view[start : start + size]
             fence()  # the bytes first, then their number
             ring.written[0] = written + size
             start += size
 
-    def _wait_for_room(self, written: int) -> None:
-        while written - int(self.ring.read.min()) == CAPACITY:
+    def _wait_for_room(self) -> None:
+        while not self.room:
             self.check()
             time.sleep(1e-4)
 

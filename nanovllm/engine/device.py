@@ -22,7 +22,7 @@ def resolve_device(device: str, ranks: Ranks = ALONE) -> torch.device:
     if last >= there:
         raise ValueError(
             f"device={device!r} and tensor_parallel_size={ranks.size} need 'cuda:{last}', but there"
-            f" are {there} devices"
+            f" are {there} devices: from {index} on, {max(there - index, 0)} ranks fit"
         )
     return torch.device("cuda", index + ranks.rank)
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.engine.device import resolve_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -23,6 +24,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_int, shorten
 from nanovllm.utils.loader import resolve_model
+from nanovllm.utils.ranks import Ranks
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger("nanovllm")
@@ -124,14 +126,19 @@ class LLMEngine:
         return not self._seqs and not self._finished
 
     def close(self) -> None:
-        """Give back the device's memory. Idempotent; also done on collection and at exit."""
+        """Give back the device's memory and end the other ranks. Idempotent.
+
+        Also done when the engine is collected and when Python ends.
+        """
         self._finalizer()
 
     def __repr__(self) -> str:
         config = self.config
+        ranks = f" {config.tensor_parallel_size} ranks," if config.tensor_parallel_size > 1 else ""
         return (
             f"{type(self).__name__}({config.model!r}, device={config.device!r},"
             f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},"
+            f"{ranks}"
             f" {self.scheduler.block_manager.num_blocks * self.scheduler.block_size} KV tokens)"
         )
 
@@ -186,6 +193,7 @@ class LLMEngine:
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.config.max_model_len,
             default_seed=xxhash.xxh64_intdigest(number, seed=self.config.seed),
+            bad_words=self._bad_words(params),
         )
         self._num_requests += 1
         self._seqs[seq.seq_id] = seq
@@ -198,8 +206,7 @@ class LLMEngine:
         assert max_model_len is not None
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
-        for token_id in params.stop_token_ids or ():
-            check_int("stop_token_ids", token_id, 0, vocab_size - 1)
+        self._check_params(params)
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else as_list("prompt", prompt)
         plain = set(map(type, token_ids)) <= {int}
         if (
@@ -213,6 +220,32 @@ class LLMEngine:
                 f" less one to generate), got {len(token_ids)}"
             )
         return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model and its tokenizer."""
+        last = self.model_config.vocab_size - 1
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                check_int(name, token_id, 0, last)
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        stops, allowed = eos.union(params.stop_token_ids or ()), params.allowed_token_ids
+        if params.min_tokens and allowed and stops.issuperset(allowed):
+            raise ValueError(
+                "allowed_token_ids must hold more than tokens that stop, as"
+                f" min_tokens={params.min_tokens} asks for others first, got"
+                f" {shorten(allowed)}"
+            )
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError(
+                "bad_words are text, but the model directory has no tokenizer; pass tokenizer=..."
+                " when the engine is made"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The token ids of bad words, as the first word of a text and behind another one."""
+        texts = (start + word.lstrip(" ") for word in params.bad_words or () for start in ("", " "))
+        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def _tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -232,7 +265,8 @@ class LLMEngine:
         token_ids = seq.output_token_ids
         text = ""
         if self.tokenizer is not None:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+            skip = seq.params.skip_special_tokens
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=skip)
         return RequestOutput(
             request_id=seq.seq_id,
             text=text,
@@ -245,11 +279,12 @@ class LLMEngine:
 
     def _check_open(self) -> None:
         failure = self._runner.failure
-        if failure is not None:
-            self.close()
-            raise RuntimeError(f"this LLM is closed, as {failure}; make a new one")
         if not self._finalizer.alive:
-            raise RuntimeError("this LLM is closed; make a new one")
+            reason = f", as {failure}" if failure else ""
+            raise RuntimeError(f"this LLM is closed{reason}; make a new one")
+        if failure:  # while nothing ran
+            self.close()
+            self._runner.check()
 
 
 def start_runner(config: Config, model_config: ModelConfig, path: Path) -> ModelRunner:
@@ -259,6 +294,7 @@ def start_runner(config: Config, model_config: ModelConfig, path: Path) -> Model
         runner = ModelRunner(config, model_config, path)
         runner.start()
         return runner
+    resolve_device(config.device, Ranks(0, size))  # refuse before a process is started
     workers = Workers(size)
     close = workers.close
     try:

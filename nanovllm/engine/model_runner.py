@@ -9,9 +9,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
-import xxhash
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
@@ -25,6 +23,7 @@ from nanovllm.engine.inputs import (
     warmup_inputs,
 )
 from nanovllm.engine.kv_pool import GIB, KVPool
+from nanovllm.engine.sampling_inputs import sampling_inputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
@@ -45,7 +44,6 @@ logger = logging.getLogger("nanovllm")
 
 MIB = 1 << 20
 MAX_GIB = 1 << 30  # more than any machine has; keeps integers out of the way of infinities
-HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
 
@@ -83,7 +81,7 @@ class ModelRunner:
             max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
             config.kvcache_block_size,
         )  # fmt: skip
-        with self._computing():
+        with self.computing():
             self.backend = get_backend(config.attention_backend, spec)
         self.block_size = self.backend.block_size
         self.config = dataclasses.replace(
@@ -111,7 +109,7 @@ class ModelRunner:
         """Meet the other ranks, size the KV pool, compile and capture. All ranks at a time."""
         if self.workers:
             self.workers.connect(self.device)
-        with self._computing():
+        with self.computing():
             num_blocks = self.config.num_kvcache_blocks or self._fit_kv_blocks()
             self.config = self._settle(num_blocks)
             self.pool.allocate(num_blocks)
@@ -129,21 +127,25 @@ class ModelRunner:
         """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
         make_inputs = prefill_inputs if batch.is_prefill else decode_inputs
         inputs = make_inputs(batch.seqs, self.block_size)
-        with self.workers.step(inputs) if self.workers else nullcontext():
+        with self.workers.step(inputs) if self.workers else nullcontext(), self.computing():
             return self._sample(self.compute(inputs), batch.sampling_seqs)
 
     def compute(self, inputs: StepInputs) -> torch.Tensor:
-        """A step's logits [rows that sample, vocab], whole on rank 0 alone."""
-        with self._computing():
-            hidden = self._forward(inputs)
-            if inputs.sample_rows is not None:
-                hidden = hidden[upload(inputs.sample_rows, self.device)]
-            return self.model.compute_logits(hidden) if len(hidden) else hidden
+        """A step's logits [rows that sample, vocab], whole on rank 0 alone. Within `computing`."""
+        hidden = self._forward(inputs)
+        if inputs.sample_rows is not None:
+            hidden = hidden[upload(inputs.sample_rows, self.device)]
+        return self.model.compute_logits(hidden) if len(hidden) else hidden
 
     @property
     def failure(self) -> str | None:
         """Why this runner cannot go on, if a rank has ended."""
         return self.workers.failure if self.workers else None
+
+    def check(self) -> None:
+        """Raise RankError if a rank has ended."""
+        if self.workers:
+            self.workers.check()
 
     def close(self) -> None:
         """Give back the device's memory and end the other ranks; the runner is of no more use."""
@@ -154,7 +156,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _computing(self) -> AbstractContextManager[None]:
+    def computing(self) -> AbstractContextManager[None]:
+        """What holds while this rank computes."""
         return computing_on(self.device, self.workers.num_threads if self.workers else None)
 
     def _build(self, config: Config, path: Path) -> Qwen3ForCausalLM:
@@ -199,14 +202,9 @@ class ModelRunner:
     def _sample(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
         if not seqs:
             return []
-        temperatures = keys = None
-        if any(seq.temperature > 0 for seq in seqs):
-            hottest = np.array([min(seq.temperature, HOTTEST) for seq in seqs], np.float32)
-            temperatures = upload(hottest, self.device)
-            keys = upload(np.array([noise_key(seq) for seq in seqs]), self.device)
-        with self._computing():
-            token_ids: list[int] = self.sampler(logits, temperatures, keys).tolist()
-        return token_ids
+        inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device)
+        token_ids = self.sampler(logits, inputs.temperatures, inputs.keys, inputs.filters)
+        return list(token_ids.tolist())
 
     def _fit_kv_blocks(self) -> int:
         """How many blocks the memory holds beside everything else: the least of any rank."""
@@ -325,9 +323,3 @@ class ModelRunner:
             max_blocks=-(-self.max_positions // self.block_size),
             device=self.device,
         )
-
-
-def noise_key(seq: Sequence) -> int:
-    """What decides a sequence's next draw: its seed and position, nothing else. 64 bits, signed."""
-    digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
-    return digest - (1 << 63)

@@ -1,7 +1,8 @@
 """Ranks that are processes of one machine: NCCL between GPUs, gloo on the CPU.
 
 The process group is the engine's own: PyTorch's default group, which is the caller's to use, is not
-touched, and several engines do not meet. Ports are the system's choice, on the loopback device.
+touched, and several engines do not meet. Ports are the system's choice, on the loopback device but
+for NCCL's, whose device NCCL_SOCKET_IFNAME names.
 """
 
 import socket
@@ -13,17 +14,14 @@ from typing import Any
 import torch
 import torch.distributed
 
+from nanovllm.engine.errors import ExchangeError
 from nanovllm.utils.ranks import Ranks
 
 dist: Any = torch.distributed  # whose bindings have no types
 
 LOOPBACK = "127.0.0.1"
-MEETING = timedelta(seconds=10)  # ranks meet when all are ready: that takes milliseconds
+MEETING = timedelta(seconds=5)  # ranks meet when all have loaded: that takes milliseconds
 PATIENCE = timedelta(days=7)  # a rank that is stopped may go on; of one that died others tell
-
-
-class ExchangeError(RuntimeError):
-    """An exchange failed, as another rank is not there any more."""
 
 
 class ProcessRanks(Ranks):
@@ -72,10 +70,8 @@ class ProcessRanks(Ranks):
 
     def close(self, together: bool) -> None:
         """Let go of the others: `together` with all of them, or whatever state they are in."""
-        end = self._group.shutdown if together and self._group else self.abort
-        thread = threading.Thread(target=end, daemon=True)
-        thread.start()
-        thread.join(MEETING.total_seconds())
+        if self._group is not None and self._device.type == "cuda":  # gloo has nothing to say
+            _within(MEETING, self._group.shutdown if together else self._group.abort)
         self._group = None
 
     @staticmethod
@@ -103,6 +99,17 @@ def open_store(size: int) -> Any:
 def find_store(port: int, size: int) -> Any:
     """Rank 0's store, seen from another rank."""
     return dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=MEETING)
+
+
+def _within(time: timedelta, call: Callable[[], None]) -> None:
+    """Call, and wait for it no longer than that."""
+    thread = threading.Thread(target=call, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # some Pythons start no thread while they end
+        call()
+    else:
+        thread.join(time.total_seconds())
 
 
 def _options(name: str) -> Any:

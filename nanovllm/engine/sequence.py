@@ -2,6 +2,7 @@
 
 from enum import Enum, auto
 from itertools import count
+from typing import Any
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
@@ -24,10 +25,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "eos_token_ids", "finish_reason", "max_num_tokens",
-        "num_cached_tokens", "num_hit_tokens", "num_prompt_tokens", "num_published_blocks",
-        "num_scheduled_tokens", "seed", "seq_id", "status", "stop_reason", "stop_token_ids",
-        "temperature", "token_ids",
+        "bad_words", "block_hashes", "block_table", "eos_token_ids", "finish_reason",
+        "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens", "num_hit_tokens",
+        "num_prompt_tokens", "num_published_blocks", "num_scheduled_tokens", "params", "seed",
+        "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids", "temperature",
+        "token_ids",
     )  # fmt: skip
     _ids = count()
 
@@ -39,6 +41,7 @@ class Sequence:
         eos_token_ids: frozenset[int] = frozenset(),
         max_model_len: int = 2**31,
         default_seed: int = 0,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.status = SequenceStatus.WAITING
@@ -50,9 +53,15 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the leading full blocks, as far as anyone asked
         self.num_published_blocks = 0
-        self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.params = params
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
+        self.bad_words = bad_words  # as token ids, each in every way that it may be written
+        self.narrows = params.narrows or bool(bad_words)
+        self.seen_tokens: Any = None  # the runner's count of them, if it needs one
         self.temperature = params.temperature
         self.seed = default_seed if params.seed is None else params.seed
         self.finish_reason: FinishReason | None = None
@@ -78,6 +87,23 @@ class Sequence:
     def samples(self) -> bool:
         """Whether the scheduled tokens reach the last one, so that the step yields the next."""
         return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether not every token may come next as the model would have it."""
+        return self.narrows or len(self.token_ids) < self.min_num_tokens
+
+    def forbidden_token_ids(self) -> set[int]:
+        """Tokens that may not come next: those that end bad words, and for a while those that stop.
+
+        A bad word is what is generated: what the prompt ends with is no part of one.
+        """
+        forbidden = set(self.stop_token_ids) if len(self.token_ids) < self.min_num_tokens else set()
+        for *before, last in self.bad_words:
+            start = len(self.token_ids) - len(before)
+            if start >= self.num_prompt_tokens and self.token_ids[start:] == before:
+                forbidden.add(last)
+        return forbidden
 
     @property
     def output_token_ids(self) -> list[int]:

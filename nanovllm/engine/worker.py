@@ -16,8 +16,17 @@ import threading
 import time
 import traceback
 
-# What Python runs in the new process. Modules are found where the caller finds them.
-BOOT = "import sys; sys.path[:] = sys.argv[8:]; from nanovllm.engine.worker import main; main()"
+from nanovllm.engine.errors import ExchangeError
+
+# What Python runs in the new process: with the caller's modules, and the caller's very nanovllm.
+BOOT = """
+import sys
+sys.path[:] = sys.argv[8:]
+import nanovllm
+del sys.path[0]
+from nanovllm.engine.worker import main
+main()
+"""
 CHECK_SECONDS = 1.0  # how often to look whether the parent is still the same
 
 
@@ -33,9 +42,10 @@ def main() -> None:
     except BaseException as error:
         _report(
             life_line,
+            error=traceback.format_exception_only(error)[-1].strip().splitlines()[0],
             traceback=traceback.format_exc(),
             time=time.monotonic(),
-            is_exchange=type(error).__name__ == "ExchangeError",
+            is_exchange=isinstance(error, ExchangeError),
         )
         os._exit(1)
 
@@ -58,11 +68,13 @@ def _serve(rank: int, size: int, ring: int, bell: int, port: int, life_line: soc
     ranks = ProcessRanks(rank, size)
     runner = ModelRunner(config, model_config, path, ranks)
     _report(life_line, ready=True)
+    reader.receive()  # when all have loaded
     ranks.connect(runner.device, find_store(port, size))
     runner.start()
     codec = StepCodec()
     while message := reader.receive():
-        runner.compute(codec.decode(message))
+        with runner.computing():
+            runner.compute(codec.decode(message))
     runner.close()
     ranks.close(together=True)
     os._exit(0)
@@ -74,8 +86,8 @@ def _report(life_line: socket.socket, **values: object) -> None:
 
 
 def _die_with(line: int) -> None:
-    """Let the kernel end this process when rank 0 cuts the line, whatever it is busy with then."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    """Let the kernel kill this process when rank 0 cuts the line, whatever it is busy with then."""
+    fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([line], [], [], 0)[0]:  # it was cut before

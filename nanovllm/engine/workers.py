@@ -25,8 +25,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Writer
+from nanovllm.engine.errors import ExchangeError, RankError
 from nanovllm.engine.inputs import StepInputs
-from nanovllm.engine.process_ranks import ExchangeError, ProcessRanks, open_store
+from nanovllm.engine.process_ranks import ProcessRanks, open_store
 from nanovllm.engine.step_codec import StepCodec
 from nanovllm.engine.worker import BOOT
 from nanovllm.models.config import ModelConfig
@@ -34,11 +35,9 @@ from nanovllm.utils.interrupts import holding_interrupts
 
 SETTLE_SECONDS = 0.2  # one end brings others about: the first one shows when all have spoken
 BLAME_SECONDS = 5.0  # how long, after an exchange has failed, to wait for who is to blame
-END_SECONDS = 5.0  # what a process has to end by itself
-
-
-class RankError(RuntimeError):
-    """A rank raised, or its process ended. The engine is closed."""
+END_SECONDS = 5.0  # what the processes have to end by themselves
+HOME = str(Path(__file__).resolve().parents[2])  # the directory of this package
+MIN_ROOM = 64  # bytes in the ring, for a last word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Report:
 
     is_exchange: bool  # it failed to exchange: others are to blame
     time: float
+    error: str
     traceback: str
 
 
@@ -61,9 +61,10 @@ class Worker:
         self._heard = b""
         with its_end:
             fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
+            modules = [str(Path(entry).absolute()) for entry in sys.path]
             arguments = map(str, (os.getpid(), rank, size, *fds, port))
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, *arguments, *sys.path],
+                [sys.executable, "-c", BOOT, *arguments, HOME, *modules],
                 stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
             )  # fmt: skip
 
@@ -71,10 +72,10 @@ class Worker:
         """Read what the process has to say; False when its line is cut."""
         try:
             heard = self.line.recv(1 << 16)
-        except ConnectionResetError:
+        except ConnectionError:
             heard = b""
-        *lines, self._heard = (self._heard + heard).split(b"\n")
-        for message in map(json.loads, lines):
+        *messages, self._heard = (self._heard + heard).split(b"\n")
+        for message in map(json.loads, messages):
             if "ready" in message:
                 self.ready = True
             else:
@@ -84,20 +85,18 @@ class Worker:
     def last_words(self) -> str:
         """How it ended, in a line."""
         if self.report is not None:
-            return f"raised {self.report.traceback.strip().splitlines()[-1]}"
+            return f"raised {self.report.error}"
         try:
             code = self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return "does not answer"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
 
-    def end(self) -> None:
-        """Wait for the process, whose line is cut; kill it where that takes long."""
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def cut(self) -> None:
+        """Cut the line, whoever has inherited copies of it: that ends the process."""
+        with contextlib.suppress(OSError):
+            self.line.shutdown(socket.SHUT_RDWR)
+        self.line.close()
 
 
 class Workers:
@@ -117,17 +116,15 @@ class Workers:
             stack.callback(self._drop_store)
             self._writer = Writer(size - 1, self.check)
             stack.callback(self._writer.close)
+            stack.callback(self._end)
             for rank in range(1, size):
                 worker = Worker(rank, size, self._writer, self._store.port)
                 self._workers.append(worker)
-                stack.callback(worker.end)
-            for worker in self._workers:
-                stack.callback(worker.line.close)
             stack.callback(self._part)
             self._quit, self._quit_heard = socket.socketpair()
-            stack.callback(self._stop_watching)
             self._watcher = threading.Thread(target=self._watch, name="nanovllm", daemon=True)
             self._watcher.start()
+            stack.callback(self._stop_watching)
             self._resources = stack.pop_all()  # from here on close() is who closes
 
     def start(self, config: Config, model_config: ModelConfig, path: Path) -> None:
@@ -139,6 +136,7 @@ class Workers:
         with self._changed:
             self._changed.wait_for(lambda: self.failure or all(w.ready for w in self._workers))
         self.check()
+        self._writer.send(b"meet")
         self.ranks.connect(device, self._store)
 
     @contextlib.contextmanager
@@ -147,6 +145,8 @@ class Workers:
 
         Ctrl-C waits for the end of it: ranks that do not make the same exchanges cannot go on.
         """
+        if os.getpid() != self._owner:
+            raise RuntimeError("an LLM with several ranks can be used in the process that made it")
         with holding_interrupts(), self.together():
             self._writer.send(self._codec.encode(inputs))
             yield
@@ -178,6 +178,22 @@ class Workers:
             self._resources.close()
 
     def _watch(self) -> None:
+        """Listen until `close`, or until a rank has ended; that one is to blame."""
+        try:
+            if (worker := self._first_to_end()) is None:
+                return
+            failure = f"{worker.name} {worker.last_words()}"
+            self._traceback = worker.report.traceback if worker.report else ""
+        except BaseException as error:
+            failure = f"watching the ranks raised {error!r}"
+        with self._changed:
+            self.failure = failure
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.process.kill()
+        self.ranks.abort()
+
+    def _first_to_end(self) -> Worker | None:
         """Listen to all life lines, until `close` or until a rank has ended."""
         settled: float | None = None
         with selectors.DefaultSelector() as selector:
@@ -189,7 +205,7 @@ class Workers:
                 timeout = None if settled is None else max(0.0, settled - time.monotonic())
                 for key, _ in selector.select(timeout):
                     if key.data is None:
-                        return
+                        return None
                     if not key.data.hear():
                         selector.unregister(key.fileobj)
                         cut.append(key.data)
@@ -197,7 +213,7 @@ class Workers:
                     self._changed.notify_all()
                 if settled is None and (cut or any(w.report for w in self._workers)):
                     settled = time.monotonic() + SETTLE_SECONDS
-        self._fail(self._who_was_first(cut))
+        return self._who_was_first(cut)
 
     def _who_was_first(self, cut: list[Worker]) -> Worker:
         """The worker to blame.
@@ -209,27 +225,38 @@ class Workers:
         silent = [(False, math.inf, w) for w in cut if not w.report]
         return min(told + silent, key=lambda entry: entry[:2])[2]
 
-    def _fail(self, worker: Worker) -> None:
-        failure = f"{worker.name} {worker.last_words()}"
-        with self._changed:
-            self._traceback = worker.report.traceback if worker.report else ""
-            self.failure = failure
-            self._changed.notify_all()
-        for other in self._workers:
-            other.process.kill()
-        self.ranks.abort()
-
     def _part(self) -> None:
-        if self.failure is None:
-            with contextlib.suppress(RankError):
-                self._writer.send(b"")  # the end
-        self.ranks.close(together=self.failure is None)
+        """Take leave of the other ranks, where they still listen."""
+        together = self.failure is None and self._writer.room > MIN_ROOM
+        if together:
+            self._writer.send(b"")  # the end
+        self.ranks.close(together)
+
+    def _end(self) -> None:
+        """Cut all lines; kill what does not end then."""
+        for worker in self._workers:
+            worker.cut()
+        deadline = time.monotonic() + END_SECONDS
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
 
     def _drop_store(self) -> None:
         self._store = None
 
     def _stop_watching(self) -> None:
+        self._quit.shutdown(socket.SHUT_RDWR)
         self._quit.close()
         if threading.current_thread() is not self._watcher:  # collection may strike in any thread
             self._watcher.join(END_SECONDS)
         self._quit_heard.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # those of real time have none
+        return f"signal {number}"

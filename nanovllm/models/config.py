@@ -60,9 +60,9 @@ class ModelConfig:
         if not self._ranks_divide(size):
             fit = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if self._ranks_divide(n))
             raise ValueError(
-                f"tensor_parallel_size={size} does not divide num_attention_heads"
+                f"tensor_parallel_size={size} cannot share out num_attention_heads"
                 f"={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads} and"
-                f" intermediate_size={self.intermediate_size}; {fit} would do"
+                f" intermediate_size={self.intermediate_size}; {fit} can"
             )
 
     def _ranks_divide(self, size: int) -> bool:

@@ -26,16 +26,22 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     return number
 
 
-def check_float(name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """Return `value` as a float if it is a finite real number in `[low, high]`."""
-    bounds = f">= {low}" if high == math.inf else f"in [{low}, {high}]"
+def check_float(
+    name: str, value: Any, low: float, high: float = math.inf, above: bool = False
+) -> float:
+    """Return `value` as a float if it is a finite real number in `[low, high]`.
+
+    `above` leaves `low` itself out.
+    """
+    sign, bracket = (">", "(") if above else (">=", "[")
+    bounds = f"{sign} {low}" if high == math.inf else f"in {bracket}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number {bounds}, got {shorten(value)}")
     try:
         number = float(value)
     except OverflowError:  # an int that no float can hold
         number = math.inf
-    if not math.isfinite(number) or not low <= number <= high:
+    if not math.isfinite(number) or not low <= number <= high or (above and number == low):
         raise ValueError(f"{name} must be finite and {bounds}, got {shorten(value)}")
     return number
 
@@ -52,6 +58,26 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, choices))}, got {shorten(value)}"
         )
+
+
+def check_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Copy token ids out of the caller's container, so that it can be changed with no effect."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of token ids, got {shorten(value)}")
+    return tuple(check_int(name, token_id, 0) for token_id in value)
+
+
+def check_texts(name: str, value: Any) -> tuple[str, ...]:
+    """Copy texts out of the caller's container; none may be empty."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of texts, got {shorten(value)}")
+    texts = tuple(value)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a list of texts, got {shorten(text)} in it")
+        if not text:
+            raise ValueError(f"{name} must be a list of texts that are not empty, got ''")
+    return texts
 
 
 def as_list(name: str, value: Any) -> list[Any]:

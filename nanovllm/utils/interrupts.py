@@ -9,20 +9,20 @@ from types import FrameType
 
 @contextlib.contextmanager
 def holding_interrupts() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block; a second one does not wait.
+    """Let Ctrl-C wait for the end of the block; a second one does not, once Python runs again.
 
     Python's signals are the main thread's; in another one there is nothing to hold.
     """
     previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous is None:
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
         return
     held = False
 
-    def hold(_number: int, _frame: FrameType | None) -> None:
+    def hold(number: int, frame: FrameType | None) -> None:
         nonlocal held
         if held:
-            raise KeyboardInterrupt
+            previous(number, frame)
         held = True
 
     signal.signal(signal.SIGINT, hold)
@@ -30,5 +30,5 @@ def holding_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if held:
-        signal.raise_signal(signal.SIGINT)
+        if held:
+            signal.raise_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,11 +26,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.inputs import StepInputs
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.process_ranks import MEETING, ProcessRanks
 from nanovllm.engine.workers import RankError, Worker, Workers
 from nanovllm.models.config import ModelConfig
 
@@ -317,18 +321,51 @@ def test_a_killed_rank_hangs_the_caller(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pause", [0.0, 0.5])
-def test_the_next_call_does_not_know_of_a_death(device: str, pause: float, model_dir: Path) -> None:
-    """Of a rank that was killed while the engine was idle, just before or long ago."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, 40])
+def test_the_next_call_does_not_know_of_a_death(
+    device: str, pause: float, number: int, model_dir: Path
+) -> None:
+    """Of a rank that was killed while the engine was idle, just before or long ago.
+
+    40 is a signal without a name.
+    """
     warm_up(device, model_dir)
-    reason = "rank 1 of 2 was killed by SIGKILL"
+    name = "SIGKILL" if number == signal.SIGKILL else "signal 40"
+    reason = f"rank 1 of 2 was killed by {name}"
     with nothing_left():
         llm = make_llm(model_dir, device)
         generate(llm)
-        processes_of(llm)[0].kill()
+        processes_of(llm)[0].send_signal(number)
         time.sleep(pause)
-        with within(), pytest.raises(RuntimeError, match=reason):
+        with within(), pytest.raises(RankError, match=reason):
             generate(llm)
         assert_closed(llm, reason)
+
+
+def test_a_stopped_rank_survives_the_caller() -> None:
+    """A signal that can be put off is put off by one that is stopped."""
+    with running("llm = make()\ntell(llm._runner.workers)\ntime.sleep(100)") as process:
+        pids = read_pids(process)
+        os.kill(pids[0], signal.SIGSTOP)
+        process.kill()
+        process.wait()
+        assert_gone(pids)
+
+
+def test_a_rank_imports_another_nanovllm(tmp_path: Path) -> None:
+    """The path that led here may lead elsewhere by now, as it is a relative one."""
+    shutil.copytree(Path(nanovllm.__file__).parent, tmp_path / "lib" / "nanovllm")
+    worker = tmp_path / "lib" / "nanovllm" / "engine" / "worker.py"
+    worker.write_text(worker.read_text() + "\nprint('the copy', flush=True)\n")
+    code = (
+        f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, 'lib')\n"
+        "from nanovllm import LLM; os.chdir('/')\n" + PREAMBLE
+    )
+    code += "solve(make())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/"
+    )
+    assert sorted(done.stdout.split("\n")) == ["", "True", "the copy", "the copy"], done.stderr
 
 
 def test_a_killed_rank_that_has_sent_its_last_is_missed(model_dir: Path) -> None:
@@ -358,6 +395,8 @@ def test_a_message_longer_than_the_ring_waits_for_the_dead(model_dir: Path) -> N
         with within(), pytest.raises(RankError, match="by SIGKILL"), workers.together():
             workers._writer.send(bytes(1 << 24))
         killer.join()
+        with within(1.0), pytest.raises(RankError, match="by SIGKILL"):
+            generate(llm)
         assert_closed(llm, "rank 1 of 2 was killed")
 
 
@@ -411,11 +450,12 @@ def test_a_rank_killed_at_once_is_waited_for(
 
 
 def test_a_rank_that_cannot_load_does_not_say_why(
-    model_dir: Path, copy_of_model: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 has loaded, and would wait for it."""
+    model_dir: Path, copy_of_model: Callable[[], Path], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Rank 0 has loaded, and would wait for it. The error has two lines, as the path has."""
     warm_up("cpu", model_dir)
-    broken = copy_of_model()
+    broken = copy_of_model().rename(tmp_path / "two\nlines")
     tensors = load_file(broken / "model.safetensors")
     del tensors[LOST_TENSOR]
     save_file(tensors, broken / "model.safetensors")
@@ -424,7 +464,43 @@ def test_a_rank_that_cannot_load_does_not_say_why(
         with pytest.raises(RankError, match="rank 1 of 2 raised ValueError") as caught:
             make_llm(model_dir)
         assert TRACEBACK in str(caught.value) and LOST_TENSOR in str(caught.value)
+        first = str(caught.value).splitlines()[0]
+        assert first.startswith("rank 1 of 2 raised ValueError: ") and first.endswith("/two")
         assert_one_error(caught.value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_killed_while_ranks_meet_is_waited_for(
+    device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is in C then, and no exchange can end."""
+    warm_up(device, model_dir)
+    meet = ProcessRanks.connect
+
+    def alone(self: ProcessRanks, *arguments: Any) -> None:
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        meet(self, *arguments)
+
+    monkeypatch.setattr(ProcessRanks, "connect", alone)
+    with nothing_left(), within(), pytest.raises(RankError, match="was killed by SIGKILL"):
+        make_llm(model_dir, device)
+
+
+def test_ranks_must_load_at_the_same_speed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is slow, on a cold file system, is waited for: longer than ranks take to meet."""
+    warm_up("cpu", model_dir)
+    load = ModelRunner._build
+
+    def slow(self: ModelRunner, *arguments: Any) -> Any:
+        time.sleep(MEETING.total_seconds() + 1.0)
+        return load(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_build", slow)  # rank 0's
+    with make_llm(model_dir) as llm:
+        generate(llm)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -672,6 +748,34 @@ def test_ranks_survive_the_caller(work: str) -> None:
             for pid in forked:
                 os.kill(pid, signal.SIGKILL)
     assert shared_memory() <= before
+
+
+def test_a_forked_process_stands_in_the_way() -> None:
+    """It has copies of all sockets: closing is no end of theirs, and using them breaks the ring."""
+    with running("""
+llm = make()
+solve(llm)
+if (child := os.fork()) == 0:
+    try:
+        generate(llm)
+    except RuntimeError as error:
+        print(error, flush=True)
+    time.sleep(100)
+time.sleep(1.0)
+solve(llm)
+start = time.monotonic()
+llm.close()
+print(time.monotonic() - start < 3.0, flush=True)
+faulthandler.cancel_dump_traceback_later()  # its thread is not there after a fork
+if (other := os.fork()) == 0:
+    sys.exit(0)
+print(os.waitpid(other, 0)[1], flush=True)
+os.kill(child, signal.SIGKILL)
+""") as process:
+        out, err = process.communicate(timeout=60)
+        refusal = "an LLM with several ranks can be used in the process that made it"
+        assert out.splitlines() == ["True", refusal, "True", "True", "0"]
+        assert err == ""
 
 
 @pytest.mark.parametrize("file", ["index", "weights"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.model_runner import HOTTEST, noise_key
+from nanovllm.engine.sampling_inputs import HOTTEST, noise_key
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import plain
 from nanovllm.kernels.plain import GOLDEN, first_max, log_exponential

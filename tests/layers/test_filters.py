@@ -1,0 +1,322 @@
+"""What narrows a choice, against hand-computed numbers and a slow, obvious twin in NumPy."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import SamplingParams
+from nanovllm.engine.sampling_inputs import sampling_inputs
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers import filters
+from nanovllm.layers.filters import most_likely, narrow
+from nanovllm.layers.sampler import Sampler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+EOS = 7
+GAP = 1e-5  # what lies closer to a border than this may fall on either side in float32
+
+
+def make_seq(
+    params: SamplingParams, prompt: list[int], output: list[int], bad_words: Any = ()
+) -> Sequence:
+    seq = Sequence(prompt, params, eos_token_ids=frozenset({EOS}), bad_words=tuple(bad_words))
+    seq.token_ids += output
+    return seq
+
+
+def narrowed(
+    logits: list[float] | torch.Tensor, prompt: Any = (0,), output: Any = (), bad_words: Any = (),
+    **params: Any,
+) -> torch.Tensor:  # fmt: skip
+    """One row's logits, as the engine would have them narrowed."""
+    rows = torch.as_tensor(logits, dtype=torch.float32)[None].clone()
+    seq = make_seq(SamplingParams(**params), list(prompt), list(output), bad_words)
+    inputs = sampling_inputs([seq], rows.shape[1], CPU)
+    assert inputs.filters is not None, "nothing was narrowed"
+    narrow(rows, inputs.filters)
+    return rows[0]
+
+
+def left(logits: list[float] | torch.Tensor, **options: Any) -> list[int]:
+    return torch.isfinite(narrowed(logits, **options)).nonzero()[:, 0].tolist()
+
+
+def log(*probabilities: float) -> list[float]:
+    return np.log(probabilities).tolist()
+
+
+# By hand
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.9, 4), (0.3, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.96, 5), (1e-9, 1)]
+)
+def test_top_p_keeps_too_few_or_too_many(top_p: float, kept: int) -> None:
+    """The smallest set whose mass reaches p: .40 + .30 + .15 are .85, so 0.9 takes a fourth."""
+    assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), top_p=top_p) == list(range(kept))
+    assert left(log(0.05, 0.1, 0.15, 0.3, 0.4), top_p=top_p) == list(range(5 - kept, 5))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 6])
+def test_top_k_does_not_keep_exactly_k(top_k: int) -> None:
+    """Of equal tokens the first."""
+    assert left([1.0, 3.0, 3.0, 2.0, 3.0, 0.0, 0.0], top_k=top_k) == sorted(
+        [1, 2, 4, 3, 0, 5][:top_k]
+    )
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 5, 100])
+def test_a_top_k_that_keeps_all_cuts(top_k: int) -> None:
+    assert left([1.0, 3.0, 2.0, 0.0, 0.0], top_k=top_k, min_p=1e-9) == [0, 1, 2, 3, 4]
+
+
+def test_min_p_is_no_share_of_the_best() -> None:
+    assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), min_p=0.26) == [0, 1, 2]
+    assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), min_p=1.0) == [0]
+
+
+def test_the_temperature_is_applied_after_the_cuts() -> None:
+    """At 0.5 probabilities are squared: .4 and .3 have .25 of .2825 then, 88%."""
+    assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), top_p=0.87, temperature=0.5) == [0, 1]
+    assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), top_p=0.87, temperature=1.0) == [0, 1, 2, 3]
+    assert left(log(0.4, 0.2, 0.1), min_p=0.3, temperature=0.5) == [0]
+    assert left(log(0.4, 0.2, 0.1), min_p=0.3, temperature=1.0) == [0, 1]
+
+
+def test_top_p_is_a_share_of_what_top_k_has_left() -> None:
+    """.4 + .3 are .7, of which .4 are 57%."""
+    assert left(log(0.4, 0.3, 0.2, 0.1), top_k=2, top_p=0.5) == [0]
+    assert left(log(0.4, 0.3, 0.2, 0.1), top_k=3, top_p=0.5) == [0, 1]
+
+
+def test_repetition_penalty_raises_a_negative_logit() -> None:
+    """1.2 makes 2.5 into 2.0833 and -0.5 into -0.6, in prompt and output, once each."""
+    out = narrowed(
+        [2.5, -0.5, 2.5, 2.5], prompt=[0, 0, 1], output=[2, 2], repetition_penalty=1.2
+    )  # fmt: skip
+    torch.testing.assert_close(out, torch.tensor([2.5 / 1.2, -0.6, 2.5 / 1.2, 2.5]))
+    assert out[0] == pytest.approx(2.0833, abs=1e-4)
+
+
+def test_presence_and_frequency_count_the_prompt() -> None:
+    out = narrowed(
+        [1.0, 1.0, 1.0, 1.0], prompt=[0, 1], output=[1, 2, 2, 2], presence_penalty=0.5,
+        frequency_penalty=0.25,
+    )  # fmt: skip
+    assert out.tolist() == [1.0, 0.25, -0.25, 1.0]
+
+
+def test_penalties_are_taken_in_another_order() -> None:
+    """Repetition first, then the sums; and a bias before them is penalized with the rest."""
+    out = narrowed(
+        [1.0, 0.0], output=[0], repetition_penalty=2.0, presence_penalty=0.5,
+        logit_bias={0: 3.0, 1: -1.0}, prompt=[1],
+    )  # fmt: skip
+    assert out.tolist() == [1.5, -2.0]
+
+
+def test_a_bias_lifts_a_token_that_may_not_come() -> None:
+    options: dict[str, Any] = dict(allowed_token_ids=[1, 2], logit_bias={0: 100.0, 1: 2.0})
+    assert narrowed([0.0, 0.0, 5.0], **options).tolist() == [-torch.inf, 2.0, 5.0]
+
+
+def test_a_request_stops_before_min_tokens() -> None:
+    params: dict[str, Any] = dict(min_tokens=2, stop_token_ids=[3])
+    for output in ([], [1]):
+        assert left([0.0] * 9, output=output, **params) == [0, 1, 2, 4, 5, 6, 8]
+    seq = make_seq(SamplingParams(**params), [0], [1, 2])
+    assert not seq.is_narrowed, "it goes on to be narrowed for nothing"
+    assert sampling_inputs([seq], 9, CPU).filters is None
+
+
+def test_bad_words_come_all_the_same() -> None:
+    """One of three tokens, one of a token; a prompt that ends with its beginning is no part."""
+    words = [(1, 2, 3), (5,)]
+    assert left([0.0] * 6, output=[4, 1, 2], bad_words=words) == [0, 1, 2, 4]
+
+
+# Against the twin
+
+
+def twin(logits: np.ndarray, seq: Sequence) -> tuple[np.ndarray, bool]:
+    """Logits in float64 by the definition, and whether something stood close to a border."""
+    params, size = seq.params, len(logits)
+    x = logits.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        x[[i for i in range(size) if i not in params.allowed_token_ids]] = -np.inf
+    x[sorted(seq.forbidden_token_ids())] = -np.inf
+    for token_id, bias in (params.logit_bias or {}).items():
+        x[token_id] += bias
+    times = Counter(seq.output_token_ids)
+    for token_id in set(seq.token_ids):
+        r = params.repetition_penalty
+        x[token_id] = x[token_id] / r if x[token_id] > 0 else x[token_id] * r
+        x[token_id] -= params.frequency_penalty * times[token_id]
+        x[token_id] -= params.presence_penalty * (times[token_id] > 0)
+    if not params.cuts or x.max() == -np.inf:
+        return x, False
+    weights = np.exp((x - x.max()) / params.temperature)
+    close = bool((np.abs(weights - params.min_p) < GAP).any()) and params.min_p > 0
+    weights[weights < params.min_p] = 0.0
+    order = np.argsort(-weights, kind="stable")
+    distances = -np.diff(np.sort(weights[weights > 0])[::-1])
+    if params.top_k > 0:
+        close |= bool(((distances < GAP) & (distances > 0)).any())
+        weights[order[params.top_k :]] = 0.0
+    if params.top_p < 1:
+        before = np.cumsum(weights[order]) - weights[order]
+        close |= bool((np.abs(before - params.top_p * weights.sum()) < GAP).any())
+        close |= bool(((distances < GAP) & (distances > 0)).any())
+        weights[order[before >= params.top_p * weights.sum()]] = 0.0
+    x[weights == 0] = -np.inf
+    return x, close
+
+
+VALUES = st.sampled_from([-np.inf, -3.0, -0.5, 0.0, 0.0, 0.25, 1.0, 1.0, 2.5, 6.0])
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "top_k": st.sampled_from([0, 1, 2, 5, 100, 1000]),
+        "top_p": st.sampled_from([0.01, 0.3, 0.55, 0.9, 0.999]),
+        "min_p": st.sampled_from([0.01, 0.11, 0.7]),
+        "repetition_penalty": st.sampled_from([0.5, 1.1, 2.0]),
+        "presence_penalty": st.sampled_from([-2.0, 0.3]),
+        "frequency_penalty": st.sampled_from([-0.1, 1.5]),
+        "logit_bias": st.dictionaries(st.integers(0, 30), st.sampled_from([-9.0, 4.0]), max_size=4),
+        "allowed_token_ids": st.lists(st.integers(0, 30), min_size=1, max_size=20),
+        "min_tokens": st.integers(0, 4),
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    },
+)
+ROW = st.tuples(
+    FIELDS,
+    st.lists(st.integers(0, 30), min_size=1, max_size=12),  # prompt
+    st.lists(st.integers(0, 30), max_size=12),  # output
+    st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=2).map(tuple), max_size=3),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(rows=st.lists(ROW, min_size=1, max_size=6), data=st.data())
+def test_a_filter_differs_from_its_twin(rows: list[Any], data: st.DataObject) -> None:
+    """Mixed batches, ties and infinities; 200 tokens are more than one block, and no whole ones."""
+    size = data.draw(st.sampled_from([31, 64, 200, 2000]))
+    few = data.draw(st.lists(VALUES, min_size=8, max_size=31))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    picks = np.random.default_rng(seed).integers(0, len(few), (len(rows), size))
+    logits = np.array(few, np.float32)[picks]
+    seqs = [make_seq(SamplingParams(**fields), p, o, words) for fields, p, o, words in rows]
+    inputs = sampling_inputs(seqs, size, CPU)
+    got = torch.tensor(logits)
+    if inputs.filters is None:
+        assert not any(seq.is_narrowed for seq in seqs)
+        return
+    chosen = got[inputs.filters.rows]
+    narrow(chosen, inputs.filters)
+    got[inputs.filters.rows] = chosen
+    for row, seq in enumerate(seqs):
+        expected, close = twin(logits[row], seq)
+        if np.isneginf(expected).all() or close:
+            continue  # nothing may come, or rounding decides
+        forbidden = torch.tensor(np.isneginf(expected))
+        assert torch.equal(got[row] == -torch.inf, forbidden), (row, seq.params)
+        torch.testing.assert_close(
+            got[row][~forbidden], torch.tensor(expected[~forbidden.numpy()], dtype=torch.float32)
+        )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.sampled_from([5, 64, 640, 5000]), number=st.sampled_from([1, 3, 20, 64]),
+    distinct=st.integers(1, 50), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_blocks_miss_a_likely_token(size: int, number: int, distinct: int, seed: int) -> None:
+    """Few distinct values: of many equal tokens the first must come, from whichever block."""
+    rng = np.random.default_rng(seed)
+    x = rng.choice([*rng.normal(size=distinct), -np.inf], (3, size)).astype(np.float32)
+    values, ids = most_likely(torch.tensor(x), number)
+    expected = np.argsort(-x, axis=1, kind="stable")[:, :number]
+    assert np.array_equal(ids.numpy(), expected)
+    assert np.array_equal(values.numpy(), np.take_along_axis(x, expected, 1))
+
+
+def test_a_broad_distribution_is_cut_at_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly equal tokens: 90% of the mass are thousands, far more than are looked at first."""
+    logits = torch.linspace(0.0, 0.1, 20_000)
+    before = left(logits, top_p=0.9)
+    assert len(before) == pytest.approx(18_000, rel=0.02) and before[-1] == 19_999
+    monkeypatch.setattr(filters, "CANDIDATES", 20_000)
+    assert left(logits, top_p=0.9) == before
+
+
+# Drawn from what is left
+
+
+def draw(seqs: list[Sequence], logits: torch.Tensor) -> list[int]:
+    inputs = sampling_inputs(seqs, logits.shape[1], CPU)
+    tokens: list[int] = Sampler()(logits, inputs.temperatures, inputs.keys, inputs.filters).tolist()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (dict(top_k=3), [0.4, 0.3, 0.15, 0, 0]),
+        (dict(top_p=0.8), [0.4, 0.3, 0.15, 0, 0]),
+        (dict(min_p=0.2), [0.4, 0.3, 0.15, 0.1, 0]),
+        (dict(temperature=0.5, top_k=2), [0.16, 0.09, 0, 0, 0]),
+        (dict(logit_bias={4: float(np.log(8))}), [0.4, 0.3, 0.15, 0.1, 0.4]),
+        (dict(allowed_token_ids=[1, 3]), [0, 0.3, 0, 0.1, 0]),
+    ],
+)
+def test_draws_do_not_follow_the_rest_of_the_distribution(
+    fields: dict[str, Any], expected: list[float]
+) -> None:
+    """Chi-square over 20,000 seeded draws; at most 4 degrees of freedom: above 30 in 1 of 200,000.
+
+    The seeds are fixed, so it is false always or never.
+    """
+    logits = torch.tensor([log(0.4, 0.3, 0.15, 0.1, 0.05)]).repeat(20_000, 1)
+    seqs = [make_seq(SamplingParams(seed=i, **fields), [0], []) for i in range(20_000)]
+    counts = np.bincount(draw(seqs, logits), minlength=5)
+    share = np.array(expected) / sum(expected)
+    assert counts[share == 0].sum() == 0
+    wanted = 20_000 * share[share > 0]
+    assert ((counts[share > 0] - wanted) ** 2 / wanted).sum() < 30
+
+
+def test_a_row_hangs_on_its_neighbours() -> None:
+    """Alone, in a batch, in another order: the same draw, whatever the others ask for."""
+    torch.manual_seed(0)
+    choices: list[dict[str, Any]] = [
+        {}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.05, temperature=0.7), dict(temperature=0),
+        dict(temperature=0, repetition_penalty=1.5), dict(top_k=40, top_p=0.5),
+        dict(presence_penalty=1.0, top_p=0.99), dict(allowed_token_ids=[3, 9, 11]),
+    ]  # fmt: skip
+    seqs = [
+        make_seq(SamplingParams(seed=i, **choices[i % 9]), [i, 2], [3] * (i % 4)) for i in range(90)
+    ]
+    logits = torch.randn(90, 3000) * 2
+    together = draw(seqs, logits)
+    for order in (torch.randperm(90), torch.arange(89, -1, -1)):
+        shuffled = draw([seqs[i] for i in order], logits[order])
+        assert [together[i] for i in order] == shuffled
+    assert [draw([seq], logits[i : i + 1])[0] for i, seq in enumerate(seqs)] == together
+
+
+def test_plain_rows_are_narrowed_with_the_others() -> None:
+    """Rows that need none of it are sampled from the logits as they are, in their own type."""
+    logits = torch.randn(4, 100).bfloat16()
+    plain = [make_seq(SamplingParams(seed=i), [0], []) for i in range(4)]
+    mixed = [*plain[:2], make_seq(SamplingParams(top_k=1), [0], []), plain[3]]
+    assert sampling_inputs(plain, 100, CPU).filters is None
+    tokens = draw(mixed, logits)
+    assert [tokens[i] for i in (0, 1, 3)] == [draw(plain, logits)[i] for i in (0, 1, 3)]
+    assert tokens[2] == int(logits[2].argmax())

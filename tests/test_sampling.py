@@ -1,0 +1,135 @@
+"""What a request asks of its sampling, through the whole engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from reference import SMALL_POOL, make_llm, make_prompts
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = make_prompts()[:30]
+NARROWINGS: list[dict[str, Any]] = [
+    {}, dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(temperature=0, bad_words=["a", "zz"]),
+    dict(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2), dict(min_tokens=6),
+    dict(logit_bias={5: 4.0, 6: -50.0}), dict(allowed_token_ids=list(range(40, 90)), top_k=3),
+    dict(temperature=0, repetition_penalty=1.5),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return make_llm(model_dir)
+
+
+def generate(llm: LLM, prompts: Any, **params: Any) -> list[list[int]]:
+    outputs = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+    return [out["token_ids"] for out in outputs]
+
+
+def test_narrowed_requests_hang_on_their_neighbours(model_dir: Path) -> None:
+    """Alone, together, in chunks, after preemptions: a seed gives the same tokens."""
+    params = [
+        SamplingParams(**dict(seed=i, max_tokens=20, ignore_eos=True) | NARROWINGS[i % 10])
+        for i in range(30)
+    ]
+
+    def run(**options: Any) -> list[list[int]]:
+        with make_llm(model_dir, **options) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            assert llm.scheduler.num_preemptions > 0 or "num_kvcache_blocks" not in options
+            return [out["token_ids"] for out in outputs]
+
+    together = run()
+    assert run(max_num_seqs=1) == together
+    assert run(**SMALL_POOL, max_num_batched_tokens=16) == together
+
+
+def test_ranks_narrow_otherwise(model_dir: Path, llm: LLM) -> None:
+    params: dict[str, Any] = dict(top_k=20, repetition_penalty=1.2, seed=3, max_tokens=16)
+    with make_llm(model_dir, tensor_parallel_size=2) as two:
+        assert generate(two, PROMPTS[:5], **params) == generate(llm, PROMPTS[:5], **params)
+
+
+def test_top_k_1_is_not_greedy(llm: LLM) -> None:
+    greedy = generate(llm, PROMPTS, temperature=0, max_tokens=8)
+    assert generate(llm, PROMPTS, temperature=3.0, top_k=1, max_tokens=8) == greedy
+    assert generate(llm, PROMPTS, temperature=3.0, top_p=1e-6, max_tokens=8) == greedy
+
+
+def test_min_tokens_stops_too_early(llm: LLM) -> None:
+    """EOS would come at once here, and a stop token too: neither may before the sixth token."""
+    likes = dict(logit_bias={257: 100.0, 40: 50.0}, stop_token_ids=[40], temperature=0)
+    assert generate(llm, [1, 2, 3], **likes) == [[257]]
+    (tokens,) = generate(llm, [1, 2, 3], min_tokens=5, **likes)
+    assert len(tokens) == 6 and tokens[-1] == 257
+    assert not {257, 40} & set(tokens[:-1])
+
+
+def test_no_limit_is_a_limit_of_64(llm: LLM) -> None:
+    (tokens,) = generate(llm, [1, 2, 3], max_tokens=None, ignore_eos=True)
+    assert len(tokens) == llm.config.max_model_len - 3
+
+
+def test_bad_words_come(llm: LLM) -> None:
+    """Byte by byte, with and without a space before: the last byte is what may not come."""
+    likes: dict[str, Any] = dict(
+        allowed_token_ids=[*llm.tokenizer.encode("abc ")], temperature=1.0, max_tokens=200, seed=1
+    )
+    unlike = SamplingParams(bad_words=["bc", "a"], **likes)
+    free, bad = (
+        llm.generate("x", params, use_tqdm=False)[0]["text"]
+        for params in (SamplingParams(**likes), unlike)
+    )
+    assert "bc" in free and "a" in free
+    assert "bc" not in bad and "a" not in bad and "b" in bad and "c" in bad
+
+
+def test_special_tokens_are_skipped_all_the_same(llm: LLM) -> None:
+    params = dict(allowed_token_ids=[257, 256], max_tokens=1)
+    shown, hidden = (
+        llm.generate([5], SamplingParams(skip_special_tokens=skip, **params), use_tqdm=False)[0]
+        for skip in (False, True)
+    )
+    assert hidden["text"] == "" and shown["text"] in ("<|eos|>", "<|pad|>")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(allowed_token_ids=[3, 259]), "allowed_token_ids must be in [0, 258], got 259"),
+        (dict(logit_bias={259: 1.0}), "logit_bias must be in [0, 258], got 259"),
+        (dict(min_tokens=2, allowed_token_ids=[257]), "allowed_token_ids must hold more than"),
+    ],
+)
+def test_what_the_model_cannot_do_is_taken(fields: dict[str, Any], words: str, llm: LLM) -> None:
+    with pytest.raises(ValueError, match="prompts\\[0\\]") as caught:
+        generate(llm, [1, 2], **fields)
+    assert words in str(caught.value)
+    assert llm.is_finished()
+
+
+def test_bad_words_need_no_tokenizer(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    with make_llm(tmp_path) as llm, pytest.raises(ValueError, match="bad_words are text, but"):
+        generate(llm, [1, 2], bad_words=["a"])
+
+
+@pytest.mark.cuda
+def test_a_device_narrows_otherwise(model_dir: Path, llm: LLM) -> None:
+    """Kernels sample from what plain PyTorch has narrowed; float32, and near-ties are rare."""
+    params = [SamplingParams(**dict(seed=i, max_tokens=12) | NARROWINGS[i % 10]) for i in range(30)]
+
+    def run(llm: LLM) -> list[list[int]]:
+        return [out["token_ids"] for out in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+    with make_llm(model_dir, device="cuda", num_kvcache_blocks=500) as there:
+        same = sum(a == b for a, b in zip(run(llm), run(there), strict=True))
+    assert same >= 28
+    torch.cuda.empty_cache()
