@@ -37,14 +37,17 @@ class ProcessRanks(Ranks):
         self._gather.rootRank = 0
 
     def connect(self, device: torch.device, store: Any) -> None:
-        """Meet the other ranks."""
+        """Meet the other ranks. NCCL waits for ever for one that has died meanwhile."""
         self._device = device
         make = _nccl if device.type == "cuda" else _gloo
         try:
-            self._group = make(self.rank, self.size, store)
+            group = make(self.rank, self.size, store)
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
-        self.least(0)  # NCCL connects at the first exchange
+        x = torch.zeros(1, device=device)
+        self._exchange(group.allreduce, [x], self._sum)  # at the first exchange NCCL connects
+        x.item()
+        self._group = group  # before, it could not be aborted
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._exchange(self._group.allreduce, [x], self._sum)

@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -133,11 +134,30 @@ class Workers:
 
     def connect(self, device: torch.device) -> None:
         """Wait until every rank has loaded its part, and meet them."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure or all(w.ready for w in self._workers))
-        self.check()
+        self._wait_for(lambda: all(worker.ready for worker in self._workers))
         self._writer.send(b"meet")
-        self.ranks.connect(device, self._store)
+        meeting: Future[None] = Future()
+
+        def meet() -> None:
+            try:
+                self.ranks.connect(device, self._store)
+                meeting.set_result(None)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # nobody may be there to do it
+                error.__cause__ = error.__context__ = None
+                meeting.set_exception(error)
+            with self._changed:
+                self._changed.notify_all()
+
+        # In a thread, which is given up if a rank dies now: what it waits in cannot be interrupted.
+        threading.Thread(target=meet, name="nanovllm-meet", daemon=True).start()
+        self._wait_for(meeting.done)
+        meeting.result()
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or condition())
+        self.check()
 
     @contextlib.contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:
