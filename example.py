@@ -22,14 +22,9 @@ def show(model: str, questions: list[str], max_tokens: int) -> None:
     """Ask `questions` in the model's chat form, where it has one, and print the answers."""
     with LLM(model) as llm:
         print(llm)
-        prompts = [
-            llm.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-            )
-            for question in questions
-        ]
+        conversations = [[{"role": "user", "content": question}] for question in questions]
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        for question, output in zip(questions, llm.generate(prompts, params), strict=True):
+        for question, output in zip(questions, llm.chat(conversations, params), strict=True):
             print(f"{question}{output['text']}  ({output['finish_reason']})")
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +42,45 @@ class LLM(LLMEngine):
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
         return self._generate(encoded, params_list, use_tqdm)
+
+    def chat(
+        self,
+        messages: Iterable[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = True,
+        **chat_template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations, which the tokenizer's chat template turns into prompts.
+
+        A conversation is a list of messages, `{"role": ..., "content": ...}`; one alone, or a list
+        of them. What further keywords mean is the template's business (Qwen3's knows
+        `enable_thinking=False`). Otherwise as `generate`.
+        """
+        self._check_open()
+        options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
+        prompts = [
+            self._apply_template(index, conversation, options | chat_template_kwargs)
+            for index, conversation in enumerate(_conversations(messages))
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _apply_template(self, index: int, conversation: Any, options: dict[str, Any]) -> list[int]:
+        """Token ids of conversation `index`. The template writes the special tokens itself."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            owner = (
+                "the model directory has no tokenizer"
+                if self.tokenizer is None
+                else ("the tokenizer has no chat template")
+            )
+            raise ValueError(f"{owner}; make prompts yourself, and pass them to generate()")
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        except Exception as error:  # a template is a program, and raises what it likes
+            raise ValueError(f"conversations[{index}]: the chat template fails: {error}") from error
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
 
     @exclusive
     def _generate(
@@ -102,6 +141,26 @@ def _prompt_list(prompts: Any) -> list[Any]:
     items = as_list("prompts", prompts)
     is_one_prompt = bool(items) and isinstance(items[0], numbers.Number)
     return [items] if is_one_prompt else items
+
+
+def _conversations(messages: Any) -> list[list[Any]]:
+    """A list of conversations from one or several."""
+    items = as_list("messages", messages)
+    conversations = [items] if items and isinstance(items[0], Mapping) else items
+    for index, conversation in enumerate(conversations):
+        if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+            raise TypeError(
+                f"conversations[{index}] must be a list of messages, got {shorten(conversation)}"
+            )
+        for message in conversation:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise ValueError(
+                    f'conversations[{index}]: a message must be a dict with a "role", got'
+                    f" {shorten(message)}"
+                )
+        if not conversation:
+            raise ValueError(f"conversations[{index}] must have a message or more, got none")
+    return conversations
 
 
 def _params_list(params: Any, num_prompts: int) -> list[Any]:

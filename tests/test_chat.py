@@ -1,0 +1,102 @@
+"""Conversations become the very prompts that the tokenizer's chat template makes of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import make_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+TEMPLATE = (
+    "{{ '<|im_start|>' }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if tools %}{{ tools | length }} tools;{% endif %}{% if shout %}LOUD;{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+@pytest.fixture
+def llm(copy_of_model: Callable[[], Path]) -> LLM:
+    path = copy_of_model()
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return make_llm(path)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_trained_model_cannot_chat(several: bool) -> None:
+    with make_llm(EMBEDDED_MODEL, max_model_len=512) as llm:
+        problems = sample_problems(20)
+        conversations = [[user(prompt)] for prompt, _ in problems]
+        outputs = (
+            llm.chat(conversations, GREEDY, use_tqdm=False)
+            if several
+            else [llm.chat(talk, GREEDY, use_tqdm=False)[0] for talk in conversations]
+        )
+    assert [out["text"] for out in outputs] == [answer for _, answer in problems]
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ({}, "user:Hi;assistant:"),
+        (dict(add_generation_prompt=False), "user:Hi;"),
+        (
+            dict(tools=[dict(type="function", function=dict(name="f"))]),
+            "user:Hi;1 tools;assistant:",
+        ),
+        (dict(shout=True), "user:Hi;LOUD;assistant:"),
+    ],
+)
+def test_a_template_does_not_see_its_options(
+    options: dict[str, Any], prompt: str, llm: LLM
+) -> None:
+    (out,) = llm.chat([user("Hi")], GREEDY, use_tqdm=False, **options)
+    ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
+    (expected,) = llm.generate([258, *ids], GREEDY, use_tqdm=False)
+    assert out["token_ids"] == expected["token_ids"]
+    assert out["num_prompt_tokens"] == 1 + len(prompt), "the special token was written as text"
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "words"),
+    [
+        ("Hi", TypeError, "messages must be"),
+        (["Hi"], TypeError, "conversations[0] must be a list of messages, got 'Hi'"),
+        ([[user("Hi")], []], ValueError, "conversations[1] must have a message or more"),
+        ([[user("Hi")], ["Hi"]], ValueError, "conversations[1]: a message must be a dict with"),
+        ([{"content": "Hi"}], ValueError, 'a dict with a "role"'),
+    ],
+)
+def test_what_is_no_conversation_is_taken(
+    messages: Any, error: type[Exception], words: str, llm: LLM
+) -> None:
+    with pytest.raises(error) as caught:
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    assert words in str(caught.value)
+    assert llm.is_finished()
+
+
+def test_a_template_that_fails_does_not_say_where(llm: LLM) -> None:
+    llm.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(ValueError, match=r"conversations\[0\]: the chat template fails: no system"):
+        llm.chat([user("Hi")], GREEDY, use_tqdm=False)
+
+
+def test_a_tokenizer_without_a_template_makes_one_up(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        with pytest.raises(ValueError, match="the tokenizer has no chat template; make prompts"):
+            llm.chat([user("Hi")], GREEDY)
+        llm.tokenizer = None
+        with pytest.raises(ValueError, match="the model directory has no tokenizer; make prompts"):
+            llm.chat([user("Hi")], GREEDY)
