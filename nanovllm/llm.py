@@ -2,14 +2,14 @@
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter, exclusive
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, shorten
 
@@ -35,13 +35,7 @@ class LLM(LLMEngine):
         call is interrupted, its requests are aborted and the engine can be used again.
         """
         self._check_open()
-        prompt_list = _prompt_list(prompts)
-        params_list = _params_list(sampling_params, len(prompt_list))
-        encoded = [
-            self._encode_at(index, prompt, params)
-            for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
-        ]
-        return self._generate(encoded, params_list, use_tqdm)
+        return self._generate(*self._encode_all(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -82,6 +76,84 @@ class LLM(LLMEngine):
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Complete every prompt, and tell of new text and tokens as they come.
+
+        Prompts, parameters and their checks are those of `generate`, at the call; requests are
+        queued at the first event that is asked for. Closing the iterator, or dropping it, aborts
+        what is unfinished.
+        """
+        self._check_open()
+        return self._stream(*self._encode_all(prompts, sampling_params))
+
+    def _stream(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> Iterator[StreamEvent]:
+        self._check_open()
+        ids = self._enqueue_all(prompts, params)
+        told: dict[int, tuple[int, int]] = {}  # of unfinished requests: characters and tokens
+        try:
+            told = dict.fromkeys(ids, (0, 0))
+            while told:
+                self._check_open()
+                yield from self._stream_step(ids, told)
+        finally:
+            if self._finalizer.alive:
+                for request_id in told:
+                    self._drop(request_id)
+
+    @exclusive
+    def _enqueue_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
+        return [self._enqueue(*pair, True) for pair in zip(prompts, params, strict=True)]
+
+    @exclusive
+    def _stream_step(self, ids: list[int], told: dict[int, tuple[int, int]]) -> list[StreamEvent]:
+        """Run a step, unless some request has finished already in one of another call."""
+        if not told.keys() & self._finished.keys():
+            self._step()
+        events = []
+        for index, request_id in enumerate(ids):
+            if request_id in told and (event := self._event(index, request_id, told)):
+                events.append(event)
+        return events
+
+    def _event(
+        self, index: int, request_id: int, told: dict[int, tuple[int, int]]
+    ) -> StreamEvent | None:
+        """What is new of a request, if anything; `told` is brought up to date."""
+        num_chars, num_tokens = told[request_id]
+        seq = self._seqs.get(request_id)
+        if seq is None:
+            del told[request_id]
+            if request_id not in self._finished:  # aborted by another call, which has its output
+                return None
+            (output,) = self._claim([request_id])
+            return StreamEvent(
+                index=index,
+                request_id=request_id,
+                text=output["text"][num_chars:],
+                token_ids=output["token_ids"][num_tokens:],
+                finish_reason=output["finish_reason"],
+                stop_reason=output["stop_reason"],
+            )
+        start, end = seq.num_prompt_tokens + num_tokens, seq.num_tokens
+        if start == end:
+            return None
+        seq.text.update(seq)
+        told[request_id] = seq.text.num_certain, end - seq.num_prompt_tokens
+        return StreamEvent(
+            index=index,
+            request_id=request_id,
+            text=seq.text.text[num_chars : seq.text.num_certain],
+            token_ids=seq.token_ids[start:end],
+            finish_reason=None,
+            stop_reason=None,
+        )
+
     @exclusive
     def _generate(
         self, prompts: list[list[int]], params: list[SamplingParams], use_tqdm: bool
@@ -89,6 +161,18 @@ class LLM(LLMEngine):
         ids = [self._enqueue(*pair) for pair in zip(prompts, params, strict=True)]
         self._run_until_done(ids, use_tqdm)
         return self._claim(ids)
+
+    def _encode_all(
+        self, prompts: Any, sampling_params: Any
+    ) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Check everything that a call asks for, before anything is queued."""
+        prompt_list = _prompt_list(prompts)
+        params_list = _params_list(sampling_params, len(prompt_list))
+        encoded = [
+            self._encode_at(index, prompt, params)
+            for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
+        ]
+        return encoded, params_list
 
     def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Check and encode prompt `index`; an error says which one it was."""

@@ -14,9 +14,7 @@ from nanovllm.utils.checks import (
     shorten,
 )
 
-NOT_BUILT_YET = (
-    "stop", "n", "logprobs", "prompt_logprobs", "include_stop_str_in_output", "priority",
-)  # fmt: skip
+NOT_BUILT_YET = ("n", "logprobs", "prompt_logprobs", "priority")
 # The least and the largest value, and whether the least is itself left out.
 FLOATS = {
     "temperature": (0.0, float("inf"), False),
@@ -43,7 +41,7 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int | None = 64
     min_tokens: int = 0
-    stop: str | list[str] | None = None
+    stop: str | Iterable[str] | None = None
     stop_token_ids: Iterable[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
@@ -68,7 +66,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             self._set("max_tokens", check_int("max_tokens", self.max_tokens, 1))
             check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         if self.seed is not None:
             self._set("seed", check_int("seed", self.seed, 0, 2**63 - 1))
@@ -79,6 +77,9 @@ class SamplingParams:
             raise ValueError("allowed_token_ids must be a list of token ids, not an empty one: []")
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
+        if self.stop is not None:
+            stops = [self.stop] if isinstance(self.stop, str) else self.stop
+            self._set("stop", check_texts("stop", stops))
         if self.bad_words is not None:
             self._set("bad_words", check_texts("bad_words", self.bad_words))
         for field in dataclasses.fields(self):

@@ -405,7 +405,7 @@ def test_a_refused_engine_holds_its_memory(model_dir: Path) -> None:
         lambda: SamplingParams(temperature=math.nan),
         lambda: SamplingParams(top_k=-5),
         lambda: SamplingParams(n=2),
-        lambda: SamplingParams(stop="x"),
+        lambda: SamplingParams(stop=""),
     ],
 )
 def test_parameters_that_cannot_be_honoured_are_made(make: Callable[[], SamplingParams]) -> None:

@@ -117,7 +117,7 @@ def test_bad_words_need_no_tokenizer(tmp_path: Path) -> None:
     make_model(tmp_path)
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
-    with make_llm(tmp_path) as llm, pytest.raises(ValueError, match="bad_words are text, but"):
+    with make_llm(tmp_path) as llm, pytest.raises(ValueError, match="bad_words: there is no text"):
         generate(llm, [1, 2], bad_words=["a"])
 
 

@@ -52,6 +52,10 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         ],
     ),
     "ignore_eos": ("True or False", [(1, TypeError), ("yes", TypeError), (None, TypeError)]),
+    "stop": (
+        "a list of texts", [(5, TypeError), ([5], TypeError), ([""], ValueError), ("", ValueError)],
+    ),
+    "include_stop_str_in_output": ("True or False", [(1, TypeError), (None, TypeError)]),
     "skip_special_tokens": ("True or False", [(1, TypeError), (None, TypeError)]),
     "seed": (
         f"in [0, {2**63 - 1}]",
@@ -67,10 +71,7 @@ CASES = [
     for name, (allowed, bad) in BAD.items()
     for value, error in bad
 ]
-NON_DEFAULT: dict[str, Any] = {
-    "stop": ["\n"], "n": 2, "logprobs": 0, "prompt_logprobs": 0,
-    "include_stop_str_in_output": True, "priority": 1,
-}  # fmt: skip
+NON_DEFAULT: dict[str, Any] = {"n": 2, "logprobs": 0, "prompt_logprobs": 0, "priority": 1}
 
 
 def test_every_field_is_checked_or_not_built() -> None:

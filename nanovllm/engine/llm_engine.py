@@ -15,6 +15,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.device import resolve_device
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.output_text import OutputText
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import Workers
@@ -100,6 +101,7 @@ class LLMEngine:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}
         self._seqs: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}  # not yet returned to anyone
+        self._streaming: set[int] = set()  # those whose outputs go to an iterator
         self._num_requests = 0
         self._generating = False
 
@@ -146,13 +148,20 @@ class LLMEngine:
     def _step_and_claim(self) -> list[RequestOutput]:
         if self._seqs:
             self._step()
-        return self._claim(list(self._finished))
+        return self._claim([i for i in self._finished if i not in self._streaming])
 
     @exclusive
     def _abort(self, seq: Sequence) -> RequestOutput:
         self.scheduler.abort(seq)
         del self._seqs[seq.seq_id]
         return self._output(seq)
+
+    def _drop(self, request_id: int) -> None:
+        """End a request, finished or not, whose output nobody will ask for."""
+        if request_id in self._seqs:
+            self._abort(self._seqs[request_id])
+        self._finished.pop(request_id, None)
+        self._streaming.discard(request_id)
 
     def _step(self) -> None:
         """Run one step; what it finishes goes to `_finished`."""
@@ -181,10 +190,11 @@ class LLMEngine:
         outputs = [self._output(self._finished[i]) for i in request_ids]
         for request_id in request_ids:
             del self._finished[request_id]
+        self._streaming.difference_update(request_ids)
         return outputs
 
-    def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
-        """Queue a request that `_encode` has found good."""
+    def _enqueue(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> int:
+        """Queue a request that `_encode` has found good. Its text is followed if it `streams`."""
         assert self.config.max_model_len is not None
         number = self._num_requests.to_bytes(8, "little")
         seq = Sequence(
@@ -194,8 +204,11 @@ class LLMEngine:
             max_model_len=self.config.max_model_len,
             default_seed=xxhash.xxh64_intdigest(number, seed=self.config.seed),
             bad_words=self._bad_words(params),
+            text=OutputText(self.tokenizer, params) if streams or params.stop else None,
         )
         self._num_requests += 1
+        if streams:
+            self._streaming.add(seq.seq_id)
         self._seqs[seq.seq_id] = seq
         self.scheduler.add(seq)
         return seq.seq_id
@@ -235,11 +248,12 @@ class LLMEngine:
                 f" min_tokens={params.min_tokens} asks for others first, got"
                 f" {shorten(allowed)}"
             )
-        if params.bad_words and self.tokenizer is None:
-            raise ValueError(
-                "bad_words are text, but the model directory has no tokenizer; pass tokenizer=..."
-                " when the engine is made"
-            )
+        for name in ("bad_words", "stop"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(
+                    f"{name}: there is no text, as the model directory has no tokenizer; pass"
+                    " tokenizer=... when the engine is made"
+                )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The token ids of bad words, as the first word of a text and behind another one."""
@@ -263,16 +277,20 @@ class LLMEngine:
     def _output(self, seq: Sequence) -> RequestOutput:
         assert seq.finish_reason is not None
         token_ids = seq.output_token_ids
-        text = ""
-        if self.tokenizer is not None:
+        text, reason, stop = "", seq.finish_reason, seq.stop_reason
+        if seq.text is not None:
+            text = seq.text.finish(seq)
+            if seq.text.stop is not None and reason == "length":  # in what was held back
+                reason, stop = "stop", seq.text.stop
+        elif self.tokenizer is not None:
             skip = seq.params.skip_special_tokens
             text = self.tokenizer.decode(token_ids, skip_special_tokens=skip)
         return RequestOutput(
             request_id=seq.seq_id,
             text=text,
             token_ids=token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
+            finish_reason=reason,
+            stop_reason=stop,
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_hit_tokens or 0,
         )

@@ -43,8 +43,10 @@ class Scheduler:
             seq.status = SequenceStatus.WAITING
             seq.forget_cache()
             # Appended, but not yet seen to be the last: it will be sampled again.
-            if seq.output_token_ids and (
-                seq.token_ids[-1] in seq.stop_token_ids or seq.num_tokens >= seq.max_num_tokens
+            if seq.num_tokens > seq.num_prompt_tokens and (
+                seq.token_ids[-1] in seq.stop_token_ids
+                or seq.num_tokens >= seq.max_num_tokens
+                or (seq.text is not None and seq.text.stop is not None)
             ):
                 seq.token_ids.pop()
 
@@ -83,6 +85,9 @@ class Scheduler:
             seq.token_ids.append(token_id)
             if token_id in seq.stop_token_ids:
                 seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
+                finished.append(seq)
+            elif seq.text is not None and (stop := seq.text.update(seq)) is not None:
+                seq.finish("stop", stop)
                 finished.append(seq)
             elif num_cached + 1 >= seq.max_num_tokens:
                 seq.finish("length")

@@ -29,7 +29,7 @@ class Sequence:
         "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens", "num_hit_tokens",
         "num_prompt_tokens", "num_published_blocks", "num_scheduled_tokens", "params", "seed",
         "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids", "temperature",
-        "token_ids",
+        "text", "token_ids",
     )  # fmt: skip
     _ids = count()
 
@@ -42,6 +42,7 @@ class Sequence:
         max_model_len: int = 2**31,
         default_seed: int = 0,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        text: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.status = SequenceStatus.WAITING
@@ -60,6 +61,7 @@ class Sequence:
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
+        self.text = text  # what follows its tokens, and may find a stop in them; None: nothing does
         self.narrows = params.narrows or bool(bad_words)
         self.seen_tokens: Any = None  # the runner's count of them, if it needs one
         self.temperature = params.temperature

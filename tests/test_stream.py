@@ -1,0 +1,153 @@
+"""Stop strings and streams, through the whole engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import SMALL_POOL, make_llm, make_prompts
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = make_prompts()[:24]
+MIXED = [
+    SamplingParams(
+        temperature=i % 3 / 2, seed=i, max_tokens=4 + i % 20, ignore_eos=i % 5 == 0,
+        stop=[None, ["\ufffd"], ["A", "q"]][i % 3], skip_special_tokens=i % 2 == 0,
+    )
+    for i in range(24)
+]  # fmt: skip
+
+
+@pytest.fixture
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with make_llm(model_dir, **SMALL_POOL, max_num_batched_tokens=64) as llm:
+        yield llm
+
+
+def collect(llm: LLM, prompts: Any, params: Any) -> list[dict[str, Any]]:
+    got: dict[int, dict[str, Any]] = {}
+    for event in llm.stream(prompts, params):
+        out = got.setdefault(
+            event["index"], dict(text="", token_ids=[], finish_reason=None, stop_reason=None)
+        )
+        assert out["finish_reason"] is None, "something comes after the last event"
+        assert event["token_ids"] or event["finish_reason"], "an event without news"
+        out["text"] += event["text"]
+        out["token_ids"] += event["token_ids"]
+        out |= dict(finish_reason=event["finish_reason"], stop_reason=event["stop_reason"])
+    return [got[index] for index in sorted(got)]
+
+
+def test_a_stream_differs_from_generate(llm: LLM) -> None:
+    """With stops, draws, special tokens and preemptions."""
+    outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    preemptions = llm.scheduler.num_preemptions
+    streamed = collect(llm, PROMPTS, MIXED)
+    assert llm.scheduler.num_preemptions > preemptions
+    assert streamed == [{key: out[key] for key in streamed[0]} for out in outputs]  # type: ignore[literal-required]
+    assert {out["finish_reason"] for out in streamed} == {"stop", "length"}
+    assert llm.is_finished()
+
+
+def test_tokens_come_all_at_the_end() -> None:
+    with make_llm(EMBEDDED_MODEL, max_model_len=512) as llm:
+        prompts, answers = zip(*sample_problems(5), strict=True)
+        events = list(llm.stream(list(prompts), SamplingParams(temperature=0, max_tokens=12)))
+        assert len(events) > 3 * 5
+        for index, answer in enumerate(answers):
+            assert "".join(e["text"] for e in events if e["index"] == index) == answer
+
+
+def test_a_stream_that_is_left_goes_on(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert llm.is_finished(), "queued before anyone asked"
+    for _, _ in zip(range(30), stream, strict=False):
+        pass
+    assert not llm.is_finished()
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.is_finished()
+    llm.scheduler.audit()
+    manager = llm.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+
+
+def test_streams_and_other_calls_take_each_others_outputs(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = [out["token_ids"] for out in llm.generate(PROMPTS[:6], greedy, use_tqdm=False)]
+    one, other = llm.stream(PROMPTS[:2], greedy), llm.stream(PROMPTS[2:4], greedy)
+    got: dict[tuple[str, int], list[int]] = {}
+
+    def take(name: str, stream: Any) -> None:
+        for event in [next(stream, None)]:
+            if event is not None:
+                got.setdefault((name, event["index"]), []).extend(event["token_ids"])
+
+    take("one", one)
+    request = llm.add_request(PROMPTS[4], greedy)
+    done = []
+    for _ in range(40):
+        take("one", one)
+        take("other", other)
+        done += llm.step()
+    (between,) = llm.generate(PROMPTS[5], greedy, use_tqdm=False)
+    assert [out["request_id"] for out in done] == [request]
+    assert [done[0]["token_ids"], between["token_ids"]] == expected[4:6]
+    assert [got["one", 0], got["one", 1], got["other", 0], got["other", 1]] == expected[:4]
+    assert llm.is_finished()
+
+
+def test_an_aborted_request_breaks_the_stream(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    stream = llm.stream(PROMPTS[:2], params)
+    first = next(stream)
+    llm.abort_request(first["request_id"])
+    rest = list(stream)
+    assert {event["index"] for event in rest} == {1 - first["index"]}
+    assert llm.is_finished()
+
+
+def test_a_bad_prompt_shows_at_the_first_event(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"prompts\[1\]"):
+        llm.stream([[1], [999]])
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.stream([[1]])
+
+
+def test_a_step_that_fails_leaves_requests_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(PROMPTS[:3], SamplingParams(max_tokens=9, ignore_eos=True))
+    next(stream)
+
+    def failing(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "run", failing)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert llm.is_finished()
+    assert len(llm.generate(PROMPTS[0], use_tqdm=False)) == 1
+
+
+def test_a_stop_is_found_in_other_text_than_the_outputs(llm: LLM) -> None:
+    """Each output's text, cut by hand, is what its stop makes of it; the last token may be one."""
+    options: dict[str, Any] = dict(seed=1, max_tokens=30, ignore_eos=True)
+    free = llm.generate(PROMPTS, SamplingParams(**options), use_tqdm=False)
+    found = 0
+    for prompt, out in zip(PROMPTS, free, strict=True):
+        stop = out["text"][-1:]
+        if not stop or stop == "\ufffd":
+            continue
+        (cut,) = llm.generate(prompt, SamplingParams(stop=stop, **options), use_tqdm=False)
+        assert cut["text"] == out["text"][: out["text"].index(stop)]
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+        assert out["token_ids"][: len(cut["token_ids"])] == cut["token_ids"]
+        found += 1
+    assert found >= 5
