@@ -304,3 +304,40 @@ def test_dummy_weights_are_not_parts_of_one_ranks(name: str, size: int, tmp_path
         expected = logits(ALONE)
     assert expected.std() > 0.5
     torch.testing.assert_close(on_ranks(size, logits)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def expected_part(name: str, full: torch.Tensor, heads: tuple[int, int], ranks: Ranks) -> Any:
+    """What a rank holds of the full model's parameter, by the definition: 16 wide heads."""
+    rank, size = ranks.rank, ranks.size
+    if "norm" in name:
+        return full
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return full.chunk(size, dim=1)[rank]
+    if name.endswith("o_proj.bias"):
+        return full
+    if "embed_tokens" in name or "lm_head" in name:
+        num_rows = -(-259 // size)
+        part = full[rank * num_rows : (rank + 1) * num_rows]
+        return torch.cat([part, part.new_zeros(num_rows - len(part), part.shape[1])])
+    if "gate_up" in name:
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    num_heads, num_kv_heads = heads
+    q, k, v = full.split([16 * num_heads, 16 * num_kv_heads, 16 * num_kv_heads])
+    mine = range(rank * num_heads // size, (rank + 1) * num_heads // size)
+    kv = sorted({head * num_kv_heads // num_heads for head in mine})
+    kv_rows = [16 * head + row for head in kv for row in range(16)]
+    return torch.cat([q.chunk(size)[rank], k[kv_rows], v[kv_rows]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_rank_loads_other_rows_than_its_own(name: str, size: int, tmp_path: Path) -> None:
+    """Every parameter of every rank, element for element, out of several files."""
+    path = make_model(tmp_path, shards=True, **MODELS[name])
+    heads = MODELS[name]["num_attention_heads"], MODELS[name]["num_key_value_heads"]
+    full = build(path, ALONE)
+    for rank in range(size):
+        ranks = ThreadRanks(rank, size, Meeting(size))
+        for key, param in build(path, ranks).named_parameters():
+            expected = expected_part(key, full.get_parameter(key), heads, ranks)
+            assert torch.equal(param, expected), f"{key} of rank {rank}"
