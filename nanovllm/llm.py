@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,8 @@ from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter, exclusive
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, shorten
+
+WINDOW = 200  # steps that the progress bar's rates are taken over
 
 
 class LLM(LLMEngine):
@@ -184,26 +187,29 @@ class LLM(LLMEngine):
     def _run_until_done(self, ids: list[int], use_tqdm: bool) -> None:
         """Step until all of `ids` are finished; outputs of other requests wait for `step()`."""
         pending = set(ids)
-        before = dataclasses.replace(self.counter)
+        window = deque([dataclasses.replace(self.counter)], maxlen=WINDOW)
         with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while pending:
                 self._step()
                 done = pending & self._finished.keys()
                 pending -= done
                 if use_tqdm:
-                    self._show_rates(bar, before)
+                    window.append(dataclasses.replace(self.counter))
+                    bar.set_postfix_str(self._progress(window[0]), refresh=False)
                     bar.update(len(done))
 
-    def _show_rates(self, bar: Any, before: StepCounter) -> None:
-        """Put this call's rates behind the bar."""
-        now = self.counter
+    def _progress(self, before: StepCounter) -> str:
+        """The rates since `before`, and how full the engine is."""
+        now, stats = self.counter, self.stats()
         prefill, decode = (
             (getattr(now, f"{kind}_tokens") - getattr(before, f"{kind}_tokens"))
             / max(getattr(now, f"{kind}_seconds") - getattr(before, f"{kind}_seconds"), 1e-9)
             for kind in ("prefill", "decode")
         )
-        bar.set_postfix_str(
-            f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False
+        return (
+            f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s,"
+            f" {stats['num_running']} running, {stats['num_waiting']} waiting,"
+            f" KV {stats['blocks_used'] / stats['num_blocks']:.0%}"
         )
 
     def __enter__(self) -> "LLM":

@@ -5,6 +5,38 @@ from typing import Literal, TypedDict
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class RequestMetrics(TypedDict):
+    """Seconds: until first scheduled, until the first token, for each token after it, in all.
+
+    None for what did not come to be: an aborted request may have no first token.
+    """
+
+    queue_time: float | None
+    time_to_first_token: float | None
+    time_per_output_token: float | None
+    end_to_end_time: float
+
+
+class EngineStats(TypedDict):
+    """What an engine has done since it was made, and what it is at now.
+
+    Token counts are of tokens computed: a preempted prompt counts again. Prompt tokens are asked of
+    the prefix cache once, when a request is first admitted.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_finished: int
+    num_aborted: int
+    num_preemptions: int
+    prefill_tokens: int
+    decode_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    blocks_used: int
+    num_blocks: int
+
+
 class RequestOutput(TypedDict):
     """The result of one request.
 
@@ -21,6 +53,7 @@ class RequestOutput(TypedDict):
     stop_reason: int | str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    metrics: RequestMetrics
 
 
 class StreamEvent(TypedDict):

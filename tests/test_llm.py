@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "Hello, world!"
 IDS = [3, 14, 15, 92, 65]
 KEYS = {"request_id", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens",
-        "num_cached_tokens"}  # fmt: skip
+        "num_cached_tokens", "metrics"}  # fmt: skip
 
 
 def make_llm(path: Path, **options: Any) -> LLM:
@@ -378,6 +378,7 @@ def test_progress_bar_lacks_the_rates(llm: LLM, capfd: pytest.CaptureFixture[str
     assert out == ""
     assert "2/2" in err
     assert re.search(r"prefill [1-9]\d* tok/s, decode [1-9]\d* tok/s", err)
+    assert re.search(r"\d running, \d waiting, KV \d+%", err)
 
 
 def test_use_tqdm_false_prints(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

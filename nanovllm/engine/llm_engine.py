@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.device import resolve_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_text import OutputText
@@ -21,7 +22,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import Workers
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import get_model_class
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_int, shorten
 from nanovllm.utils.loader import resolve_model
@@ -36,12 +37,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class StepCounter:
-    """Tokens computed and seconds spent, by kind of step."""
+    """Tokens computed and seconds spent, by kind of step; what requests came to."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    finished: int = 0
+    aborted: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
 
     def add(self, is_prefill: bool, tokens: int, seconds: float) -> None:
         """Book one step."""
@@ -123,6 +128,24 @@ class LLMEngine:
             raise ValueError(f"request_id must be that of an unfinished request, got {request_id}")
         return self._abort(self._seqs[request_id])
 
+    def stats(self) -> EngineStats:
+        """Count what the engine has done and is doing. Costs microseconds."""
+        scheduler, counter = self.scheduler, self.counter
+        blocks = scheduler.block_manager
+        return EngineStats(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_finished=counter.finished,
+            num_aborted=counter.aborted,
+            num_preemptions=scheduler.num_preemptions,
+            prefill_tokens=counter.prefill_tokens,
+            decode_tokens=counter.decode_tokens,
+            prefix_cache_queries=counter.cache_queries,
+            prefix_cache_hits=counter.cache_hits,
+            blocks_used=blocks.num_blocks - blocks.num_free_blocks,
+            num_blocks=blocks.num_blocks,
+        )
+
     def is_finished(self) -> bool:
         """Whether every request has been finished and returned."""
         return not self._seqs and not self._finished
@@ -153,6 +176,8 @@ class LLMEngine:
     @exclusive
     def _abort(self, seq: Sequence) -> RequestOutput:
         self.scheduler.abort(seq)
+        seq.times.ended = time.perf_counter()
+        self.counter.aborted += 1
         del self._seqs[seq.seq_id]
         return self._output(seq)
 
@@ -168,10 +193,27 @@ class LLMEngine:
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-        for seq in self.scheduler.postprocess(batch, self._runner.run(batch)):
+        if batch.is_prefill:
+            self._note_admissions(batch, start)
+        finished = self.scheduler.postprocess(batch, self._runner.run(batch))
+        end = time.perf_counter()
+        if batch.is_prefill:
+            for seq in batch.seqs:
+                if seq.times.first_token is None and seq.num_tokens > seq.num_prompt_tokens:
+                    seq.times.first_token = end
+        for seq in finished:
+            seq.times.ended = end
+            self.counter.finished += 1
             self._finished[seq.seq_id] = seq
             del self._seqs[seq.seq_id]
-        self.counter.add(batch.is_prefill, num_tokens, time.perf_counter() - start)
+        self.counter.add(batch.is_prefill, num_tokens, end - start)
+
+    def _note_admissions(self, batch: Batch, now: float) -> None:
+        for seq in batch.seqs:
+            if seq.times.scheduled is None:
+                seq.times.scheduled = now
+                self.counter.cache_queries += seq.num_prompt_tokens
+                self.counter.cache_hits += seq.num_hit_tokens or 0
 
     def _recover(self, seqs: Iterable[Sequence]) -> None:
         """Go on with `seqs` alone, after an exception or Ctrl-C.
@@ -293,6 +335,7 @@ class LLMEngine:
             stop_reason=stop,
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_hit_tokens or 0,
+            metrics=seq.times.metrics(len(token_ids)),
         )
 
     def _check_open(self) -> None:

@@ -4,6 +4,7 @@ from enum import Enum, auto
 from itertools import count
 from typing import Any
 
+from nanovllm.engine.timing import RequestTimes
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
@@ -29,7 +30,7 @@ class Sequence:
         "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens", "num_hit_tokens",
         "num_prompt_tokens", "num_published_blocks", "num_scheduled_tokens", "params", "seed",
         "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids", "temperature",
-        "text", "token_ids",
+        "text", "times", "token_ids",
     )  # fmt: skip
     _ids = count()
 
@@ -61,6 +62,7 @@ class Sequence:
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
+        self.times = RequestTimes()
         self.text = text  # what follows its tokens, and may find a stop in them; None: nothing does
         self.narrows = params.narrows or bool(bad_words)
         self.seen_tokens: Any = None  # the runner's count of them, if it needs one

@@ -1,0 +1,69 @@
+"""What an engine says of itself and of its requests."""
+
+import time
+from pathlib import Path
+
+import pytest
+from reference import SMALL_POOL, make_llm, make_prompts
+
+from nanovllm import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def test_counts_are_of_something_else(model_dir: Path) -> None:
+    """By hand: blocks of 4; the second prompt finds two blocks of the first."""
+    with make_llm(model_dir, kvcache_block_size=4, num_kvcache_blocks=150) as llm:
+        assert set(llm.stats().values()) == {0, 150}
+        llm.generate([1] * 9, GREEDY, use_tqdm=False)
+        llm.add_request([*[1] * 8, 2, 3], GREEDY)
+        llm.add_request([5, 6, 7], GREEDY)
+        assert (llm.stats()["num_waiting"], llm.stats()["num_running"]) == (2, 0)
+        llm.step()
+        third = llm.add_request([8], GREEDY)
+        assert llm.stats() == dict(
+            num_waiting=1, num_running=2, num_finished=1, num_aborted=0, num_preemptions=0,
+            prefill_tokens=9 + 2 + 3, decode_tokens=7, prefix_cache_queries=9 + 10 + 3,
+            prefix_cache_hits=8, blocks_used=3 + 1, num_blocks=150,
+        )  # fmt: skip
+        llm.abort_request(third)
+        while not llm.is_finished():
+            llm.step()
+        stats = llm.stats()
+        assert (stats["num_finished"], stats["num_aborted"], stats["blocks_used"]) == (3, 1, 0)
+        assert stats["decode_tokens"] == 3 * 7
+
+
+def test_preemptions_are_not_counted(model_dir: Path) -> None:
+    with make_llm(model_dir, **SMALL_POOL) as llm:
+        llm.generate(make_prompts(), GREEDY, use_tqdm=False)
+        stats = llm.stats()
+        assert stats["num_preemptions"] == llm.scheduler.num_preemptions > 0
+        assert stats["num_finished"] == len(make_prompts())
+        assert stats["prefix_cache_queries"] == sum(map(len, make_prompts())), "asked again"
+
+
+def test_times_are_of_another_request(model_dir: Path) -> None:
+    """Two requests, one after the other, the second one having waited for the first."""
+    with make_llm(model_dir, max_num_seqs=1) as llm:
+        start = time.perf_counter()
+        first, second = (
+            out["metrics"] for out in llm.generate([[1, 2, 3], [4]], GREEDY, use_tqdm=False)
+        )
+        seconds = time.perf_counter() - start
+    for metrics in (first, second):
+        queue, token, each, end = metrics.values()
+        assert queue is not None and token is not None and each is not None
+        assert 0 <= queue < token < end <= seconds
+        assert token + 7 * each == pytest.approx(end)
+    assert second["queue_time"] >= first["end_to_end_time"] * 0.9  # type: ignore[operator]
+
+
+def test_a_request_that_never_began_has_times(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        metrics = llm.abort_request(llm.add_request([1], GREEDY))["metrics"]
+        assert [*metrics.values()][:3] == [None] * 3
+        (out,) = llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert out["metrics"]["time_per_output_token"] is None
