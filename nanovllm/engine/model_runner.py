@@ -23,7 +23,7 @@ from nanovllm.engine.inputs import (
     warmup_inputs,
 )
 from nanovllm.engine.kv_pool import GIB, KVPool
-from nanovllm.engine.sampling_inputs import sampling_inputs
+from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
@@ -253,6 +253,10 @@ class ModelRunner:
             ones = torch.ones(len(hidden), device=self.device)
             self.sampler(logits, ones, ones.long())
             self.sampler(logits, None, None)
+            if self.ranks.rank == 0:  # where sampling is done
+                alike = torch.zeros_like(logits)
+                filters = warmup_filters(len(alike), alike.shape[1], self.device)
+                self.sampler(alike, ones, ones.long(), filters)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError as error:
             raise MemoryError(

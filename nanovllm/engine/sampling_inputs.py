@@ -10,17 +10,22 @@ import xxhash
 from nanovllm.engine.inputs import Array, upload
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.filters import Cuts, Entries, Filters, Penalties
+from nanovllm.sampling_params import SamplingParams
 
+NARROWED_LOGITS = 1 << 23  # at most, at a time: what narrows them takes some 50 bytes for each
 HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
 
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """Of B rows: temperatures and keys [B], None if all are greedy; and what narrows some rows."""
+    """Of B rows: temperatures and keys [B], None if all are greedy; and what narrows some rows.
+
+    Those come a few at a time, so that their copies take a bounded memory.
+    """
 
     temperatures: torch.Tensor | None
     keys: torch.Tensor | None
-    filters: Filters | None
+    filters: list[Filters]
 
 
 class SeenTokens:
@@ -58,8 +63,22 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
         temperatures = upload(hottest, device)
         keys = upload(np.array([noise_key(seq) for seq in seqs]), device)
     rows = [row for row, seq in enumerate(seqs) if seq.is_narrowed]
-    filters = _filters(rows, [seqs[row] for row in rows], vocab_size, device) if rows else None
+    size = rows_at_a_time(vocab_size)
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    filters = [_filters(part, [seqs[row] for row in part], vocab_size, device) for part in parts]
     return SamplingInputs(temperatures, keys, filters)
+
+
+def rows_at_a_time(vocab_size: int) -> int:
+    """How many rows are narrowed together."""
+    return max(1, NARROWED_LOGITS // vocab_size)
+
+
+def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list[Filters]:
+    """What takes the most memory: a top_p that needs every token, if all are alike."""
+    params = SamplingParams(top_p=0.99, top_k=-1, repetition_penalty=1.1)
+    seqs = [Sequence([0], params) for _ in range(min(num_rows, rows_at_a_time(vocab_size)))]
+    return sampling_inputs(seqs, vocab_size, device).filters
 
 
 def noise_key(seq: Sequence) -> int:

@@ -1,5 +1,7 @@
 """Sampler: from logits to token ids."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -17,24 +19,23 @@ class Sampler(nn.Module):
         logits: torch.Tensor,
         temperatures: torch.Tensor | None,
         keys: torch.Tensor | None,
-        filters: Filters | None = None,
+        filters: Sequence[Filters] = (),
     ) -> torch.Tensor:
         """Token ids [B] for logits [B, V]; `temperatures` None says that every row is greedy.
 
         Temperatures [B] in float32, 0 for greedy; keys [B] in int64, all bits well mixed. Rows that
         nothing narrows are sampled as they are, whatever the others need.
         """
-        if filters is None:
-            return self.kernels.sample(logits, temperatures, keys)
-        rows = filters.rows
-        narrowed = logits[rows].float()
-        narrow(narrowed, filters)
-        if temperatures is not None and keys is not None:
-            chosen = self.kernels.sample(narrowed, temperatures[rows], keys[rows])
+        if sum(len(part.rows) for part in filters) < len(logits):
+            token_ids = self.kernels.sample(logits, temperatures, keys)
         else:
-            chosen = self.kernels.sample(narrowed, None, None)
-        if len(rows) == len(logits):
-            return chosen
-        token_ids = self.kernels.sample(logits, temperatures, keys)
-        token_ids[rows] = chosen
+            token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)
+        for part in filters:
+            rows = part.rows
+            narrowed = logits[rows].float()
+            narrow(narrowed, part)
+            if temperatures is None or keys is None:
+                token_ids[rows] = self.kernels.sample(narrowed, None, None)
+            else:
+                token_ids[rows] = self.kernels.sample(narrowed, temperatures[rows], keys[rows])
         return token_ids

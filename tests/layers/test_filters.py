@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sampling_inputs import sampling_inputs
+from nanovllm.engine import sampling_inputs as sampling_inputs_module
+from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers import filters
 from nanovllm.layers.filters import most_likely, narrow
@@ -39,8 +40,8 @@ def narrowed(
     rows = torch.as_tensor(logits, dtype=torch.float32)[None].clone()
     seq = make_seq(SamplingParams(**params), list(prompt), list(output), bad_words)
     inputs = sampling_inputs([seq], rows.shape[1], CPU)
-    assert inputs.filters is not None, "nothing was narrowed"
-    narrow(rows, inputs.filters)
+    assert inputs.filters, "nothing was narrowed"
+    narrow(rows, inputs.filters[0])
     return rows[0]
 
 
@@ -133,7 +134,7 @@ def test_a_request_stops_before_min_tokens() -> None:
         assert left([0.0] * 9, output=output, **params) == [0, 1, 2, 4, 5, 6, 8]
     seq = make_seq(SamplingParams(**params), [0], [1, 2])
     assert not seq.is_narrowed, "it goes on to be narrowed for nothing"
-    assert sampling_inputs([seq], 9, CPU).filters is None
+    assert not sampling_inputs([seq], 9, CPU).filters
 
 
 def test_bad_words_come_all_the_same() -> None:
@@ -215,12 +216,11 @@ def test_a_filter_differs_from_its_twin(rows: list[Any], data: st.DataObject) ->
     seqs = [make_seq(SamplingParams(**fields), p, o, words) for fields, p, o, words in rows]
     inputs = sampling_inputs(seqs, size, CPU)
     got = torch.tensor(logits)
-    if inputs.filters is None:
-        assert not any(seq.is_narrowed for seq in seqs)
-        return
-    chosen = got[inputs.filters.rows]
-    narrow(chosen, inputs.filters)
-    got[inputs.filters.rows] = chosen
+    assert bool(inputs.filters) == any(seq.is_narrowed for seq in seqs)
+    for part in inputs.filters:
+        chosen = got[part.rows]
+        narrow(chosen, part)
+        got[part.rows] = chosen
     for row, seq in enumerate(seqs):
         expected, close = twin(logits[row], seq)
         if np.isneginf(expected).all() or close:
@@ -292,7 +292,7 @@ def test_draws_do_not_follow_the_rest_of_the_distribution(
     assert ((counts[share > 0] - wanted) ** 2 / wanted).sum() < 30
 
 
-def test_a_row_hangs_on_its_neighbours() -> None:
+def test_a_row_hangs_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in a batch, in another order: the same draw, whatever the others ask for."""
     torch.manual_seed(0)
     choices: list[dict[str, Any]] = [
@@ -305,6 +305,8 @@ def test_a_row_hangs_on_its_neighbours() -> None:
     ]
     logits = torch.randn(90, 3000) * 2
     together = draw(seqs, logits)
+    monkeypatch.setattr(sampling_inputs_module, "NARROWED_LOGITS", 3000 * 7)  # seven rows at a time
+    assert draw(seqs, logits) == together
     for order in (torch.randperm(90), torch.arange(89, -1, -1)):
         shuffled = draw([seqs[i] for i in order], logits[order])
         assert [together[i] for i in order] == shuffled
@@ -316,7 +318,23 @@ def test_plain_rows_are_narrowed_with_the_others() -> None:
     logits = torch.randn(4, 100).bfloat16()
     plain = [make_seq(SamplingParams(seed=i), [0], []) for i in range(4)]
     mixed = [*plain[:2], make_seq(SamplingParams(top_k=1), [0], []), plain[3]]
-    assert sampling_inputs(plain, 100, CPU).filters is None
+    assert not sampling_inputs(plain, 100, CPU).filters
     tokens = draw(mixed, logits)
     assert [tokens[i] for i in (0, 1, 3)] == [draw(plain, logits)[i] for i in (0, 1, 3)]
     assert tokens[2] == int(logits[2].argmax())
+
+
+def test_the_warm_up_takes_less_memory_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that narrows, a top_p over tokens that are alike sorts the whole vocabulary."""
+    sorted_sizes = []
+    sort = filters.most_likely
+
+    def recording(x: torch.Tensor, number: int) -> Any:
+        sorted_sizes.append((len(x), number))
+        return sort(x, number)
+
+    monkeypatch.setattr(filters, "most_likely", recording)
+    monkeypatch.setattr(sampling_inputs_module, "NARROWED_LOGITS", 50_000)
+    (part,) = warmup_filters(100, 10_000, CPU)
+    narrow(torch.zeros(5, 10_000), part)
+    assert sorted_sizes == [(5, filters.CANDIDATES), (5, 10_000)]
