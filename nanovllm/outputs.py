@@ -37,6 +37,15 @@ class EngineStats(TypedDict):
     num_blocks: int
 
 
+class TokenLogprob(TypedDict):
+    """A token that might have come: its log-probability, and how many had a higher one, plus 1."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int
+
+
 class RequestOutput(TypedDict):
     """The result of one request.
 
@@ -44,6 +53,8 @@ class RequestOutput(TypedDict):
     to a stop string (empty where the model came without a tokenizer). `stop_reason` is the stop
     token id or the stop string that ended the request, None for EOS and for other endings.
     `num_cached_tokens` counts the prompt tokens found in the prefix cache on first admission.
+    `logprobs` has, where they were asked for, a list for each token: itself, and then as many of
+    the most likely ones as were asked for, less itself.
     """
 
     request_id: int
@@ -54,6 +65,8 @@ class RequestOutput(TypedDict):
     num_prompt_tokens: int
     num_cached_tokens: int
     metrics: RequestMetrics
+    logprobs: list[list[TokenLogprob]] | None
+    cumulative_logprob: float | None
 
 
 class StreamEvent(TypedDict):

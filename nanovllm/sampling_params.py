@@ -14,7 +14,7 @@ from nanovllm.utils.checks import (
     shorten,
 )
 
-NOT_BUILT_YET = ("n", "logprobs", "prompt_logprobs", "priority")
+NOT_BUILT_YET = ("n", "prompt_logprobs", "priority")
 # The least and the largest value, and whether the least is itself left out.
 FLOATS = {
     "temperature": (0.0, float("inf"), False),
@@ -63,6 +63,8 @@ class SamplingParams:
             self._set(name, check_float(name, getattr(self, name), low, high, above))
         self._set("top_k", check_int("top_k", self.top_k, -1))
         self._set("min_tokens", check_int("min_tokens", self.min_tokens, 0))
+        if self.logprobs is not None:
+            self._set("logprobs", check_int("logprobs", self.logprobs, 0))
         if self.max_tokens is not None:
             self._set("max_tokens", check_int("max_tokens", self.max_tokens, 1))
             check_int("min_tokens", self.min_tokens, 0, self.max_tokens)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "Hello, world!"
 IDS = [3, 14, 15, 92, 65]
 KEYS = {"request_id", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens",
-        "num_cached_tokens", "metrics"}  # fmt: skip
+        "num_cached_tokens", "metrics", "logprobs", "cumulative_logprob"}  # fmt: skip
 
 
 def make_llm(path: Path, **options: Any) -> LLM:

@@ -26,6 +26,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
             ("4", TypeError), (True, TypeError),
         ],
     ),
+    "logprobs": (">= 0", [(-1, ValueError), (1.0, TypeError), (True, TypeError)]),
     "min_tokens": (">= 0", [(-1, ValueError), (0.5, TypeError), (None, TypeError)]),
     "top_k": (">= -1", [(-2, ValueError), (1.0, TypeError), (None, TypeError)]),
     "top_p": (
@@ -71,7 +72,7 @@ CASES = [
     for name, (allowed, bad) in BAD.items()
     for value, error in bad
 ]
-NON_DEFAULT: dict[str, Any] = {"n": 2, "logprobs": 0, "prompt_logprobs": 0, "priority": 1}
+NON_DEFAULT: dict[str, Any] = {"n": 2, "prompt_logprobs": 0, "priority": 1}
 
 
 def test_every_field_is_checked_or_not_built() -> None:

@@ -22,7 +22,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import Workers
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import get_model_class
-from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.outputs import EngineStats, RequestOutput, TokenLogprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_int, shorten
 from nanovllm.utils.loader import resolve_model
@@ -279,6 +279,8 @@ class LLMEngine:
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model and its tokenizer."""
         last = self.model_config.vocab_size - 1
+        if params.logprobs is not None:
+            check_int("logprobs", params.logprobs, 0, last + 1)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 check_int(name, token_id, 0, last)
@@ -327,6 +329,7 @@ class LLMEngine:
         elif self.tokenizer is not None:
             skip = seq.params.skip_special_tokens
             text = self.tokenizer.decode(token_ids, skip_special_tokens=skip)
+        logprobs = None if seq.params.logprobs is None else self._logprobs(seq)
         return RequestOutput(
             request_id=seq.seq_id,
             text=text,
@@ -336,7 +339,25 @@ class LLMEngine:
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_hit_tokens or 0,
             metrics=seq.times.metrics(len(token_ids)),
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else sum(t[0]["logprob"] for t in logprobs),
         )
+
+    def _logprobs(self, seq: Sequence) -> list[list[TokenLogprob]]:
+        return [
+            [
+                TokenLogprob(token_id=i, text=self._token_text(i), logprob=logprob, rank=rank)
+                for i, logprob, rank in seq.logprobs[place]
+            ]
+            for place in range(seq.num_prompt_tokens, seq.num_tokens)
+        ]
+
+    def _token_text(self, token_id: int) -> str:
+        """A token by itself; half a character is U+FFFD."""
+        if self.tokenizer is None:
+            return ""
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
 
     def _check_open(self) -> None:
         failure = self._runner.failure

@@ -23,7 +23,7 @@ from nanovllm.engine.inputs import (
     warmup_inputs,
 )
 from nanovllm.engine.kv_pool import GIB, KVPool
-from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
+from nanovllm.engine.sampling_inputs import note_logprobs, sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
@@ -204,6 +204,7 @@ class ModelRunner:
             return []
         inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device)
         token_ids = self.sampler(logits, inputs.temperatures, inputs.keys, inputs.filters)
+        note_logprobs(seqs, logits, token_ids)
         return list(token_ids.tolist())
 
     def _fit_kv_blocks(self) -> int:

@@ -26,7 +26,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "bad_words", "block_hashes", "block_table", "eos_token_ids", "finish_reason",
+        "bad_words", "block_hashes", "block_table", "eos_token_ids", "finish_reason", "logprobs",
         "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens", "num_hit_tokens",
         "num_prompt_tokens", "num_published_blocks", "num_scheduled_tokens", "params", "seed",
         "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids", "temperature",
@@ -63,6 +63,8 @@ class Sequence:
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
         self.times = RequestTimes()
+        # Of each generated token, by its place in `token_ids`, if they are asked for.
+        self.logprobs: dict[int, list[tuple[int, float, int]]] = {}
         self.text = text  # what follows its tokens, and may find a stop in them; None: nothing does
         self.narrows = params.narrows or bool(bad_words)
         self.seen_tokens: Any = None  # the runner's count of them, if it needs one

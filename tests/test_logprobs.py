@@ -1,0 +1,109 @@
+"""Log-probabilities are those of transformers' own logits, whatever the engine does on the way."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import HARD, Case, assert_same, make_case, make_llm, make_prompts
+
+from nanovllm import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAX_ERROR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def case(model_dir: Path) -> Case:
+    return make_case(model_dir, make_prompts())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(max_num_batched_tokens=7), HARD, dict(tensor_parallel_size=2)]
+)
+def test_logprobs_differ_from_transformers(options: dict[str, Any], case: Case) -> None:
+    """Twice, the second time from the prefix cache; each request asks for another number."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=p.max_tokens, ignore_eos=True, logprobs=i % 5)
+        for i, p in enumerate(case.params)
+    ]
+    expected = case.logits.log_softmax(-1)
+    with make_llm(case.path, **options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(case.prompts, params, use_tqdm=False)
+            assert_same(outputs, case.expected)
+            for index, out in enumerate(outputs):
+                entries = out["logprobs"]
+                assert entries is not None and len(entries) == len(out["token_ids"])
+                for row, told in enumerate(entries):
+                    best = expected[index, row].topk(max(1, index % 5)).indices.tolist()
+                    assert [entry["token_id"] for entry in told] == best  # greedy is the first
+                    assert [entry["rank"] for entry in told] == [*range(1, len(best) + 1)]
+                    for entry in told:
+                        error = entry["logprob"] - float(expected[index, row, entry["token_id"]])
+                        assert abs(error) < MAX_ERROR
+                        assert entry["text"] == llm.tokenizer.decode([entry["token_id"]])
+                total = sum(told[0]["logprob"] for told in entries)
+                assert out["cumulative_logprob"] == pytest.approx(total)
+
+
+def test_drawn_tokens_are_ranked_among_others(case: Case) -> None:
+    """The token itself first, once, at its rank among the logits that nothing has narrowed."""
+    with make_llm(case.path) as llm:
+        hot = SamplingParams(
+            temperature=3.0, seed=1, max_tokens=1, logprobs=3, logit_bias={7: 5.0}, top_k=100
+        )
+        outputs = llm.generate(case.prompts, hot, use_tqdm=False)
+    ranks = []
+    for index, out in enumerate(outputs):
+        (told,) = out["logprobs"] or []
+        row = case.logits[index, 0].log_softmax(-1)
+        (token_id,) = out["token_ids"]
+        assert told[0]["token_id"] == token_id
+        assert told[0]["rank"] == int((row > row[token_id]).sum()) + 1
+        assert told[0]["logprob"] == pytest.approx(float(row[token_id]), abs=MAX_ERROR)
+        others = [entry["token_id"] for entry in told[1:]]
+        assert others == [i for i in row.topk(3).indices.tolist() if i != token_id]
+        ranks.append(told[0]["rank"])
+    assert max(ranks) > 20, "all of them were likely"
+
+
+def test_requests_that_ask_for_none_have_some(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        plain, asking = (
+            llm.generate([1, 2], SamplingParams(max_tokens=2, logprobs=n), use_tqdm=False)[0]
+            for n in (None, 0)
+        )
+        assert plain["logprobs"] is plain["cumulative_logprob"] is None
+        assert [len(told) for told in asking["logprobs"] or []] == [1, 1]
+        with pytest.raises(ValueError, match=r"logprobs must be in \[0, 259\], got 260"):
+            llm.generate([1], SamplingParams(logprobs=260))
+
+
+def test_equal_tokens_have_ranks_of_their_own(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        compute = llm._runner.model.compute_logits
+
+        def alike(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = torch.zeros_like(compute(hidden))
+            logits[:, [3, 5]] = 1.0
+            return logits
+
+        llm._runner.model.compute_logits = alike  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
+        (told,) = llm.generate([1], params, use_tqdm=False)[0]["logprobs"] or []
+    assert [(entry["token_id"], entry["rank"]) for entry in told] == [
+        (3, 1),
+        (5, 1),
+        (0, 3),
+        (1, 3),
+    ]
+
+
+def test_no_tokenizer_no_logprobs(case: Case) -> None:
+    with make_llm(case.path) as llm:
+        llm.tokenizer = None
+        (out,) = llm.generate([1], SamplingParams(max_tokens=1, logprobs=2), use_tqdm=False)
+        (told,) = out["logprobs"] or []
+        assert len(told) >= 2 and {entry["text"] for entry in told} == {""}
