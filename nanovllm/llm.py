@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter, exclusive
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, shorten
+from nanovllm.utils.checks import as_list, check_text, shorten
 
 WINDOW = 200  # steps that the progress bar's rates are taken over
 
@@ -76,6 +76,7 @@ class LLM(LLMEngine):
             text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except Exception as error:  # a template is a program, and raises what it likes
             raise ValueError(f"conversations[{index}]: the chat template fails: {error}") from error
+        check_text(f"conversations[{index}]", text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
@@ -98,31 +99,28 @@ class LLM(LLMEngine):
     ) -> Iterator[StreamEvent]:
         self._check_open()
         ids = self._enqueue_all(prompts, params)
-        told: dict[int, tuple[int, int]] = {}  # of unfinished requests: characters and tokens
         try:
-            told = dict.fromkeys(ids, (0, 0))
+            indices = {request_id: index for index, request_id in enumerate(ids)}
+            told = dict.fromkeys(ids, (0, 0))  # of unfinished requests: characters and tokens
             while told:
                 self._check_open()
-                yield from self._stream_step(ids, told)
+                yield from self._stream_step(indices, told)
         finally:
-            if self._finalizer.alive:
-                for request_id in told:
-                    self._drop(request_id)
+            self._abandon(ids)
 
     @exclusive
     def _enqueue_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
         return [self._enqueue(*pair, True) for pair in zip(prompts, params, strict=True)]
 
     @exclusive
-    def _stream_step(self, ids: list[int], told: dict[int, tuple[int, int]]) -> list[StreamEvent]:
+    def _stream_step(
+        self, indices: dict[int, int], told: dict[int, tuple[int, int]]
+    ) -> list[StreamEvent]:
         """Run a step, unless some request has finished already in one of another call."""
-        if not told.keys() & self._finished.keys():
+        if told.keys() <= self._seqs.keys():
             self._step()
-        events = []
-        for index, request_id in enumerate(ids):
-            if request_id in told and (event := self._event(index, request_id, told)):
-                events.append(event)
-        return events
+        events = (self._event(indices[request_id], request_id, told) for request_id in list(told))
+        return [event for event in events if event is not None]
 
     def _event(
         self, index: int, request_id: int, told: dict[int, tuple[int, int]]

@@ -20,7 +20,7 @@ FLOATS = {
     "temperature": (0.0, float("inf"), False),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, float("inf"), True),
+    "repetition_penalty": (0.01, 100.0, False),
     "presence_penalty": (-2.0, 2.0, False),
     "frequency_penalty": (-2.0, 2.0, False),
 }

@@ -89,6 +89,25 @@ def test_bad_words_come(llm: LLM) -> None:
     assert "bc" not in bad and "a" not in bad and "b" in bad and "c" in bad
 
 
+def test_a_token_that_is_not_allowed_comes_where_nothing_else_may(llm: LLM) -> None:
+    """ "ab" is bad, and after "a" only "b" is allowed: the list is what counts."""
+    likes = dict(allowed_token_ids=llm.tokenizer.encode("b"), bad_words=["bb"], max_tokens=5)
+    assert set(generate(llm, [1], **likes)[0]) == set(llm.tokenizer.encode("b"))
+
+
+def test_tokens_that_the_model_lacks_break_it(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        llm.tokenizer.add_tokens(["NEW"])
+        assert len(generate(llm, [1], bad_words=["NEW", "a"], max_tokens=3)[0]) >= 1
+
+
+@pytest.mark.parametrize("temperature", [1e-50, 1e-38, 1e-30])
+def test_a_tiny_temperature_is_not_greedy(temperature: float, llm: LLM) -> None:
+    greedy = generate(llm, PROMPTS[:8], temperature=0, max_tokens=6)
+    for cut in (dict(top_p=0.9), dict(top_k=3), dict(min_p=0.1), dict(top_p=1e-46)):
+        assert generate(llm, PROMPTS[:8], temperature=temperature, max_tokens=6, **cut) == greedy
+
+
 def test_special_tokens_are_skipped_all_the_same(llm: LLM) -> None:
     params = dict(allowed_token_ids=[257, 256], max_tokens=1)
     shown, hidden = (
@@ -104,6 +123,7 @@ def test_special_tokens_are_skipped_all_the_same(llm: LLM) -> None:
         (dict(allowed_token_ids=[3, 259]), "allowed_token_ids must be in [0, 258], got 259"),
         (dict(logit_bias={259: 1.0}), "logit_bias must be in [0, 258], got 259"),
         (dict(min_tokens=2, allowed_token_ids=[257]), "allowed_token_ids must hold more than"),
+        (dict(allowed_token_ids=[64], bad_words=["a"]), "allowed_token_ids must hold more than"),
     ],
 )
 def test_what_the_model_cannot_do_is_taken(fields: dict[str, Any], words: str, llm: LLM) -> None:

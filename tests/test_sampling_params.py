@@ -35,7 +35,8 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     ),
     "min_p": ("in [0.0, 1.0]", [(-0.1, ValueError), (1.5, ValueError), (None, TypeError)]),
     "repetition_penalty": (
-        "> 0.0", [(0.0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1", TypeError)],
+        "in [0.01, 100.0]",
+        [(0.0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1", TypeError)],
     ),
     "presence_penalty": ("in [-2.0, 2.0]", [(-2.1, ValueError), (3, ValueError), ("1", TypeError)]),
     "frequency_penalty": ("in [-2.0, 2.0]", [(-2.1, ValueError), (3, ValueError), ([], TypeError)]),
@@ -108,6 +109,13 @@ def test_bad_bias_is_refused(bias: Any, error: type[Exception], words: str) -> N
     with pytest.raises(error) as caught:
         SamplingParams(logit_bias=bias)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_a_character_is_taken(name: str) -> None:
+    """No text has it, and no tokenizer takes it."""
+    with pytest.raises(ValueError, match=f"{name} is not valid Unicode text"):
+        SamplingParams(**{name: ["\ud800"]})
 
 
 def test_more_tokens_at_least_than_at_most() -> None:

@@ -10,6 +10,7 @@ from reference import SMALL_POOL, make_llm, make_prompts
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.detokenizer import Detokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,6 +110,83 @@ def test_an_aborted_request_breaks_the_stream(llm: LLM) -> None:
     rest = list(stream)
     assert {event["index"] for event in rest} == {1 - first["index"]}
     assert llm.is_finished()
+    alone = llm.stream(PROMPTS[0], params)
+    llm.abort_request(next(alone)["request_id"])
+    assert list(alone) == [] and llm.is_finished()
+
+
+def test_a_stream_that_rests_keeps_others_waiting(llm: LLM) -> None:
+    """`step` runs its requests to their end, but it is the stream that hands them out."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    stream = llm.stream(PROMPTS[:2], params)
+    first = next(stream)
+    for _ in range(50):
+        if llm.is_finished():
+            break
+        assert llm.step() == []
+    assert llm.is_finished()
+    tokens = [*first["token_ids"], *(t for e in stream if e["index"] == 0 for t in e["token_ids"])]
+    assert tokens == llm.generate(PROMPTS[0], params, use_tqdm=False)[0]["token_ids"]
+
+
+def test_a_stream_collected_in_a_step_leaves_its_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    streams = [llm.stream(PROMPTS[:3], params)]
+    next(streams[0])
+    run = llm._runner.run
+
+    def collecting(batch: Any) -> list[int]:
+        streams.clear()
+        return run(batch)
+
+    monkeypatch.setattr(llm._runner, "run", collecting)
+    llm.generate(PROMPTS[3], params, use_tqdm=False)
+    llm.generate(PROMPTS[3], params, use_tqdm=False)
+    assert llm.is_finished() and not llm._streaming and not llm._finished
+
+
+def test_an_interrupt_brings_an_output_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests end in one step; the second one's output is interrupted."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    stream = llm.stream([[1], [2]], params)
+    claim, calls = llm._claim, []
+
+    def interrupted(ids: list[int]) -> Any:
+        calls.append(ids)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return claim(ids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm, "_claim", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert llm.is_finished() and llm.step() == [] and not llm._streaming
+
+
+def test_text_after_an_interrupt_is_another(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It strikes between a token and its text; the request was there before, and goes on."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop="never, ever")
+    (expected,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    llm.add_request(PROMPTS[1], params)
+    for _ in range(5):
+        llm.step()
+    add = Detokenizer.add
+
+    def interrupted(self: Detokenizer, token_id: int) -> str:
+        raise KeyboardInterrupt
+
+    for struck in (interrupted, add):
+        monkeypatch.setattr(Detokenizer, "add", struck)
+        if struck is interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                llm.step()
+    outputs = [out for _ in range(60) if not llm.is_finished() for out in llm.step()]
+    assert [(o["text"], o["token_ids"]) for o in outputs] == [
+        (expected["text"], expected["token_ids"])
+    ]
 
 
 def test_a_bad_prompt_shows_at_the_first_event(llm: LLM) -> None:

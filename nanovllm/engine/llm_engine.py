@@ -24,7 +24,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import get_model_class
 from nanovllm.outputs import EngineStats, RequestOutput, TokenLogprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, check_int, shorten
+from nanovllm.utils.checks import as_list, check_int, check_text, shorten
 from nanovllm.utils.loader import resolve_model
 from nanovllm.utils.ranks import Ranks
 from nanovllm.utils.tokenizer import load_tokenizer
@@ -68,6 +68,7 @@ def exclusive(method: Callable[..., T]) -> Callable[..., T]:
     def run(self: "LLMEngine", *args: Any) -> T:
         if self._generating:
             raise RuntimeError("this LLM is generating already; one call at a time")
+        self._drop_abandoned()
         before = [*self._seqs.values(), *self._finished.values()]
         try:
             self._generating = True
@@ -104,8 +105,10 @@ class LLMEngine:
         self.eos_token_ids = self.model_config.eos_token_ids
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {self.tokenizer.eos_token_id}
+        self.eos_token_ids &= frozenset(range(self.model_config.vocab_size))  # others cannot come
         self._seqs: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}  # not yet returned to anyone
+        self._abandoned: set[int] = set()
         self._streaming: set[int] = set()  # those whose outputs go to an iterator
         self._num_requests = 0
         self._generating = False
@@ -147,8 +150,8 @@ class LLMEngine:
         )
 
     def is_finished(self) -> bool:
-        """Whether every request has been finished and returned."""
-        return not self._seqs and not self._finished
+        """Whether every request has been finished and returned, or is a stream's to return."""
+        return not self._seqs and self._finished.keys() <= self._streaming
 
     def close(self) -> None:
         """Give back the device's memory and end the other ranks. Idempotent.
@@ -181,12 +184,23 @@ class LLMEngine:
         del self._seqs[seq.seq_id]
         return self._output(seq)
 
-    def _drop(self, request_id: int) -> None:
-        """End a request, finished or not, whose output nobody will ask for."""
-        if request_id in self._seqs:
-            self._abort(self._seqs[request_id])
-        self._finished.pop(request_id, None)
-        self._streaming.discard(request_id)
+    def _abandon(self, request_ids: list[int]) -> None:
+        """End requests, finished or not, whose outputs nobody will ask for.
+
+        A collected iterator may ask for it in the middle of a call: then it is the next one's work.
+        """
+        self._abandoned.update(request_ids)
+        if self._finalizer.alive and not self._generating:
+            self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.pop()
+            if (seq := self._seqs.pop(request_id, None)) is not None:
+                self.scheduler.abort(seq)
+                self.counter.aborted += 1
+            self._finished.pop(request_id, None)
+            self._streaming.discard(request_id)
 
     def _step(self) -> None:
         """Run one step; what it finishes goes to `_finished`."""
@@ -223,8 +237,15 @@ class LLMEngine:
         """
         self._generating = False
         done = {s.seq_id: s for s in seqs if s.status is SequenceStatus.FINISHED}
+        known = len(self._seqs)
         self._finished = {i: s for i, s in done.items() if s.finish_reason != "abort"}
         self._seqs = {s.seq_id: s for s in seqs if s.seq_id not in done}
+        self.counter.aborted += max(0, known - len(self._seqs))
+        self._streaming &= self._seqs.keys() | self._finished.keys()
+        for seq in (*self._seqs.values(), *self._finished.values()):
+            seq.seen_tokens = None
+            if seq.text is not None:
+                seq.text.begin()
         self.scheduler.restart(self._seqs.values())
 
     def _claim(self, request_ids: list[int]) -> list[RequestOutput]:
@@ -284,26 +305,37 @@ class LLMEngine:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 check_int(name, token_id, 0, last)
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        stops, allowed = eos.union(params.stop_token_ids or ()), params.allowed_token_ids
-        if params.min_tokens and allowed and stops.issuperset(allowed):
-            raise ValueError(
-                "allowed_token_ids must hold more than tokens that stop, as"
-                f" min_tokens={params.min_tokens} asks for others first, got"
-                f" {shorten(allowed)}"
-            )
         for name in ("bad_words", "stop"):
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(
                     f"{name}: there is no text, as the model directory has no tokenizer; pass"
                     " tokenizer=... when the engine is made"
                 )
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params)
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Refuse a list of which nothing may come first."""
+        left = set(params.allowed_token_ids or ())
+        if params.min_tokens:
+            left -= set() if params.ignore_eos else self.eos_token_ids
+            left -= set(params.stop_token_ids or ())
+        left -= {ids[0] for ids in self._bad_words(params) if len(ids) == 1}
+        if not left:
+            raise ValueError(
+                "allowed_token_ids must hold more than bad_words, and with min_tokens more than"
+                f" tokens that stop, got {shorten(params.allowed_token_ids)}"
+            )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The token ids of bad words, as the first word of a text and behind another one."""
+        """The token ids of bad words, as the first word of a text and behind another one.
+
+        Those that the model has no row for cannot come.
+        """
         texts = (start + word.lstrip(" ") for word in params.bad_words or () for start in ("", " "))
         encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+        size = self.model_config.vocab_size
+        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < size))
 
     def _tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -311,10 +343,7 @@ class LLMEngine:
                 "prompt is text, but the model directory has no tokenizer; pass token ids,"
                 " or tokenizer=... when the engine is made"
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt is not valid Unicode text: {error}") from None
+        check_text("prompt", text)
         token_ids: list[int] = self.tokenizer.encode(text)
         return token_ids
 
@@ -324,7 +353,7 @@ class LLMEngine:
         text, reason, stop = "", seq.finish_reason, seq.stop_reason
         if seq.text is not None:
             text = seq.text.finish(seq)
-            if seq.text.stop is not None and reason == "length":  # in what was held back
+            if seq.text.stop is not None and stop is None and reason != "abort":  # held back
                 reason, stop = "stop", seq.text.stop
         elif self.tokenizer is not None:
             skip = seq.params.skip_special_tokens

@@ -1,5 +1,7 @@
 """OutputText: a request's text as its tokens come, up to the string that stops it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
@@ -20,7 +22,7 @@ class OutputText:
         self._stops = tuple(params.stop or ())
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer: Detokenizer | None
-        self._begin()
+        self.begin()
 
     def update(self, seq: Sequence) -> str | None:
         """Take the tokens that are new; return the stop that is found in them, if any.
@@ -28,19 +30,22 @@ class OutputText:
         What comes before `min_tokens` stops nothing.
         """
         if self._num_tokens > seq.num_tokens - seq.num_prompt_tokens:  # one was taken back
-            self._begin()
-        for index in range(seq.num_prompt_tokens + self._num_tokens, seq.num_tokens):
-            self._num_tokens += 1
-            if self._detokenizer is not None:
-                self._add(self._detokenizer.add(seq.token_ids[index]), index >= seq.min_num_tokens)
+            self.begin()
+        with self._all_or_nothing():
+            for index in range(seq.num_prompt_tokens + self._num_tokens, seq.num_tokens):
+                self._num_tokens += 1
+                if self._detokenizer is not None:
+                    piece = self._detokenizer.add(seq.token_ids[index])
+                    self._add(piece, index >= seq.min_num_tokens)
         return self.stop
 
     def finish(self, seq: Sequence) -> str:
         """Take what is left, and return the whole text."""
         self.update(seq)
-        if self._detokenizer is not None:
-            self._add(self._detokenizer.finish(), seq.num_tokens > seq.min_num_tokens)
-        self._finished = True
+        with self._all_or_nothing():
+            if self._detokenizer is not None:
+                self._add(self._detokenizer.finish(), seq.num_tokens > seq.min_num_tokens)
+            self._finished = True
         return self.text
 
     @property
@@ -54,7 +59,8 @@ class OutputText:
                 return len(self.text) - length
         return len(self.text)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget all: the next `update` takes every token again."""
         self.text = ""
         self.stop: str | None = None
         self._num_tokens = 0
@@ -64,6 +70,15 @@ class OutputText:
             if self._tokenizer is None
             else Detokenizer(self._tokenizer, self._skip_special_tokens)
         )
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An interrupt may leave anything half done: begin again then."""
+        try:
+            yield
+        except BaseException:
+            self.begin()
+            raise
 
     def _add(self, piece: str, may_stop: bool) -> None:
         if self.stop is not None:

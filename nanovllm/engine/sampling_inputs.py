@@ -13,6 +13,7 @@ from nanovllm.layers.filters import Cuts, Entries, Filters, Penalties, most_like
 from nanovllm.sampling_params import SamplingParams
 
 NARROWED_LOGITS = 1 << 23  # at most, at a time: what narrows them takes some 50 bytes for each
+COLDEST = 1e-30  # below it logits that differ at all are as good as infinitely far apart
 HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
 
 
@@ -59,8 +60,7 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
     """What the sampler needs for one token of each of `seqs`."""
     temperatures = keys = None
     if any(seq.temperature > 0 for seq in seqs):
-        hottest = np.array([min(seq.temperature, HOTTEST) for seq in seqs], np.float32)
-        temperatures = upload(hottest, device)
+        temperatures = upload(_temperatures(seqs), device)
         keys = upload(np.array([noise_key(seq) for seq in seqs]), device)
     rows = [row for row, seq in enumerate(seqs) if seq.is_narrowed]
     size = rows_at_a_time(vocab_size)
@@ -96,6 +96,12 @@ def note_logprobs(seqs: list[Sequence], logits: torch.Tensor, token_ids: torch.T
             ]
 
 
+def _temperatures(seqs: list[Sequence]) -> Array:
+    """In float32, whose products and quotients with logits do not overflow; 0 stays 0."""
+    asked = np.array([seq.temperature for seq in seqs])
+    return np.where(asked > 0, asked.clip(COLDEST, HOTTEST), 0.0).astype(np.float32)
+
+
 def rows_at_a_time(vocab_size: int) -> int:
     """How many rows are narrowed together."""
     return max(1, NARROWED_LOGITS // vocab_size)
@@ -122,7 +128,11 @@ def _filters(
     if allowed:
         rows_with_list = upload(np.array([row for row, _ in allowed]), device)
         filters.allowed = rows_with_list, _entries(allowed, device)
-    forbidden = [(row, ids) for row, seq in enumerate(seqs) if (ids := seq.forbidden_token_ids())]
+    forbidden = []
+    for row, seq in enumerate(seqs):
+        ids = seq.forbidden_token_ids()
+        if ids and not ids.issuperset(seq.params.allowed_token_ids or {-1}):  # or nothing is left
+            forbidden.append((row, ids))
     if forbidden:
         filters.forbidden = _entries(forbidden, device)
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
@@ -169,7 +179,7 @@ def _cuts(cut: list[tuple[int, Sequence]], vocab_size: int, device: torch.device
     top_k = [min(k, vocab_size) if k > 0 else vocab_size for k in asked]
     return Cuts(
         rows=upload(np.array([row for row, _ in cut]), device),
-        temperatures=_column((min(seq.temperature, HOTTEST) for seq in seqs), device),
+        temperatures=upload(_temperatures(seqs)[:, None], device),
         min_p=_column((seq.params.min_p for seq in seqs), device),
         top_k=upload(np.array(top_k)[:, None], device),
         top_p=_column((seq.params.top_p for seq in seqs), device),

@@ -46,9 +46,11 @@ class Scheduler:
             if seq.num_tokens > seq.num_prompt_tokens and (
                 seq.token_ids[-1] in seq.stop_token_ids
                 or seq.num_tokens >= seq.max_num_tokens
-                or (seq.text is not None and seq.text.stop is not None)
+                or (seq.text is not None and seq.text.update(seq) is not None)
             ):
                 seq.token_ids.pop()
+                if seq.text is not None:
+                    seq.text.begin()
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that the whole pool can hold at its full length."""

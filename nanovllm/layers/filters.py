@@ -101,7 +101,8 @@ def cut(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     those decide: where they do not, all are sorted.
     """
     vocab_size = logits.shape[1]
-    scaled = logits / cuts.temperatures
+    # From the most likely down: a quotient may be -inf then, and no NaN.
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) / cuts.temperatures
     least = scaled.amax(dim=1, keepdim=True) + cuts.min_p.log()
     scaled.masked_fill_(scaled < least, FORBIDDEN)
     by_min_p = logits.masked_fill(scaled == FORBIDDEN, FORBIDDEN)
@@ -129,7 +130,9 @@ def _kept(values: torch.Tensor, scaled: torch.Tensor, cuts: Cuts) -> torch.Tenso
     has_k = cuts.top_k < scaled.shape[1]
     total = torch.where(has_k, weights.sum(dim=1, keepdim=True), all_weights)
     before = weights.cumsum(dim=1) - weights
-    return by_k & ((before < cuts.top_p * total) | (cuts.top_p >= 1))
+    kept = by_k & ((before < cuts.top_p * total) | (cuts.top_p >= 1))
+    kept[:, 0] = True
+    return kept
 
 
 def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:

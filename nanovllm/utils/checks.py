@@ -67,6 +67,14 @@ def check_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(check_int(name, token_id, 0) for token_id in value)
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise where `text` has halves of surrogate pairs, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode text: {error}") from None
+
+
 def check_texts(name: str, value: Any) -> tuple[str, ...]:
     """Copy texts out of the caller's container; none may be empty."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
@@ -77,6 +85,7 @@ def check_texts(name: str, value: Any) -> tuple[str, ...]:
             raise TypeError(f"{name} must be a list of texts, got {shorten(text)} in it")
         if not text:
             raise ValueError(f"{name} must be a list of texts that are not empty, got ''")
+        check_text(name, text)
     return texts
 
 
