@@ -5,8 +5,11 @@ touched, and several engines do not meet. Ports are the system's choice, on the 
 for NCCL's, whose device NCCL_SOCKET_IFNAME names.
 """
 
+import ctypes
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,13 +17,15 @@ from typing import Any
 import torch
 import torch.distributed
 
-from nanovllm.engine.errors import ExchangeError
+from nanovllm.engine.errors import ExchangeError, RankError
 from nanovllm.utils.ranks import Ranks
 
 dist: Any = torch.distributed  # whose bindings have no types
 
 LOOPBACK = "127.0.0.1"
 MEETING = timedelta(seconds=5)  # ranks meet when all have loaded: that takes milliseconds
+SPIN_SECONDS = 2e-3  # how long to look for an exchange's end before sleeping
+NAP_SECONDS = 1e-4
 PATIENCE = timedelta(days=7)  # a rank that is stopped may go on; of one that died others tell
 
 
@@ -29,6 +34,8 @@ class ProcessRanks(Ranks):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
+        self.check: Callable[[], None] = lambda: None  # raises if another rank has ended
+        self.is_stuck = False  # in an exchange that never ends
         self._group: Any = None
         self._device = torch.device("cpu")
         self._sum, self._least = _options("AllreduceOptions"), _options("AllreduceOptions")
@@ -45,7 +52,11 @@ class ProcessRanks(Ranks):
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
         x = torch.zeros(1, device=device)
-        self._exchange(group.allreduce, [x], self._sum)  # at the first exchange NCCL connects
+        try:
+            self._exchange(group.allreduce, [x], self._sum)  # at the first exchange NCCL connects
+        except RankError:
+            _keep(group)
+            raise
         x.item()
         self._group = group  # before, it could not be aborted
 
@@ -75,16 +86,55 @@ class ProcessRanks(Ranks):
         """Let go of the others: `together` with all of them, or whatever state they are in."""
         if self._group is not None and self._device.type == "cuda":  # gloo has nothing to say
             _within(MEETING, self._group.shutdown if together else self._group.abort)
+        if self.is_stuck:
+            _keep(self._group)
         self._group = None
 
-    @staticmethod
-    def _exchange(method: Callable[..., Any], *arguments: Any) -> None:
+    def _exchange(self, method: Callable[..., Any], *arguments: Any) -> None:
         try:
             work = method(*arguments)
-            if work is not None:  # NCCL's is in order on the stream
-                work.wait()
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
+        if work is None:  # NCCL's is in order on the stream
+            return
+        self._await(work)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise ExchangeError(str(error)) from error
+
+    def _await(self, work: Any) -> None:
+        """Wait for gloo's work, and see that all ranks live.
+
+        gloo tells of one that has died, but not always: an exchange that begins in that very moment
+        may wait for ever.
+        """
+        start = time.perf_counter()
+        while not work.is_completed():
+            if time.perf_counter() - start < SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            time.sleep(NAP_SECONDS)
+            try:
+                self.check()
+            except RankError:
+                if self._ends(work):
+                    return
+                self.is_stuck = True
+                raise
+
+    @staticmethod
+    def _ends(work: Any) -> bool:
+        for _ in range(100):
+            if work.is_completed():
+                return True
+            time.sleep(0.01)
+        return False
+
+
+def _keep(group: Any) -> None:
+    """Keep a group for ever: its end would wait for that of an exchange which has none."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def open_store(size: int) -> Any:

@@ -107,6 +107,7 @@ class Workers:
         self.ranks = ProcessRanks(0, size)
         self.num_threads = max(1, torch.get_num_threads() // size)  # of each rank, on the CPU
         self._codec = StepCodec()
+        self.ranks.check = self.check
         self.failure: str | None = None  # why the engine cannot go on, in a line
         self._traceback = ""
         self._changed = threading.Condition()
@@ -177,7 +178,7 @@ class Workers:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, ExchangeError):
+            if isinstance(error, ExchangeError | RankError):
                 traceback.clear_frames(error.__traceback__)  # they hold the group, and tensors
                 with self._changed:
                     self._changed.wait_for(lambda: self.failure, BLAME_SECONDS)
