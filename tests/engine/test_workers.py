@@ -491,7 +491,7 @@ def test_a_rank_that_cannot_load_does_not_say_why(
 def test_a_rank_killed_while_ranks_meet_is_waited_for(
     device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 has a thread in C then, which it leaves: gloo's ends by itself mostly, NCCL's never."""
+    """Rank 0 has a thread in C then, which it leaves; NCCL's never ends."""
     warm_up(device, model_dir)
     meet = ProcessRanks.connect
 
