@@ -102,10 +102,11 @@ class LLMEngine:
         self.config = self._runner.config
         self.scheduler = Scheduler(self.config)
         self.counter = StepCounter()
-        self.eos_token_ids = self.model_config.eos_token_ids
+        eos_token_ids = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            self.eos_token_ids |= {self.tokenizer.eos_token_id}
-        self.eos_token_ids &= frozenset(range(self.model_config.vocab_size))  # others cannot come
+            eos_token_ids.add(self.tokenizer.eos_token_id)
+        vocab_size = self.model_config.vocab_size
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # that can come
         self._seqs: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}  # not yet returned to anyone
         self._abandoned: set[int] = set()
