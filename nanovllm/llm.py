@@ -4,17 +4,29 @@ import dataclasses
 import numbers
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine, Prompt, StepCounter, exclusive
+from nanovllm.engine.intake import Prompt
+from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
+from nanovllm.engine.request import completion
+from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_text, shorten
 
 WINDOW = 200  # steps that the progress bar's rates are taken over
+
+
+@dataclass(slots=True)
+class Telling:
+    """What a stream has told of a prompt: characters and tokens of each sample, None for all."""
+
+    index: int
+    places: list[tuple[int, int] | None]
 
 
 class LLM(LLMEngine):
@@ -100,11 +112,12 @@ class LLM(LLMEngine):
         self._check_open()
         ids = self._enqueue_all(prompts, params)
         try:
-            indices = {request_id: index for index, request_id in enumerate(ids)}
-            told = dict.fromkeys(ids, (0, 0))  # of unfinished requests: characters and tokens
+            samples = enumerate(one.n for one in params)
+            tellings = [Telling(index, [(0, 0)] * n) for index, n in samples]
+            told = dict(zip(ids, tellings, strict=True))
             while told:
                 self._check_open()
-                yield from self._stream_step(indices, told)
+                yield from self._stream_step(told)
         finally:
             self._abandon(ids)
 
@@ -113,29 +126,35 @@ class LLM(LLMEngine):
         return [self._enqueue(*pair, True) for pair in zip(prompts, params, strict=True)]
 
     @exclusive
-    def _stream_step(
-        self, indices: dict[int, int], told: dict[int, tuple[int, int]]
-    ) -> list[StreamEvent]:
+    def _stream_step(self, told: dict[int, Telling]) -> list[StreamEvent]:
         """Run a step, unless some request has finished already in one of another call."""
-        if told.keys() <= self._seqs.keys():
+        if told.keys() <= self._requests.keys():
             self._step()
-        events = (self._event(indices[request_id], request_id, told) for request_id in list(told))
-        return [event for event in events if event is not None]
+        events: list[StreamEvent] = []
+        for request_id, telling in list(told.items()):
+            request = self._requests.get(request_id) or self._finished.get(request_id)
+            if request is not None:  # else aborted by another call, which has its output
+                news = (self._event(telling, seq) for seq in request.seqs)
+                events += (event for event in news if event is not None)
+            if request_id not in self._requests:
+                del told[request_id]
+                self._finished.pop(request_id, None)
+                self._streaming.discard(request_id)
+        return events
 
-    def _event(
-        self, index: int, request_id: int, told: dict[int, tuple[int, int]]
-    ) -> StreamEvent | None:
-        """What is new of a request, if anything; `told` is brought up to date."""
-        num_chars, num_tokens = told[request_id]
-        seq = self._seqs.get(request_id)
-        if seq is None:
-            del told[request_id]
-            if request_id not in self._finished:  # aborted by another call, which has its output
-                return None
-            (output,) = self._claim([request_id])
+    def _event(self, telling: Telling, seq: Any) -> StreamEvent | None:
+        """What is new of a sample, if anything; `telling` is brought up to date."""
+        place = telling.places[seq.index]
+        if place is None:
+            return None
+        num_chars, num_tokens = place
+        if seq.status is SequenceStatus.FINISHED:
+            telling.places[seq.index] = None
+            output = completion(seq, self.tokenizer)
             return StreamEvent(
-                index=index,
-                request_id=request_id,
+                index=telling.index,
+                sample=seq.index,
+                request_id=seq.request_id,
                 text=output["text"][num_chars:],
                 token_ids=output["token_ids"][num_tokens:],
                 finish_reason=output["finish_reason"],
@@ -145,10 +164,11 @@ class LLM(LLMEngine):
         if start == end:
             return None
         seq.text.update(seq)
-        told[request_id] = seq.text.num_certain, end - seq.num_prompt_tokens
+        telling.places[seq.index] = seq.text.num_certain, end - seq.num_prompt_tokens
         return StreamEvent(
-            index=index,
-            request_id=request_id,
+            index=telling.index,
+            sample=seq.index,
+            request_id=seq.request_id,
             text=seq.text.text[num_chars : seq.text.num_certain],
             token_ids=seq.token_ids[start:end],
             finish_reason=None,
@@ -178,7 +198,7 @@ class LLM(LLMEngine):
     def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Check and encode prompt `index`; an error says which one it was."""
         try:
-            return self._encode(prompt, params)
+            return self._intake.encode(prompt, params)
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompts[{index}]: {error}") from None
 

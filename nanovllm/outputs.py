@@ -8,7 +8,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class RequestMetrics(TypedDict):
     """Seconds: until first scheduled, until the first token, for each token after it, in all.
 
-    None for what did not come to be: an aborted request may have no first token.
+    None for what did not come to be: an aborted request may have no first token. Of several samples
+    the longest counts.
     """
 
     queue_time: float | None
@@ -21,7 +22,8 @@ class EngineStats(TypedDict):
     """What an engine has done since it was made, and what it is at now.
 
     Token counts are of tokens computed: a preempted prompt counts again. Prompt tokens are asked of
-    the prefix cache once, when a request is first admitted.
+    the prefix cache once, when a request is first admitted. Its samples run each by itself once the
+    prompt has been computed.
     """
 
     num_waiting: int
@@ -46,15 +48,31 @@ class TokenLogprob(TypedDict):
     rank: int
 
 
-class RequestOutput(TypedDict):
-    """The result of one request.
+class CompletionOutput(TypedDict):
+    """One of a request's `n` samples.
 
     `token_ids` holds the generated tokens with those that stopped it; `text` is their decoding up
     to a stop string (empty where the model came without a tokenizer). `stop_reason` is the stop
-    token id or the stop string that ended the request, None for EOS and for other endings.
+    token id or the stop string that ended it, None for EOS and for other endings. `logprobs` has,
+    where they were asked for, a list for each token: itself, and then as many of the most likely
+    ones as were asked for, less itself.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: list[list[TokenLogprob]] | None
+    cumulative_logprob: float | None
+
+
+class RequestOutput(TypedDict):
+    """The result of one request: its samples in `outputs`, and the first one's fields once more.
+
     `num_cached_tokens` counts the prompt tokens found in the prefix cache on first admission.
-    `logprobs` has, where they were asked for, a list for each token: itself, and then as many of
-    the most likely ones as were asked for, less itself.
+    `prompt_logprobs` has, where they were asked for, None for the first token of the prompt and
+    then a list for each, as in `logprobs`.
     """
 
     request_id: int
@@ -62,21 +80,25 @@ class RequestOutput(TypedDict):
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    metrics: RequestMetrics
     logprobs: list[list[TokenLogprob]] | None
     cumulative_logprob: float | None
+    outputs: list[CompletionOutput]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_logprobs: list[list[TokenLogprob] | None] | None
+    metrics: RequestMetrics
 
 
 class StreamEvent(TypedDict):
     """What a step has brought for one of the prompts of `stream`.
 
-    `index` is the prompt's place in the call. All `text`s of a prompt together are its output's
-    text, all `token_ids` its token ids; `finish_reason` is None until the last event.
+    `index` is the prompt's place in the call, `sample` which of its `n` samples it is. All `text`s
+    of a sample together are its output's text, all `token_ids` its token ids; `finish_reason` is
+    None until the last event.
     """
 
     index: int
+    sample: int
     request_id: int
     text: str
     token_ids: list[int]

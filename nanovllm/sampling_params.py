@@ -1,6 +1,5 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from nanovllm.utils.checks import (
     shorten,
 )
 
-NOT_BUILT_YET = ("n", "prompt_logprobs", "priority")
 # The least and the largest value, and whether the least is itself left out.
 FLOATS = {
     "temperature": (0.0, float("inf"), False),
@@ -29,11 +27,7 @@ MAX_BIAS = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request. `temperature=0` is greedy.
-
-    Fields named in `NOT_BUILT_YET` raise NotImplementedError when set to anything but their
-    default: nothing is accepted and ignored.
-    """
+    """Parameters of one request. `temperature=0` is greedy; a lower `priority` runs sooner."""
 
     temperature: float = 1.0
     top_k: int = -1
@@ -63,8 +57,11 @@ class SamplingParams:
             self._set(name, check_float(name, getattr(self, name), low, high, above))
         self._set("top_k", check_int("top_k", self.top_k, -1))
         self._set("min_tokens", check_int("min_tokens", self.min_tokens, 0))
-        if self.logprobs is not None:
-            self._set("logprobs", check_int("logprobs", self.logprobs, 0))
+        self._set("n", check_int("n", self.n, 1))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, check_int(name, getattr(self, name), 0))
+        self._set("priority", check_int("priority", self.priority, -(2**63), 2**63 - 1))
         if self.max_tokens is not None:
             self._set("max_tokens", check_int("max_tokens", self.max_tokens, 1))
             check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -84,12 +81,6 @@ class SamplingParams:
             self._set("stop", check_texts("stop", stops))
         if self.bad_words is not None:
             self._set("bad_words", check_texts("bad_words", self.bad_words))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in NOT_BUILT_YET and value != field.default:
-                raise NotImplementedError(
-                    f"{field.name}={value!r} is not built yet; leave it at {field.default!r}"
-                )
 
     @property
     def penalizes(self) -> bool:

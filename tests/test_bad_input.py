@@ -404,10 +404,10 @@ def test_a_refused_engine_holds_its_memory(model_dir: Path) -> None:
         lambda: SamplingParams(temperature=-1),
         lambda: SamplingParams(temperature=math.nan),
         lambda: SamplingParams(top_k=-5),
-        lambda: SamplingParams(n=2),
+        lambda: SamplingParams(n=0),
         lambda: SamplingParams(stop=""),
     ],
 )
 def test_parameters_that_cannot_be_honoured_are_made(make: Callable[[], SamplingParams]) -> None:
-    with pytest.raises((ValueError, TypeError, NotImplementedError)):
+    with pytest.raises((ValueError, TypeError)):
         make()

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "Hello, world!"
 IDS = [3, 14, 15, 92, 65]
 KEYS = {"request_id", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens",
-        "num_cached_tokens", "metrics", "logprobs", "cumulative_logprob"}  # fmt: skip
+        "num_cached_tokens", "metrics", "logprobs", "cumulative_logprob", "outputs",
+        "prompt_logprobs"}  # fmt: skip
 
 
 def make_llm(path: Path, **options: Any) -> LLM:
@@ -70,7 +71,7 @@ def assert_idle(llm: LLM) -> None:
     manager = llm.scheduler.block_manager
     assert not llm.scheduler.waiting and not llm.scheduler.running
     assert manager.num_free_blocks == manager.num_blocks, "a block is still held"
-    assert not llm._seqs and llm.is_finished() and llm.step() == []
+    assert not llm._requests and llm.is_finished() and llm.step() == []
 
 
 def raise_at_step(
@@ -530,7 +531,7 @@ def test_interrupted_generate_spoils_the_next(
         with pytest.raises(type(error)):
             generate(llm, [TEXT, IDS, "x" * 30], [greedy(3), greedy(), greedy()])
     llm.scheduler.audit()
-    assert list(llm._seqs) == [other], "that call's requests, and no others, are gone"
+    assert list(llm._requests) == [other], "that call's requests, and no others, are gone"
     assert tokens(generate(llm, [TEXT, IDS, "x" * 30])) == expected
     (output,) = run_to_end(llm)
     assert (output["request_id"], output["token_ids"]) == (other, expected_other)
@@ -562,7 +563,7 @@ def test_a_signal_at_any_time_breaks_the_engine(model_dir: Path) -> None:
     with make_llm(model_dir, num_kvcache_blocks=200) as llm:
         expected = tokens(generate(llm, prompts, greedy(30)))
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        gc.disable()  # hypothesis times collections in a callback, and Python drops what that raises
+        gc.disable()  # hypothesis times collections in a callback, which swallows a Ctrl-C
         try:
             for n in range(20):
                 signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0031 * n)
@@ -650,7 +651,7 @@ def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
             return trace.executed, f"{error!r} instead of KeyboardInterrupt"
         try:
             llm.scheduler.audit()
-            if set(llm._seqs) - {other}:
+            if set(llm._requests) - {other}:
                 return trace.executed, "requests are left behind"
             finished = run_to_end(llm)
             if [o["request_id"] for o in finished] != [other]:

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from reference import HARD, Case, assert_same, make_case, make_llm, make_prompts
+from reference import (
+    HARD,
+    Case,
+    assert_same,
+    load_reference,
+    make_case,
+    make_llm,
+    make_prompts,
+)
 
 from nanovllm import SamplingParams
 
@@ -107,3 +115,78 @@ def test_no_tokenizer_no_logprobs(case: Case) -> None:
         (out,) = llm.generate([1], SamplingParams(max_tokens=1, logprobs=2), use_tqdm=False)
         (told,) = out["logprobs"] or []
         assert len(told) >= 2 and {entry["text"] for entry in told} == {""}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(max_num_batched_tokens=7), HARD, dict(tensor_parallel_size=2)],
+    ids=repr,
+)
+def test_prompt_logprobs_differ_from_transformers(options: dict[str, Any], case: Case) -> None:
+    """Twice, the second time with all prompts in the prefix cache, and other requests beside."""
+    prompts = [prompt for prompt in case.prompts if len(prompt) < 130]
+    logits = prompt_logits(case.path, prompts)
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=20, ignore_eos=True, n=1 + i % 2,
+            prompt_logprobs=i % 4 if i % 3 else None,
+        )
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    with make_llm(case.path, **options) as llm:
+        for _ in range(2):
+            for index, out in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+                number, told = params[index].prompt_logprobs, out["prompt_logprobs"]
+                if number is None:
+                    assert told is None
+                    continue
+                assert told is not None and len(told) == len(prompts[index]) and told[0] is None
+                for row, entries in enumerate(told[1:]):
+                    expected = logits[index][row].log_softmax(-1)
+                    token_id = prompts[index][row + 1]
+                    assert entries is not None and entries[0]["token_id"] == token_id
+                    assert entries[0]["rank"] == int((expected > expected[token_id]).sum()) + 1
+                    best = expected.topk(number).indices.tolist() if number else []
+                    others = [entry["token_id"] for entry in entries[1:]]
+                    assert others == [i for i in best if i != token_id]
+                    for entry in entries:
+                        assert (
+                            abs(entry["logprob"] - float(expected[entry["token_id"]])) < MAX_ERROR
+                        )
+        if options is HARD:
+            assert llm.scheduler.num_preemptions > 0
+
+
+@torch.inference_mode()
+def prompt_logits(path: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+    model = load_reference(path)
+    return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+def test_prompt_logprobs_take_the_memory_of_the_whole_prompt(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are computed a few rows at a time: 16,384 tokens of a large vocabulary take 10 GB."""
+    monkeypatch.setattr("nanovllm.engine.sampling_inputs.NARROWED_LOGITS", 259 * 3)
+    with make_llm(case.path) as llm:
+        sizes, compute = [], llm._runner.model.compute_logits
+
+        def recorded(hidden: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(hidden))
+            return compute(hidden)
+
+        llm._runner.model.compute_logits = recorded  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        llm.generate([[1, 2, 3, 4, 5, 6], [7, 8, 9]], params, use_tqdm=False)
+    assert sizes == [3, 3, 1, 2]
+
+
+def test_prompt_logprobs_are_a_reason_to_wait(case: Case) -> None:
+    """Equal prompts that cannot use each other's blocks are computed side by side."""
+    with make_llm(case.path, kvcache_block_size=4) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        first, second = llm.generate([[1] * 20] * 2, params, use_tqdm=False)
+        assert llm.stats()["prefill_tokens"] == 40
+        assert first["prompt_logprobs"] == second["prompt_logprobs"]
+        with pytest.raises(ValueError, match=r"prompt_logprobs must be in \[0, 259\], got 260"):
+            llm.generate([1], SamplingParams(prompt_logprobs=260))

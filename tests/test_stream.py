@@ -10,6 +10,7 @@ from reference import SMALL_POOL, make_llm, make_prompts
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request import completion
 from nanovllm.utils.detokenizer import Detokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,16 +152,16 @@ def test_an_interrupt_brings_an_output_back(llm: LLM, monkeypatch: pytest.Monkey
     """Two requests end in one step; the second one's output is interrupted."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     stream = llm.stream([[1], [2]], params)
-    claim, calls = llm._claim, []
+    calls = []
 
-    def interrupted(ids: list[int]) -> Any:
-        calls.append(ids)
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return claim(ids)
+        return completion(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm, "_claim", interrupted)
+        patched.setattr("nanovllm.llm.completion", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert llm.is_finished() and llm.step() == [] and not llm._streaming

@@ -75,6 +75,25 @@ class BlockManager:
             seq.num_hit_tokens = seq.num_cached_tokens
         return True
 
+    def fork(self, seq: Sequence, follower: Sequence) -> bool:
+        """Give `follower` the blocks of `seq`, whose tokens are its own; False changes nothing.
+
+        A last block that is not full is one of its own, to be copied; the others must have been
+        published by the time that the follower grows.
+        """
+        num_full = seq.num_tokens // self.block_size
+        has_tail = num_full < len(seq.block_table)
+        if has_tail and not self.free_queue:
+            return False
+        follower.block_table = seq.block_table[:num_full]
+        for block in follower.block_table:
+            self.ref_counts[block] += 1
+        if has_tail:
+            follower.block_table.append(self._take_free())
+        follower.block_hashes = list(seq.block_hashes)
+        follower.num_published_blocks = num_full
+        return True
+
     def append_block(self, seq: Sequence) -> None:
         """Give `seq` one more block; the caller has seen that there is a free one."""
         seq.block_table.append(self._take_free())
@@ -126,13 +145,10 @@ class BlockManager:
             assert group and all(self.hashes[block] == value for block in group)
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` starts with.
-
-        Its last token is never among them, because its logits are needed.
-        """
+        """The cached blocks that `seq` starts with, as far as it needs no logits of theirs."""
         hits: list[int] = []
         parent = 0
-        for index in range((seq.num_tokens - 1) // self.block_size):
+        for index in range(seq.num_skippable_tokens // self.block_size):
             value = self._block_hashes(seq, index + 1)[index]
             block = self._find_block(value, parent, self._tokens(seq, index))
             if block is None:
@@ -143,7 +159,7 @@ class BlockManager:
 
     def _next_hash(self, seq: Sequence, num_hits: int) -> int | None:
         """The hash of the first block of `seq` that was not found and could have been."""
-        if num_hits == (seq.num_tokens - 1) // self.block_size:
+        if num_hits == seq.num_skippable_tokens // self.block_size:
             return None
         return self._block_hashes(seq, num_hits + 1)[num_hits]
 

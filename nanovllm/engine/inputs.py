@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
 
@@ -20,7 +21,8 @@ Array = npt.NDArray[Any]
 class StepInputs:
     """T tokens of B sequences, on the host. `Context` says what the fields mean.
 
-    `sample_rows` are the tokens that are sampled from, None for all of them.
+    `sample_rows` are the tokens that are sampled from, None for all of them; of `prompt_rows` the
+    logits are told. `copied_blocks` are pairs, from and to, that are copied when T is computed.
     """
 
     input_ids: Array
@@ -31,6 +33,8 @@ class StepInputs:
     context_lens: Array | None = None  # of a decode step
     block_tables: Array | None = None
     sample_rows: Array | None = None
+    prompt_rows: Array | None = None
+    copied_blocks: Array | None = None
 
     def context(self, device: torch.device) -> Context:
         """The attention metadata, on the device."""
@@ -47,13 +51,16 @@ class StepInputs:
         )
 
 
-def prefill_inputs(seqs: list[Sequence], block_size: int) -> StepInputs:
+def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
     """Each sequence's scheduled tokens, one after the other."""
+    seqs = batch.seqs
     token_ids: list[int] = []
-    positions, slots, sample_rows = [], [], []
+    positions, slots, prompt_rows = [], [], []
+    last_rows: dict[int, int] = {}
     cu_seqlens_q, cu_seqlens_k = [0], [0]
     for seq in seqs:
         end = seq.num_cached_tokens + seq.num_scheduled_tokens
+        prompt_rows += [len(token_ids) + row - seq.num_cached_tokens for row in seq.untold_rows]
         token_ids += seq.token_ids[seq.num_cached_tokens : end]
         where = np.arange(seq.num_cached_tokens, end)
         positions.append(where)
@@ -62,7 +69,13 @@ def prefill_inputs(seqs: list[Sequence], block_size: int) -> StepInputs:
         cu_seqlens_q.append(len(token_ids))
         cu_seqlens_k.append(cu_seqlens_k[-1] + end)
         if seq.samples:
-            sample_rows.append(len(token_ids) - 1)
+            last_rows[seq.seq_id] = len(token_ids) - 1
+    forked_rows = [last_rows[seq.seq_id] for seq, _ in batch.forks]
+    tails = [
+        (seq.block_table[-1], follower.block_table[-1])
+        for seq, follower in batch.forks
+        if seq.num_tokens % block_size
+    ]
     cached = any(seq.num_cached_tokens for seq in seqs)
     return StepInputs(
         input_ids=np.array(token_ids, np.int64),
@@ -71,12 +84,15 @@ def prefill_inputs(seqs: list[Sequence], block_size: int) -> StepInputs:
         cu_seqlens_q=np.array(cu_seqlens_q, np.int32),
         cu_seqlens_k=np.array(cu_seqlens_k, np.int32),
         block_tables=_block_tables(seqs) if cached else None,
-        sample_rows=np.array(sample_rows, np.int64),
+        sample_rows=np.array([*last_rows.values(), *forked_rows], np.int64),
+        prompt_rows=np.array(prompt_rows, np.int64) if prompt_rows else None,
+        copied_blocks=np.array(tails, np.int32).ravel() if tails else None,
     )
 
 
-def decode_inputs(seqs: list[Sequence], block_size: int) -> StepInputs:
+def decode_inputs(batch: Batch, block_size: int) -> StepInputs:
     """The last token of each sequence."""
+    seqs = batch.seqs
     positions = np.array([seq.num_cached_tokens for seq in seqs], np.int64)
     blocks = np.array([seq.block_table[seq.num_cached_tokens // block_size] for seq in seqs])
     return StepInputs(

@@ -51,6 +51,11 @@ class KVPool:
         for layer, k_cache, v_cache in zip(self.layers, *self.cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy what one block holds to another, in all layers: `block_bytes`, without a detour."""
+        assert self.cache is not None
+        self.cache[:, :, target] = self.cache[:, :, source]
+
     def release(self) -> None:
         """Give the memory back; the layers have no cache then."""
         self.cache = None

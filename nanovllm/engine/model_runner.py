@@ -4,8 +4,10 @@ It decides nothing about who runs, and knows no text. Rank 0's drives the other 
 """
 
 import dataclasses
+import functools
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from nanovllm.engine.inputs import (
     warmup_inputs,
 )
 from nanovllm.engine.kv_pool import GIB, KVPool
-from nanovllm.engine.sampling_inputs import note_logprobs, sampling_inputs, warmup_filters
+from nanovllm.engine.logprobs import note_logprobs, note_prompt_logprobs, untold_prompt_tokens
+from nanovllm.engine.sampling_inputs import rows_at_a_time, sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
@@ -126,13 +129,29 @@ class ModelRunner:
     def run(self, batch: Batch) -> list[int]:
         """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
         make_inputs = prefill_inputs if batch.is_prefill else decode_inputs
-        inputs = make_inputs(batch.seqs, self.block_size)
+        inputs = make_inputs(batch, self.block_size)
+        tell = functools.partial(note_prompt_logprobs, untold_prompt_tokens(batch.seqs))
         with self.workers.step(inputs) if self.workers else nullcontext(), self.computing():
-            return self._sample(self.compute(inputs), batch.sampling_seqs)
+            return self._sample(self.compute(inputs, tell), batch.sampling_seqs)
 
-    def compute(self, inputs: StepInputs) -> torch.Tensor:
-        """A step's logits [rows that sample, vocab], whole on rank 0 alone. Within `computing`."""
+    def compute(
+        self, inputs: StepInputs, tell: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """A step's logits [rows that sample, vocab], whole on rank 0 alone. Within `computing`.
+
+        `tell` takes the logits of the step's `prompt_rows`, a few at a time.
+        """
         hidden = self._forward(inputs)
+        if inputs.copied_blocks is not None:
+            for source, target in inputs.copied_blocks.reshape(-1, 2).tolist():
+                self.pool.copy(source, target)
+        if (rows := inputs.prompt_rows) is not None:
+            size = rows_at_a_time(self.model_config.vocab_size)
+            for start in range(0, len(rows), size):
+                part = upload(rows[start : start + size], self.device)
+                logits = self.model.compute_logits(hidden[part])
+                if tell is not None:
+                    tell(logits)
         if inputs.sample_rows is not None:
             hidden = hidden[upload(inputs.sample_rows, self.device)]
         return self.model.compute_logits(hidden) if len(hidden) else hidden

@@ -9,7 +9,7 @@ import xxhash
 
 from nanovllm.engine.inputs import Array, upload
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.filters import Cuts, Entries, Filters, Penalties, most_likely
+from nanovllm.layers.filters import Cuts, Entries, Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 
 NARROWED_LOGITS = 1 << 23  # at most, at a time: what narrows them takes some 50 bytes for each
@@ -67,33 +67,6 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     filters = [_filters(part, [seqs[row] for row in part], vocab_size, device) for part in parts]
     return SamplingInputs(temperatures, keys, filters)
-
-
-def note_logprobs(seqs: list[Sequence], logits: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """Tell sequences that ask what was likely: of the logits as the model has them, in float32."""
-    wanted = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
-    size = rows_at_a_time(logits.shape[1])
-    for start in range(0, len(wanted), size):
-        rows = wanted[start : start + size]
-        logprobs = logits[rows].float().log_softmax(dim=1)
-        number = max(seqs[row].params.logprobs or 0 for row in rows)
-        values, ids = most_likely(logprobs, number)
-        chosen = token_ids[rows, None]
-        own = logprobs.gather(1, chosen)
-        values, ids = torch.cat([own, values], dim=1), torch.cat([chosen, ids], dim=1)
-        own_ranks = (logprobs > own).sum(dim=1).tolist()
-        # Of equal tokens all have the rank of the first.
-        ranks = (values[:, 1:, None] < values[:, None, 1:]).sum(dim=2).tolist()
-        entries = zip(rows, ids.tolist(), values.tolist(), own_ranks, ranks, strict=True)
-        for row, row_ids, row_values, own_rank, row_ranks in entries:
-            seq = seqs[row]
-            found = zip(row_ids, row_values, [own_rank, *row_ranks], strict=True)
-            told = [(i, value, rank + 1) for i, value, rank in found]
-            rest = told[1 : 1 + (seq.params.logprobs or 0)]
-            seq.logprobs[seq.num_tokens] = [
-                told[0],
-                *(entry for entry in rest if entry[0] != told[0][0]),
-            ]
 
 
 def _temperatures(seqs: list[Sequence]) -> Array:

@@ -3,6 +3,7 @@
 Plain Python over integers: it knows no tensors and no text.
 """
 
+import bisect
 from collections import deque
 from collections.abc import Iterable
 
@@ -15,8 +16,9 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 class Scheduler:
     """Prefill first, then one token for each running sequence.
 
-    Every sequence that is admitted finishes: blocks go to the oldest first, the youngest gives its
-    own up, and the engine admits only what the whole pool can hold, so the oldest always advances.
+    Both queues stand in order: by priority, then by age. Every sequence that is admitted finishes:
+    blocks go to the first in order, the last gives its own up, and the engine admits only what the
+    whole pool can hold, so the first always advances.
     """
 
     def __init__(self, config: Config) -> None:
@@ -38,8 +40,9 @@ class Scheduler:
             self.num_blocks, self.block_size, self.enable_prefix_caching
         )
         self.running: deque[Sequence] = deque()
-        self.waiting = deque(sorted(seqs, key=lambda seq: seq.seq_id))
+        self.waiting = deque(sorted(seqs, key=_order))
         for seq in self.waiting:
+            seq.followers = []  # they are among `seqs`, each for itself
             seq.status = SequenceStatus.WAITING
             seq.forget_cache()
             # Appended, but not yet seen to be the last: it will be sampled again.
@@ -53,8 +56,8 @@ class Scheduler:
                     seq.text.begin()
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence that the whole pool can hold at its full length."""
-        self.waiting.append(seq)
+        """Queue a sequence, with its followers; the whole pool can hold any at its full length."""
+        _enter(self.waiting, seq)
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to run."""
@@ -63,7 +66,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step's work; there must be some."""
         if seqs := self._schedule_prefill():
-            return Batch(seqs, is_prefill=True)
+            return Batch(seqs, is_prefill=True, forks=self._fork(seqs))
         seqs = self._schedule_decode()
         assert seqs, "schedule() was called with nothing to run"
         return Batch(seqs, is_prefill=False)
@@ -76,7 +79,10 @@ class Scheduler:
         block_size = self.block_size
         finished = []
         tokens = iter(token_ids)
-        for seq in batch.seqs:
+        seqs = batch.seqs
+        if batch.forks:
+            seqs = seqs + [seq for _, seq in batch.forks]
+        for seq in seqs:
             num_cached = seq.num_cached_tokens = seq.num_cached_tokens + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if batch.is_prefill or num_cached % block_size == 0:
@@ -99,15 +105,18 @@ class Scheduler:
         return finished
 
     def preempt(self) -> None:
-        """Send the youngest running sequence back to the head of `waiting`, without its blocks."""
+        """Send the last running sequence back to `waiting`, without its blocks."""
         seq = self.running.pop()
         seq.status = SequenceStatus.WAITING
         self.block_manager.free(seq)
-        self.waiting.appendleft(seq)
+        _enter(self.waiting, seq)
         self.num_preemptions += 1
 
     def abort(self, seq: Sequence) -> None:
-        """Take an unfinished sequence out, wherever it is."""
+        """Take an unfinished sequence out, wherever it is, and its followers."""
+        for follower in seq.followers:
+            follower.finish("abort")
+        seq.followers = []
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
             seq.finish("abort")
@@ -120,18 +129,22 @@ class Scheduler:
         assert len(self.running) <= self.max_num_running
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
+        for queue in (self.waiting, self.running):
+            assert list(queue) == sorted(queue, key=_order)
         for seq in (*self.waiting, *self.running):
             seq.audit()
+            assert all(f.status is SequenceStatus.WAITING for f in seq.followers)
             assert len(seq.block_table) * self.block_size >= seq.num_cached_tokens
         self.block_manager.audit([seq.block_table for seq in self.running])
 
     def _schedule_prefill(self) -> list[Sequence]:
-        """Prompts in order of arrival, those begun first, as far as budget and pool reach.
+        """Prompts in order, those begun first, as far as budget and pool reach.
 
         One that begins with a block that another is computing waits for it, and finds it cached.
+        Room is kept for the followers of those that run.
         """
         budget = self.max_num_batched_tokens
-        seqs = [seq for seq in self.running if seq.num_uncached_tokens > 1]
+        seqs = [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.followers]
         for index, seq in enumerate(seqs):
             if not budget:
                 return seqs[:index]
@@ -139,24 +152,49 @@ class Scheduler:
         in_progress: set[int] = set()
         for seq in seqs:
             in_progress.update(self.block_manager.full_block_hashes(seq))
-        while budget and self.waiting and len(self.running) < self.max_num_running:
+        if not self.waiting:
+            return seqs
+        num_running = len(self.running) + sum(len(seq.followers) for seq in self.running)
+        while budget and self.waiting and num_running < self.max_num_running:
             seq = self.waiting[0]
             if not self.block_manager.allocate(seq, in_progress):
                 break
             in_progress.update(self.block_manager.full_block_hashes(seq))
             self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
-            self.running.append(seq)
+            _enter(self.running, seq)
+            num_running += 1 + len(seq.followers)
             budget -= self._schedule_tokens(seq, budget)
             seqs.append(seq)
         return seqs
+
+    def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
+        """Let followers join those that complete their prompts in this step.
+
+        Those that there is no room for wait by themselves, and find in the cache what is there.
+        """
+        forks = []
+        for seq in seqs:
+            if not seq.followers or not seq.samples:
+                continue
+            for follower in seq.followers:
+                has_room = len(self.running) < self.max_num_running
+                if has_room and self.block_manager.fork(seq, follower):
+                    follower.num_scheduled_tokens = follower.num_tokens
+                    follower.status = SequenceStatus.RUNNING
+                    _enter(self.running, follower)
+                    forks.append((seq, follower))
+                else:
+                    _enter(self.waiting, follower)
+            seq.followers = []
+        return forks
 
     def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
         seq.num_scheduled_tokens = min(seq.num_uncached_tokens, budget)
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
-        """All running sequences, less the youngest ones that there are no blocks for."""
+        """All running sequences, less the last ones that there are no blocks for."""
         block_size = self.block_size
         growing = []  # in the order of `running`: what is preempted stands at its end
         for seq in self.running:
@@ -175,3 +213,17 @@ class Scheduler:
         for seq in finished:
             self.block_manager.free(seq)
         self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)
+
+
+def _order(seq: Sequence) -> tuple[int, int]:
+    return seq.order
+
+
+def _enter(queue: deque[Sequence], seq: Sequence) -> None:
+    """Put `seq` in its place: at an end, but for priorities."""
+    if not queue or queue[-1].order < seq.order:
+        queue.append(seq)
+    elif seq.order < queue[0].order:
+        queue.appendleft(seq)
+    else:
+        bisect.insort(queue, seq, key=_order)

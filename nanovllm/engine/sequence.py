@@ -4,9 +4,12 @@ from enum import Enum, auto
 from itertools import count
 from typing import Any
 
-from nanovllm.engine.timing import RequestTimes
+import xxhash
+
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
+
+LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its rank
 
 
 class SequenceStatus(Enum):
@@ -23,14 +26,16 @@ class Sequence:
     State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`,
     where the cached tokens are those whose KV is in the blocks of `block_table`, and the scheduled
     ones those that the step in progress computes.
+
+    Its `followers` are the other samples of its prompt, as long as they wait for it to be computed.
     """
 
     __slots__ = (
-        "bad_words", "block_hashes", "block_table", "eos_token_ids", "finish_reason", "logprobs",
-        "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens", "num_hit_tokens",
-        "num_prompt_tokens", "num_published_blocks", "num_scheduled_tokens", "params", "seed",
-        "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids", "temperature",
-        "text", "times", "token_ids",
+        "bad_words", "block_hashes", "block_table", "eos_token_ids", "finish_reason", "followers",
+        "index", "logprobs", "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens",
+        "num_hit_tokens", "num_prompt_tokens", "num_published_blocks", "num_scheduled_tokens",
+        "order", "params", "prompt_logprobs", "request_id", "seed", "seen_tokens", "seq_id",
+        "status", "stop_reason", "stop_token_ids", "temperature", "text", "token_ids",
     )  # fmt: skip
     _ids = count()
 
@@ -39,6 +44,8 @@ class Sequence:
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
+        index: int = 0,
+        request_id: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         max_model_len: int = 2**31,
         default_seed: int = 0,
@@ -46,6 +53,10 @@ class Sequence:
         text: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
+        self.request_id = self.seq_id if request_id is None else request_id
+        self.index = index  # of its request's samples
+        self.followers: list[Sequence] = []
+        self.order = (params.priority, self.seq_id)  # the lower, the sooner it runs
         self.status = SequenceStatus.WAITING
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -62,14 +73,19 @@ class Sequence:
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
-        self.times = RequestTimes()
         # Of each generated token, by its place in `token_ids`, if they are asked for.
-        self.logprobs: dict[int, list[tuple[int, float, int]]] = {}
+        self.logprobs: dict[int, list[LikelyToken]] = {}
+        # Of the prompt's second token, third, ..., as far as they have been computed. The first
+        # sample tells of them, if they are asked for.
+        asks = params.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[list[LikelyToken]] | None = [] if asks else None
         self.text = text  # what follows its tokens, and may find a stop in them; None: nothing does
         self.narrows = params.narrows or bool(bad_words)
         self.seen_tokens: Any = None  # the runner's count of them, if it needs one
         self.temperature = params.temperature
         self.seed = default_seed if params.seed is None else params.seed
+        if index:  # a stream of its own
+            self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -93,6 +109,25 @@ class Sequence:
     def samples(self) -> bool:
         """Whether the scheduled tokens reach the last one, so that the step yields the next."""
         return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """Leading tokens that need no computing where their KV is cached.
+
+        Not the last, whose logits are needed, nor those whose logits are still to be told.
+        """
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens - 1:
+            return len(self.token_ids) - 1
+        return len(self.prompt_logprobs)
+
+    @property
+    def untold_rows(self) -> range:
+        """Places of the scheduled tokens whose logits tell of the prompt's next tokens."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        end = self.num_cached_tokens + self.num_scheduled_tokens
+        start = max(self.num_cached_tokens, len(self.prompt_logprobs))
+        return range(start, min(end, self.num_prompt_tokens - 1))
 
     @property
     def is_narrowed(self) -> bool:
@@ -135,3 +170,4 @@ class Sequence:
         assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
         assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
         assert bool(self.block_table) == (self.status is SequenceStatus.RUNNING), self
+        assert not self.followers or self.num_tokens == self.num_prompt_tokens, self

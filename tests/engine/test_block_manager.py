@@ -396,3 +396,44 @@ def test_audit_sees(damage: str) -> None:
         manager.blocks_by_hash.clear()
     with pytest.raises(AssertionError):
         manager.audit(tables)
+
+
+# Forks
+
+
+@pytest.mark.parametrize(("num_tokens", "num_shared", "num_own"), [(3, 0, 1), (8, 2, 0), (9, 2, 1)])
+def test_a_fork_shares_full_blocks_and_owns_its_tail(
+    num_tokens: int, num_shared: int, num_own: int
+) -> None:
+    """A tail that two sequences write into, or full blocks that are held twice."""
+    manager = BlockManager(8, 4)
+    seq = admit(manager, list(range(num_tokens)))
+    follower = Sequence(list(range(num_tokens)), SamplingParams())
+    free = manager.num_free_blocks
+    assert manager.fork(seq, follower)
+    assert manager.num_free_blocks == free - num_own
+    assert follower.block_table[:num_shared] == seq.block_table[:num_shared]
+    assert not set(follower.block_table[num_shared:]) & set(seq.block_table)
+    assert len(follower.block_table) == num_shared + num_own
+    compute(manager, seq)
+    compute(manager, follower)  # publishes nothing again
+    manager.audit([seq.block_table, follower.block_table])
+    manager.free(seq)
+    assert num_hits(manager, [*range(num_tokens), 99]) == num_shared
+    follower.token_ids += [50] * 4  # and then what it adds itself
+    while len(follower.block_table) * 4 < follower.num_tokens:
+        manager.append_block(follower)
+    compute(manager, follower)
+    assert num_hits(manager, [*follower.token_ids, 99]) == (num_tokens + 4) // 4
+    manager.free(follower)
+    manager.audit([])
+    assert manager.num_free_blocks == 8
+
+
+def test_a_fork_without_room_changes_nothing() -> None:
+    manager = BlockManager(2, 4)
+    seq = admit(manager, list(range(6)))
+    before = snapshot(manager)
+    follower = Sequence(list(range(6)), SamplingParams())
+    assert not manager.fork(seq, follower)
+    assert snapshot(manager) == before and follower.block_table == []

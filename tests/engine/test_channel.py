@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine import channel
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.channel import Reader, Writer
 from nanovllm.engine.inputs import prefill_inputs
 from nanovllm.engine.sequence import Sequence
@@ -164,7 +165,7 @@ def test_long_prompts_do_not_get_through(
         seq.block_table = list(range(index, index + length // 16))
         seq.num_scheduled_tokens = length
         seqs.append(seq)
-    inputs = prefill_inputs(seqs, 16)
+    inputs = prefill_inputs(Batch(seqs, is_prefill=True), 16)
     writer = Writer(2, no_check)
     processes = []
     for index in range(2):

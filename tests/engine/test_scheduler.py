@@ -136,6 +136,31 @@ def test_prefill_comes_first() -> None:
     assert step(scheduler) == [(a, 1), (b, 1)]
 
 
+def test_the_lowest_priority_number_runs_first() -> None:
+    """The order of arrival kept all the same, or the numbers read the other way round."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    a, b = add(scheduler, fresh(3), priority=1), add(scheduler, fresh(3), priority=0)
+    c, d = add(scheduler, fresh(3), priority=1), add(scheduler, fresh(3), priority=-5, max_tokens=2)
+    assert step(scheduler) == [(d, 3), (b, 3)]
+    assert step(scheduler) == [(d, 1), (b, 1)]
+    assert step(scheduler) == [(a, 3)]
+    assert step(scheduler) == [(b, 1), (a, 1)]
+    assert list(scheduler.waiting) == [c]
+
+
+def test_what_is_running_is_not_stopped_for_a_priority() -> None:
+    """But it is the first to give up its blocks: an older request, for one that came later."""
+    scheduler = make_scheduler(num_blocks=4)
+    a = add(scheduler, fresh(6))
+    step(scheduler)
+    b = add(scheduler, fresh(8), priority=-1)
+    assert step(scheduler) == [(b, 8)]
+    assert list(scheduler.running) == [b, a]
+    assert step(scheduler) == [(b, 1)]  # its third block
+    assert list(scheduler.waiting) == [a]
+    drain(scheduler)
+
+
 def test_max_num_seqs_bounds_those_that_run_at_all() -> None:
     """A bound on each step only: prefill after prefill piles up more than decode can take."""
     scheduler = make_scheduler(max_num_seqs=2)

@@ -61,11 +61,14 @@ class Simulation:
     def add(self, prompt: list[int], max_model_len: int, **params: Any) -> None:
         """Queue a request that the pool can hold, as the engine sees to it."""
         asked = SamplingParams(**params)
-        seq = Sequence(prompt, asked, eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
-        self.scheduler.add(seq)
-        self.live.append(seq)
-        self.tokens[seq] = list(prompt)
-        self.asked[seq] = asked, min(len(prompt) + asked.max_tokens, max_model_len)
+        options: dict[str, Any] = dict(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
+        seqs = [Sequence(prompt, asked, index=index, **options) for index in range(asked.n)]
+        seqs[0].followers = seqs[1:]
+        self.scheduler.add(seqs[0])
+        for seq in seqs:
+            self.live.append(seq)
+            self.tokens[seq] = list(prompt)
+            self.asked[seq] = asked, min(len(prompt) + asked.max_tokens, max_model_len)
 
     def step(self, tokens: list[int]) -> None:
         batch = self.scheduler.schedule()
@@ -80,14 +83,21 @@ class Simulation:
         self.check_batch(batch)
         if computed:
             self.write(batch)
-        if restart:
+        if restart or batch.forks:  # forks are not scheduled twice
             self.scheduler.restart(reversed(self.live))
 
     def abort(self, index: int) -> None:
-        seq = self.live.pop(index % len(self.live))
-        num_tokens = seq.num_tokens
+        seqs = [seq for seq in self.live if seq not in self.followers()]
+        seq = seqs[index % len(seqs)]
+        gone = [seq, *seq.followers]
         self.scheduler.abort(seq)
-        assert (seq.finish_reason, seq.num_tokens) == ("abort", num_tokens)
+        for seq in gone:
+            assert (seq.finish_reason, seq.token_ids) == ("abort", self.tokens[seq])
+            self.live.remove(seq)
+
+    def followers(self) -> set[Sequence]:
+        """Those that wait for another sequence to compute their prompt."""
+        return {follower for seq in self.live for follower in seq.followers}
 
     def drain(self) -> None:
         """Every request finishes, and then every block is free.
@@ -118,7 +128,7 @@ class Simulation:
             seq.audit()
             assert seq.status is SequenceStatus.RUNNING
             assert seq.num_scheduled_tokens >= 1
-            assert config.enable_prefix_caching or seq.num_hit_tokens == 0
+            assert config.enable_prefix_caching or not seq.num_hit_tokens
             assert batch.is_prefill or seq.num_scheduled_tokens == seq.num_uncached_tokens == 1
             self.check_reads(seq)
         complete = [
@@ -126,28 +136,47 @@ class Simulation:
             for seq in seqs
             if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens
         ]
-        assert batch.sampling_seqs == complete
-        self.check_writes(seqs)
+        assert batch.sampling_seqs == complete + [seq for _, seq in batch.forks]
+        self.check_forks(batch)
+        self.check_writes(batch)
+
+    def check_forks(self, batch: Batch) -> None:
+        """What a fork is sampled from is computed in this step, and what it shares is full."""
+        for seq, follower in batch.forks:
+            assert seq in batch.seqs and seq.samples and follower not in batch.seqs
+            assert follower.token_ids == seq.token_ids
+            assert follower.num_scheduled_tokens == seq.num_tokens
+            num_full = seq.num_tokens // self.block_size
+            own, shared = follower.block_table[num_full:], follower.block_table[:num_full]
+            assert shared == seq.block_table[:num_full]
+            assert len(own) == (seq.num_tokens % self.block_size > 0)
+            assert all(self.scheduler.block_manager.ref_counts[block] == 1 for block in own)
 
     def check_reads(self, seq: Sequence) -> None:
         """Each cached position holds its token, computed after just the tokens before it."""
         for position, prefix in enumerate(self.numbered(seq)[: seq.num_cached_tokens]):
             assert self.memory.get(self.slot(seq, position)) == prefix, (seq, position)
 
-    def check_writes(self, seqs: list[Sequence]) -> None:
+    def check_writes(self, batch: Batch) -> None:
         """No slot is written twice, none that others read, none that could be found as a hit."""
         manager = self.scheduler.block_manager
-        slots = [slot for seq in seqs for slot in self.written(seq)]
+        slots = [slot for seq in batch.seqs for slot in self.written(seq)]
         assert len(set(slots)) == len(slots)
         for block in {block for block, _ in slots}:
-            assert manager.ref_counts[block] == 1
+            shared = sum(block in follower.block_table for _, follower in batch.forks)
+            assert manager.ref_counts[block] == 1 + shared  # they read it in later steps
             assert manager.hashes[block] is None
 
     def check_state(self) -> None:
         """Between steps: the books agree, nobody overtakes, and what is published is there."""
         scheduler = self.scheduler
         scheduler.audit()  # audits each sequence, too
-        assert [*scheduler.running, *scheduler.waiting] == self.live, "not first come, first served"
+        queued = [*scheduler.running, *scheduler.waiting]
+        assert sorted(queued, key=lambda seq: seq.seq_id) == [
+            seq for seq in self.live if seq not in self.followers()
+        ]
+        if all((seq.params.n, seq.params.priority) == (1, 0) for seq in self.live):
+            assert queued == sorted(queued, key=lambda seq: seq.seq_id), "not first come"
         assert all(seq.token_ids == self.tokens[seq] for seq in self.live)
         manager = scheduler.block_manager
         assert sum(count > 0 for count in manager.ref_counts) + manager.num_free_blocks == (
@@ -167,12 +196,18 @@ class Simulation:
             numbers = self.numbered(seq)[seq.num_cached_tokens :]
             for slot, prefix in zip(self.written(seq), numbers, strict=False):
                 self.memory[slot] = prefix
+        for seq, follower in batch.forks:  # a last block that is not full is copied
+            if seq.num_tokens % self.block_size:
+                for offset in range(seq.num_tokens % self.block_size):
+                    held = self.memory[seq.block_table[-1], offset]
+                    self.memory[follower.block_table[-1], offset] = held
 
     def book(self, batch: Batch, tokens: list[int]) -> None:
         """Postprocess, and compare with what should have become of each sequence."""
         sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
         expected = {}
-        for seq in batch.seqs:
+        booked = batch.seqs + [seq for _, seq in batch.forks]
+        for seq in booked:
             cached = seq.num_cached_tokens + seq.num_scheduled_tokens
             expected[seq] = (list(seq.token_ids), cached, None, None)
         for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
@@ -182,12 +217,12 @@ class Simulation:
             cached = 0 if reason else seq.num_tokens
             expected[seq] = (token_ids, cached, reason, stop_reason)
         finished = self.scheduler.postprocess(batch, sampled)
-        for seq in batch.seqs:
+        for seq in booked:
             state = (seq.token_ids, seq.num_cached_tokens, seq.finish_reason, seq.stop_reason)
             assert state == expected[seq]
             assert seq.num_scheduled_tokens == 0
             seq.audit()
-        assert finished == [seq for seq in batch.seqs if expected[seq][2]]
+        assert finished == [seq for seq in booked if expected[seq][2]]
         self.live = [seq for seq in self.live if seq not in finished]
 
     def ending(self, seq: Sequence, token_ids: list[int]) -> tuple[str | None, int | None]:
@@ -242,6 +277,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_tokens": st.integers(1, 60),
                 "ignore_eos": st.booleans(),
                 "stop_token_ids": st.sampled_from([None, [STOP]]),
+                "n": st.sampled_from([1, 1, 2, 4]),
+                "priority": st.sampled_from([0, 0, 0, 1, -1]),
             }
         ),
     )
@@ -307,6 +344,7 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
     num_slots = simulation.num_slots
     prompts = first_prompts()
     arrivals, num_tokens = rng.choice([0.05, 0.2, 0.5]), rng.choice([2, 2, NUM_TOKENS])
+    samples, priorities = rng.choice([[1], [1, 3]]), rng.choice([[0], [0, 1, -1]])
     for _ in range(num_actions):
         action = rng.random()
         if not simulation.live or (action < arrivals and len(simulation.live) < 12):
@@ -319,6 +357,8 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
                 max_tokens=rng.randint(1, num_slots),
                 ignore_eos=rng.random() < 0.5,
                 stop_token_ids=rng.choice([None, [STOP]]),
+                n=rng.choice(samples),
+                priority=rng.choice(priorities),
             )
             prompts.append(simulation.live[-1].token_ids)
         elif action < 0.93:

@@ -329,7 +329,7 @@ def test_a_killed_rank_hangs_the_caller(
         assert str(caught.value) == reason
         assert_one_error(caught.value)
         assert_closed(llm, reason)
-        assert not llm.is_finished() and pending in llm._seqs
+        assert not llm.is_finished() and pending in llm._requests
         for process in processes:
             with pytest.raises(ProcessLookupError):
                 os.kill(process.pid, 0)
