@@ -253,7 +253,7 @@ def _prompt_list(prompts: Any) -> list[Any]:
 
 def _conversations(messages: Any) -> list[list[Any]]:
     """A list of conversations from one or several."""
-    items = as_list("messages", messages)
+    items = as_list("messages", messages, "a list of messages, or of such lists")
     conversations = [items] if items and isinstance(items[0], Mapping) else items
     for index, conversation in enumerate(conversations):
         if not isinstance(conversation, Sequence) or isinstance(conversation, str):

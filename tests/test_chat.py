@@ -71,7 +71,7 @@ def test_a_template_does_not_see_its_options(
 @pytest.mark.parametrize(
     ("messages", "error", "words"),
     [
-        ("Hi", TypeError, "messages must be"),
+        ("Hi", TypeError, "messages must be a list of messages, or of such lists, got 'Hi'"),
         (["Hi"], TypeError, "conversations[0] must be a list of messages, got 'Hi'"),
         ([[user("Hi")], []], ValueError, "conversations[1] must have a message or more"),
         ([[user("Hi")], ["Hi"]], ValueError, "conversations[1]: a message must be a dict with"),

@@ -89,10 +89,10 @@ def check_texts(name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
-def as_list(name: str, value: Any) -> list[Any]:
+def as_list(name: str, value: Any, kind: str = "a str or a list of token ids") -> list[Any]:
     """List the items of any list-like `value`; NumPy and PyTorch arrays count, text does not."""
     if hasattr(value, "tolist") and not isinstance(value, memoryview):
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, NOT_LISTS):
-        raise TypeError(f"{name} must be a str or a list of token ids, got {shorten(value)}")
+        raise TypeError(f"{name} must be {kind}, got {shorten(value)}")
     return list(value)
