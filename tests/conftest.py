@@ -121,6 +121,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let in all that has room right now, so that there are preemptions to be tested."""
+    monkeypatch.setattr("nanovllm.engine.forecast.WORTHWHILE", {True: 0, False: 0})
+
+
 def kernel_settings(max_examples: int) -> settings:
     """For tests of Triton's kernels: interpreted, a shape takes no time; compiled, a second."""
     fewer = max(5, max_examples // 8) if torch.cuda.is_available() else max_examples

@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.outputs import RequestOutput
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 PROBLEMS = sample_problems(2000)
 SOME = PROBLEMS[:300]

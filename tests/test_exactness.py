@@ -29,7 +29,7 @@ from transformers import Qwen3ForCausalLM
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "all at once": {},
@@ -139,6 +139,18 @@ def test_hundreds_of_preemptions_change_the_output_with(name: str, crowd: Case) 
         assert llm.scheduler.num_preemptions >= 200
         assert num_sampled == sum(map(len, crowd.expected)), "a token was generated again"
         audit_at_rest(llm)
+
+
+def test_looking_ahead_changes_the_output(crowd: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lengths that are known, most of the work that preemptions undo is never begun."""
+    computed = []
+    for _ in range(2):
+        with make_llm(crowd.path, **SMALL_POOL, enable_prefix_caching=False) as llm:
+            assert_same(generate(llm, crowd), crowd.expected)
+            computed.append(llm.stats()["prefill_tokens"] - sum(map(len, crowd.prompts)))
+            audit_at_rest(llm)
+        monkeypatch.undo()  # the crowd
+    assert computed[1] < computed[0] / 4, "tokens that were computed again"
 
 
 def test_greedy_differs_from_transformers_one_by_one(standard: Case) -> None:

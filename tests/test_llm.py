@@ -590,7 +590,8 @@ class InterruptAt:
     FILES: ClassVar[set[str]] = {
         str(Path(nanovllm.__file__).parent / name)
         for name in ("llm.py", "engine/llm_engine.py", "engine/scheduler.py",
-                     "engine/block_manager.py", "engine/sequence.py")
+                     "engine/block_manager.py", "engine/sequence.py", "engine/request.py",
+                     "engine/forecast.py")
     }  # fmt: skip
 
     def __init__(self, line: Line | None = None, nth: int = 1) -> None:
@@ -622,6 +623,7 @@ class InterruptAt:
         return self.line is not None and self.executed[self.line] >= self.nth
 
 
+@pytest.mark.usefixtures("crowded")
 def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
     """The engine's own bookkeeping, interrupted half-way, at each of its lines.
 

@@ -17,7 +17,7 @@ from reference import (
 
 from nanovllm import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 MAX_ERROR = 1e-4
 

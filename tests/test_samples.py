@@ -8,7 +8,7 @@ from reference import HARD, SMALL_POOL, Case, audit_at_rest, make_case, make_llm
 
 from nanovllm import LLM, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 DRAWN = dict(temperature=1.5, seed=3, max_tokens=12, ignore_eos=True)

@@ -10,7 +10,7 @@ from reference import SMALL_POOL, make_llm, make_prompts
 
 from nanovllm import LLM, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 PROMPTS = make_prompts()[:30]
 NARROWINGS: list[dict[str, Any]] = [

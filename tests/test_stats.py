@@ -8,7 +8,7 @@ from reference import SMALL_POOL, make_llm, make_prompts
 
 from nanovllm import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -13,7 +13,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import completion
 from nanovllm.utils.detokenizer import Detokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 PROMPTS = make_prompts()[:24]
 MIXED = [

@@ -24,7 +24,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.models.config import ModelConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 # As hard as one rank alone is tested, in fewer steps: ranks outnumber the cores of small machines.
 HARD = SMALL_POOL | dict(max_num_batched_tokens=48)

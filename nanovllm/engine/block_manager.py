@@ -5,7 +5,7 @@ It knows block numbers and token ids, no tensors: what a block holds on the devi
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Set
+from collections.abc import Callable, Set
 from itertools import count
 
 import xxhash
@@ -48,11 +48,17 @@ class BlockManager:
         """Blocks that can be handed out now."""
         return len(self.free_queue)
 
-    def allocate(self, seq: Sequence, in_progress: Set[int] = frozenset()) -> bool:
+    def allocate(
+        self,
+        seq: Sequence,
+        in_progress: Set[int] = frozenset(),
+        admits: Callable[[Sequence, int], bool] | None = None,
+    ) -> bool:
         """Give `seq` blocks for all its tokens, cached ones first; False changes nothing.
 
         False also where the first block that is not cached is `in_progress`, by its hash: somebody
-        else is computing it, and to wait is to share.
+        else is computing it, and to wait is to share; and where the caller `admits` it not, who is
+        asked with the number of free blocks that it takes.
         """
         assert not seq.block_table
         if not self.free_queue:  # at least the last token's block is a fresh one
@@ -62,7 +68,8 @@ class BlockManager:
             return False
         num_fresh = -(-seq.num_tokens // self.block_size) - len(hits)
         num_free_hits = sum(self.ref_counts[block] == 0 for block in hits)
-        if num_fresh + num_free_hits > self.num_free_blocks:
+        num_taken = num_fresh + num_free_hits
+        if num_taken > self.num_free_blocks or (admits and not admits(seq, num_taken)):
             return False
         for block in hits:
             if self.ref_counts[block] == 0:

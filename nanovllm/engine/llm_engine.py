@@ -99,6 +99,7 @@ class LLMEngine:
         self.scheduler = Scheduler(self.config)
         self.counter = StepCounter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
+        self.eos_token_ids = self._intake.eos_token_ids
         self._requests: dict[int, Request] = {}
         self._finished: dict[int, Request] = {}  # not yet returned to anyone
         self._abandoned: set[int] = set()

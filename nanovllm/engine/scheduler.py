@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 
@@ -28,6 +29,7 @@ class Scheduler:
         self.enable_prefix_caching = config.enable_prefix_caching
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_running = config.max_num_running
+        self.lengths = Lengths()
         self.num_preemptions = 0
         self.restart([])
 
@@ -40,6 +42,7 @@ class Scheduler:
             self.num_blocks, self.block_size, self.enable_prefix_caching
         )
         self.running: deque[Sequence] = deque()
+        self.refused: Sequence | None = None
         self.waiting = deque(sorted(seqs, key=_order))
         for seq in self.waiting:
             seq.followers = []  # they are among `seqs`, each for itself
@@ -138,35 +141,42 @@ class Scheduler:
         self.block_manager.audit([seq.block_table for seq in self.running])
 
     def _schedule_prefill(self) -> list[Sequence]:
-        """Prompts in order, those begun first, as far as budget and pool reach.
-
-        One that begins with a block that another is computing waits for it, and finds it cached.
-        Room is kept for the followers of those that run.
-        """
+        """Prompts in order, those begun first, as far as budget and pool reach."""
         budget = self.max_num_batched_tokens
         seqs = [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.followers]
         for index, seq in enumerate(seqs):
             if not budget:
                 return seqs[:index]
             budget -= self._schedule_tokens(seq, budget)
+        if budget and self.waiting and self.waiting[0] is not self.refused:
+            self._admit(seqs, budget)
+        return seqs
+
+    def _admit(self, seqs: list[Sequence], budget: int) -> None:
+        """Let waiting sequences begin, in order, and add them to the prefills `seqs`.
+
+        One that begins with a block that another is computing waits for it, and finds it cached.
+        Room is kept for the followers of those that run. One that is refused with nothing else to
+        do is not looked at again before a sequence has ended.
+        """
+        manager = self.block_manager
         in_progress: set[int] = set()
         for seq in seqs:
-            in_progress.update(self.block_manager.full_block_hashes(seq))
-        if not self.waiting:
-            return seqs
-        num_running = len(self.running) + sum(len(seq.followers) for seq in self.running)
+            in_progress.update(manager.full_block_hashes(seq))
+        num_running = sum(1 + len(seq.followers) for seq in self.running)
+        forecast = Forecast(self.lengths, self.running, manager.num_free_blocks, self.block_size)
         while budget and self.waiting and num_running < self.max_num_running:
             seq = self.waiting[0]
-            if not self.block_manager.allocate(seq, in_progress):
-                break
-            in_progress.update(self.block_manager.full_block_hashes(seq))
+            if not manager.allocate(seq, in_progress, forecast.admits):
+                self.refused = None if seqs else seq
+                return
+            in_progress.update(manager.full_block_hashes(seq))
             self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
             _enter(self.running, seq)
             num_running += 1 + len(seq.followers)
             budget -= self._schedule_tokens(seq, budget)
             seqs.append(seq)
-        return seqs
 
     def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
         """Let followers join those that complete their prompts in this step.
@@ -210,8 +220,11 @@ class Scheduler:
         return list(self.running)
 
     def _remove_finished(self, finished: list[Sequence]) -> None:
+        self.refused = None
         for seq in finished:
             self.block_manager.free(seq)
+            if seq.finish_reason != "abort":
+                self.lengths.learn(seq)
         self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)
 
 

@@ -111,6 +111,11 @@ class Sequence:
         return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
 
     @property
+    def ends_by_length(self) -> bool:
+        """Whether nothing but its length can end it."""
+        return not self.stop_token_ids and not self.params.stop
+
+    @property
     def num_skippable_tokens(self) -> int:
         """Leading tokens that need no computing where their KV is cached.
 

@@ -18,7 +18,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
 from nanovllm.utils.context import Context
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 TOP = 40  # the ladder is 1, 2, 4, 8, 16, 32, 40
 LENGTHS = [1, 50, 3, 17, 64, 2, 33, 16, 5, 90, 4, 8, 65, 15, 7, 31, 6, 1, 20, 48]

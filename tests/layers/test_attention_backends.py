@@ -24,7 +24,7 @@ from nanovllm.layers.attention_backends import (
     get_backend,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 
 def spec(device: str = "cpu", **changes: Any) -> AttentionSpec:
