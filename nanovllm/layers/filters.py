@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-BLOCK = 64
+from nanovllm.layers.ranking import most_likely
+
 CANDIDATES = 128  # how many tokens are looked at first where no top_k says
 FORBIDDEN = -torch.inf
 
@@ -133,23 +134,3 @@ def _kept(values: torch.Tensor, scaled: torch.Tensor, cuts: Cuts) -> torch.Tenso
     kept = by_k & ((before < cuts.top_p * total) | (cuts.top_p >= 1))
     kept[:, 0] = True
     return kept
-
-
-def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `number` of x [C, V] by value and then by id: values and ids [C, K].
-
-    They stand in the `number` blocks that come first by their maximum and then by their place: of
-    each block that comes before another, some token comes before all of the other's.
-    """
-    num_rows, size = x.shape
-    number = min(number, size)
-    if 2 * number * BLOCK > size:
-        values, ids = x.sort(dim=1, descending=True, stable=True)
-        return values[:, :number], ids[:, :number]
-    blocks = F.pad(x, (0, -size % BLOCK), value=FORBIDDEN).view(num_rows, -1, BLOCK)
-    first = blocks.amax(dim=2).sort(dim=1, descending=True, stable=True).indices[:, :number]
-    first = first.sort(dim=1).values[:, :, None]
-    candidates = blocks.gather(1, first.expand(-1, -1, BLOCK)).flatten(1)
-    values, places = candidates.sort(dim=1, descending=True, stable=True)
-    ids = (first * BLOCK + torch.arange(BLOCK, device=x.device)).flatten(1)
-    return values[:, :number], ids.gather(1, places[:, :number])

@@ -14,7 +14,7 @@ from nanovllm.engine import sampling_inputs as sampling_inputs_module
 from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers import filters
-from nanovllm.layers.filters import most_likely, narrow
+from nanovllm.layers.filters import narrow
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -230,21 +230,6 @@ def test_a_filter_differs_from_its_twin(rows: list[Any], data: st.DataObject) ->
         torch.testing.assert_close(
             got[row][~forbidden], torch.tensor(expected[~forbidden.numpy()], dtype=torch.float32)
         )
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    size=st.sampled_from([5, 64, 640, 5000]), number=st.sampled_from([1, 3, 20, 64]),
-    distinct=st.integers(1, 50), seed=st.integers(0, 10**6),
-)  # fmt: skip
-def test_blocks_miss_a_likely_token(size: int, number: int, distinct: int, seed: int) -> None:
-    """Few distinct values: of many equal tokens the first must come, from whichever block."""
-    rng = np.random.default_rng(seed)
-    x = rng.choice([*rng.normal(size=distinct), -np.inf], (3, size)).astype(np.float32)
-    values, ids = most_likely(torch.tensor(x), number)
-    expected = np.argsort(-x, axis=1, kind="stable")[:, :number]
-    assert np.array_equal(ids.numpy(), expected)
-    assert np.array_equal(values.numpy(), np.take_along_axis(x, expected, 1))
 
 
 def test_a_broad_distribution_is_cut_at_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
