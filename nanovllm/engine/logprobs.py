@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.engine.sampling_inputs import rows_at_a_time
 from nanovllm.engine.sequence import LikelyToken, Sequence
-from nanovllm.layers.filters import most_likely
+from nanovllm.layers.ranking import most_likely
 
 
 def note_logprobs(seqs: list[Sequence], logits: torch.Tensor, token_ids: torch.Tensor) -> None:

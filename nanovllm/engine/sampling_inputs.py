@@ -9,7 +9,9 @@ import xxhash
 
 from nanovllm.engine.inputs import Array, upload
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.filters import Cuts, Entries, Filters, Penalties
+from nanovllm.layers.cuts import Cuts
+from nanovllm.layers.filters import Entries, Filters, Penalties
+from nanovllm.layers.ranking import are_few
 from nanovllm.sampling_params import SamplingParams
 
 NARROWED_LOGITS = 1 << 23  # at most, at a time: what narrows them takes some 50 bytes for each
@@ -21,7 +23,8 @@ HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no 
 class SamplingInputs:
     """Of B rows: temperatures and keys [B], None if all are greedy; and what narrows some rows.
 
-    Those come a few at a time, so that their copies take a bounded memory.
+    Those that are drawn alike come together, a few at a time, so that their copies take a bounded
+    memory.
     """
 
     temperatures: torch.Tensor | None
@@ -62,9 +65,14 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
     if any(seq.temperature > 0 for seq in seqs):
         temperatures = upload(_temperatures(seqs), device)
         keys = upload(np.array([noise_key(seq) for seq in seqs]), device)
-    rows = [row for row, seq in enumerate(seqs) if seq.is_narrowed]
+    alike: dict[tuple[bool, ...], list[int]] = {}
+    for row, seq in enumerate(seqs):
+        if seq.is_narrowed:
+            alike.setdefault(_way(seq.params, vocab_size), []).append(row)
     size = rows_at_a_time(vocab_size)
-    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    parts = [
+        rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
+    ]
     filters = [_filters(part, [seqs[row] for row in part], vocab_size, device) for part in parts]
     return SamplingInputs(temperatures, keys, filters)
 
@@ -81,10 +89,16 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 
 def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list[Filters]:
-    """What takes the most memory: a top_p that needs every token, if all are alike."""
-    params = SamplingParams(top_p=0.99, top_k=-1, repetition_penalty=1.1)
-    seqs = [Sequence([0], params) for _ in range(min(num_rows, rows_at_a_time(vocab_size)))]
-    return sampling_inputs(seqs, vocab_size, device).filters
+    """What takes the most memory: nearly all tokens as candidates, of the copies that are largest.
+
+    Penalties need one in float32, which takes the place of another; all rows need no other.
+    """
+    filters = []
+    for number, penalty in ((num_rows, 1.1), (num_rows - 1, 1.0)):
+        params = SamplingParams(top_k=vocab_size - 1, top_p=0.99, repetition_penalty=penalty)
+        seqs = [Sequence([0], params) for _ in range(min(number, rows_at_a_time(vocab_size)))]
+        filters += sampling_inputs(seqs, vocab_size, device).filters
+    return filters
 
 
 def noise_key(seq: Sequence) -> int:
@@ -114,9 +128,8 @@ def _filters(
         filters.biases = _entries(biased, device), upload(values, device)
     if any(seq.params.penalizes for seq in seqs):
         filters.penalties = _penalties(seqs, vocab_size, device)
-    cut = [(row, seq) for row, seq in enumerate(seqs) if seq.params.cuts]
-    if cut:
-        filters.cuts = _cuts(cut, vocab_size, device)
+    if seqs[0].params.cuts:
+        filters.cuts = _cuts([seq.params for seq in seqs], vocab_size, device)
     return filters
 
 
@@ -146,18 +159,25 @@ def _penalties(seqs: list[Sequence], vocab_size: int, device: torch.device) -> P
     return Penalties(upload(ids, device), upload(counts, device), *columns)
 
 
-def _cuts(cut: list[tuple[int, Sequence]], vocab_size: int, device: torch.device) -> Cuts:
-    seqs = [seq for _, seq in cut]
-    asked = (seq.params.top_k for seq in seqs)
-    top_k = [min(k, vocab_size) if k > 0 else vocab_size for k in asked]
-    return Cuts(
-        rows=upload(np.array([row for row, _ in cut]), device),
-        temperatures=upload(_temperatures(seqs)[:, None], device),
-        min_p=_column((seq.params.min_p for seq in seqs), device),
-        top_k=upload(np.array(top_k)[:, None], device),
-        top_p=_column((seq.params.top_p for seq in seqs), device),
-        largest_k=max((k for k in top_k if k < vocab_size), default=0),
-    )
+def _way(params: SamplingParams, vocab_size: int) -> tuple[bool, ...]:
+    """How a row is drawn: whether it is cut, from candidates, that are few."""
+    has_k = params.cuts and 0 < params.top_k < vocab_size
+    few = has_k and are_few(params.top_k, vocab_size)
+    return params.cuts, few or (has_k and params.top_p < 1), few
+
+
+def _cuts(params: list[SamplingParams], vocab_size: int, device: torch.device) -> Cuts:
+    cuts = Cuts()
+    if any(p.min_p > 0 for p in params):
+        cuts.min_p = _column((p.min_p for p in params), device)
+    if any(p.top_p < 1 for p in params):
+        cuts.top_p = _column((p.top_p for p in params), device)
+    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+    if min(top_k) < vocab_size:
+        cuts.top_k = upload(np.array(top_k)[:, None], device)
+    if _way(params[0], vocab_size)[1]:
+        cuts.num_candidates = max(top_k)
+    return cuts
 
 
 def _column(values: Iterable[float], device: torch.device) -> torch.Tensor:

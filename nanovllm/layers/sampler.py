@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.layers.cuts import draw
 from nanovllm.layers.filters import Filters, narrow
 
 
@@ -31,11 +32,23 @@ class Sampler(nn.Module):
         else:
             token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for part in filters:
-            rows = part.rows
-            narrowed = logits[rows].float()
-            narrow(narrowed, part)
-            if temperatures is None or keys is None:
-                token_ids[rows] = self.kernels.sample(narrowed, None, None)
-            else:
-                token_ids[rows] = self.kernels.sample(narrowed, temperatures[rows], keys[rows])
+            token_ids[part.rows] = self._sample_part(logits, temperatures, keys, part)
         return token_ids
+
+    def _sample_part(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None,
+        keys: torch.Tensor | None,
+        part: Filters,
+    ) -> torch.Tensor:
+        if len(part.rows) < len(logits):  # or these are all of them
+            logits = logits[part.rows]
+            temperatures = None if temperatures is None else temperatures[part.rows]
+            keys = None if keys is None else keys[part.rows]
+        if part.writes:
+            logits = logits.to(torch.float32, copy=True)
+            narrow(logits, part)
+        if part.cuts is None or temperatures is None or keys is None:
+            return self.kernels.sample(logits, temperatures, keys)
+        return draw(logits, temperatures, keys, part.cuts)

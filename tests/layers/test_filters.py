@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine import sampling_inputs as sampling_inputs_module
-from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
+from nanovllm.engine.sampling_inputs import SamplingInputs, sampling_inputs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers import filters
-from nanovllm.layers.filters import most_likely, narrow
+from nanovllm.layers.cuts import cut
+from nanovllm.layers.filters import narrow
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,6 +32,17 @@ def make_seq(
     return seq
 
 
+def narrow_all(logits: torch.Tensor, inputs: SamplingInputs) -> None:
+    """What is left of logits, in place."""
+    for part in inputs.filters:
+        some = logits[part.rows]
+        narrow(some, part)
+        if part.cuts is not None:
+            assert inputs.temperatures is not None
+            some = cut(some, inputs.temperatures[part.rows], part.cuts)
+        logits[part.rows] = some
+
+
 def narrowed(
     logits: list[float] | torch.Tensor, prompt: Any = (0,), output: Any = (), bad_words: Any = (),
     **params: Any,
@@ -41,7 +52,7 @@ def narrowed(
     seq = make_seq(SamplingParams(**params), list(prompt), list(output), bad_words)
     inputs = sampling_inputs([seq], rows.shape[1], CPU)
     assert inputs.filters, "nothing was narrowed"
-    narrow(rows, inputs.filters[0])
+    narrow_all(rows, inputs)
     return rows[0]
 
 
@@ -217,10 +228,7 @@ def test_a_filter_differs_from_its_twin(rows: list[Any], data: st.DataObject) ->
     inputs = sampling_inputs(seqs, size, CPU)
     got = torch.tensor(logits)
     assert bool(inputs.filters) == any(seq.is_narrowed for seq in seqs)
-    for part in inputs.filters:
-        chosen = got[part.rows]
-        narrow(chosen, part)
-        got[part.rows] = chosen
+    narrow_all(got, inputs)
     for row, seq in enumerate(seqs):
         expected, close = twin(logits[row], seq)
         if np.isneginf(expected).all() or close:
@@ -230,30 +238,6 @@ def test_a_filter_differs_from_its_twin(rows: list[Any], data: st.DataObject) ->
         torch.testing.assert_close(
             got[row][~forbidden], torch.tensor(expected[~forbidden.numpy()], dtype=torch.float32)
         )
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    size=st.sampled_from([5, 64, 640, 5000]), number=st.sampled_from([1, 3, 20, 64]),
-    distinct=st.integers(1, 50), seed=st.integers(0, 10**6),
-)  # fmt: skip
-def test_blocks_miss_a_likely_token(size: int, number: int, distinct: int, seed: int) -> None:
-    """Few distinct values: of many equal tokens the first must come, from whichever block."""
-    rng = np.random.default_rng(seed)
-    x = rng.choice([*rng.normal(size=distinct), -np.inf], (3, size)).astype(np.float32)
-    values, ids = most_likely(torch.tensor(x), number)
-    expected = np.argsort(-x, axis=1, kind="stable")[:, :number]
-    assert np.array_equal(ids.numpy(), expected)
-    assert np.array_equal(values.numpy(), np.take_along_axis(x, expected, 1))
-
-
-def test_a_broad_distribution_is_cut_at_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearly equal tokens: 90% of the mass are thousands, far more than are looked at first."""
-    logits = torch.linspace(0.0, 0.1, 20_000)
-    before = left(logits, top_p=0.9)
-    assert len(before) == pytest.approx(18_000, rel=0.02) and before[-1] == 19_999
-    monkeypatch.setattr(filters, "CANDIDATES", 20_000)
-    assert left(logits, top_p=0.9) == before
 
 
 # Drawn from what is left
@@ -322,19 +306,3 @@ def test_plain_rows_are_narrowed_with_the_others() -> None:
     tokens = draw(mixed, logits)
     assert [tokens[i] for i in (0, 1, 3)] == [draw(plain, logits)[i] for i in (0, 1, 3)]
     assert tokens[2] == int(logits[2].argmax())
-
-
-def test_the_warm_up_takes_less_memory_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that narrows, a top_p over tokens that are alike sorts the whole vocabulary."""
-    sorted_sizes = []
-    sort = filters.most_likely
-
-    def recording(x: torch.Tensor, number: int) -> Any:
-        sorted_sizes.append((len(x), number))
-        return sort(x, number)
-
-    monkeypatch.setattr(filters, "most_likely", recording)
-    monkeypatch.setattr(sampling_inputs_module, "NARROWED_LOGITS", 50_000)
-    (part,) = warmup_filters(100, 10_000, CPU)
-    narrow(torch.zeros(5, 10_000), part)
-    assert sorted_sizes == [(5, filters.CANDIDATES), (5, 10_000)]

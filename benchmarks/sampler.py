@@ -1,0 +1,108 @@
+"""What it costs to narrow a choice: the sampler with each filter, against no filter at all.
+
+    python benchmarks/sampler.py [--rows 16] [--vocab 151936] [--device cpu]
+
+Every row of the batch asks for the same. Logits are bf16 and normal: flat, where 90% of the mass
+are most of the tokens, and peaked, where they are a thousand. All take turns, so that what else the
+machine does meets all of them; told are medians, and how many times the one without filters.
+What the host makes beforehand, parameters as tensors, is not in it.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.engine.sampling_inputs import sampling_inputs
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import Sampler
+
+NONE = "none"
+FILTERS: dict[str, dict[str, Any]] = {
+    NONE: {},
+    "min_p=0.05": dict(min_p=0.05),
+    "top_k=50": dict(top_k=50),
+    "top_k=1000": dict(top_k=1000),
+    "top_k=5000": dict(top_k=5000),
+    "top_p=0.9": dict(top_p=0.9),
+    "top_p=0.5": dict(top_p=0.5),
+    "top_p=0.1": dict(top_p=0.1),
+    "min_p=0.05 top_p=0.9": dict(min_p=0.05, top_p=0.9),
+    "top_k=50 top_p=0.9": dict(top_k=50, top_p=0.9),
+    "top_k=5000 top_p=0.9": dict(top_k=5000, top_p=0.9),
+    "all three": dict(min_p=0.05, top_k=50, top_p=0.9),
+    "penalties": dict(repetition_penalty=1.1, presence_penalty=0.5),
+    "penalties top_p=0.9": dict(repetition_penalty=1.1, top_p=0.9),
+    "100 allowed": dict(allowed_token_ids=list(range(100, 200))),
+    "10 biases": dict(logit_bias=dict.fromkeys(range(10), 1.0)),
+}
+SPREADS = {"flat": 1.0, "peaked": 4.0}  # of the logits
+
+
+def seconds(sampler: Sampler, inputs: tuple[Any, ...], device: torch.device) -> float:
+    """The time of one call, until the device is done."""
+    start = time.perf_counter()
+    sampler(*inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(
+    sampler: Sampler, logits: torch.Tensor, temperature: float, rounds: int
+) -> dict[str, float]:
+    """Milliseconds with each filter, medians; each round has other seeds."""
+    times: dict[str, list[float]] = {name: [] for name in FILTERS}
+    for index in range(-2, rounds):
+        for name, fields in FILTERS.items():
+            seqs = [
+                Sequence(
+                    list(range(500)), SamplingParams(seed=row, temperature=temperature, **fields)
+                )
+                for row in range(len(logits))
+            ]
+            for seq in seqs:
+                seq.token_ids += [7] * (index + 2)
+            made = sampling_inputs(seqs, logits.shape[1], logits.device)
+            inputs = logits, made.temperatures, made.keys, made.filters
+            taken = seconds(sampler, inputs, logits.device)
+            if index >= 0:  # the first ones warm up
+                times[name].append(1e3 * taken)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    """Print a line for each filter, and one of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=16, metavar="N")
+    parser.add_argument("--vocab", type=int, default=151_936, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    parser.add_argument("--rounds", type=int, default=31, metavar="N")
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=auto, choices=("cuda", "cpu"))
+    args = parser.parse_args()
+    sampler = Sampler()
+    if args.device == "cuda":
+        from nanovllm.kernels.table import triton_kernels
+
+        sampler.kernels = triton_kernels()
+    torch.manual_seed(0)
+    noise = torch.randn(args.rows, args.vocab)
+    results = {}
+    for name, spread in SPREADS.items():
+        logits = (noise * spread).to(args.device, torch.bfloat16)
+        results[name] = measure(sampler, logits, args.temperature, args.rounds)
+    print(f"{args.rows} rows of {args.vocab} logits on {args.device}, milliseconds and ratios")
+    print(f"{'':22}" + "".join(f"{name:>17}" for name in SPREADS))
+    for name in FILTERS:
+        cells = ((times[name], times[name] / times[NONE]) for times in results.values())
+        print(f"{name:22}" + "".join(f"{ms:10.2f} {ratio:5.2f}x" for ms, ratio in cells))
+    print(json.dumps({**vars(args), "milliseconds": results}))
+
+
+if __name__ == "__main__":
+    main()
