@@ -55,6 +55,7 @@ class Config:
     num_kvcache_blocks: int | None = None
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
+    overlap: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +65,12 @@ class Config:
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("overlap", self.overlap)
+        if self.overlap and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "overlap=True works with one rank, got"
+                f" tensor_parallel_size={self.tensor_parallel_size}"
+            )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"

@@ -160,7 +160,7 @@ class LLM(LLMEngine):
                 finish_reason=output["finish_reason"],
                 stop_reason=output["stop_reason"],
             )
-        start, end = seq.num_prompt_tokens + num_tokens, seq.num_tokens
+        start, end = seq.num_prompt_tokens + num_tokens, seq.num_known_tokens
         if start == end:
             return None
         seq.text.update(seq)

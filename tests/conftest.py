@@ -91,18 +91,18 @@ class LogitRecorder:
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
         self._keys: list[tuple[int, int]] = []
         runner = llm._runner
-        run, compute_logits = runner.run, runner.model.compute_logits
+        launch, compute_logits = runner.launch, runner.model.compute_logits
 
-        def recording_run(batch: Batch) -> list[int]:
+        def recording_launch(batch: Batch, last: Any) -> Any:
             self._keys = [(seq.seq_id, seq.num_tokens) for seq in batch.sampling_seqs]
-            return run(batch)
+            return launch(batch, last)
 
         def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = compute_logits(hidden)
             self.logits |= zip(self._keys, logits.float().cpu(), strict=True)
             return logits
 
-        runner.run = recording_run  # type: ignore[method-assign]
+        runner.launch = recording_launch  # type: ignore[method-assign]
         runner.model.compute_logits = recording_logits  # type: ignore[method-assign]
 
     def of(self, output: RequestOutput) -> torch.Tensor:

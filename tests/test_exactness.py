@@ -28,6 +28,7 @@ from transformers import Qwen3ForCausalLM
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.launched import Launched
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -47,12 +48,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "small pool": SMALL_POOL,
     "small pool, blocks of 16": dict(kvcache_block_size=16, num_kvcache_blocks=14),
     "small pool, budget 16": HARD,
+    "overlap": dict(overlap=True),
+    "overlap, small pool, budget 16": dict(HARD, overlap=True),
 }
 
 # With the prompts of `crowd`, each of these forces hundreds of preemptions.
 CROWDED: dict[str, dict[str, Any]] = {
     "blocks of 1": dict(kvcache_block_size=1, num_kvcache_blocks=224),
     "blocks of 4": SMALL_POOL,
+    "overlap": dict(SMALL_POOL, overlap=True),
     "blocks of 2": dict(kvcache_block_size=2, num_kvcache_blocks=112),
     "budget 64": dict(SMALL_POOL, max_num_batched_tokens=64),
     "no prefix cache": dict(SMALL_POOL, enable_prefix_caching=False),
@@ -126,15 +130,14 @@ def test_greedy_differs_from_transformers_under(name: str, standard: Case) -> No
 @pytest.mark.parametrize("name", CROWDED)
 def test_hundreds_of_preemptions_change_the_output_with(name: str, crowd: Case) -> None:
     with make_llm(crowd.path, **CROWDED[name]) as llm:
-        run, num_sampled = llm._runner.run, 0
+        launch, num_sampled = llm._runner.launch, 0
 
-        def counting_run(batch: Batch) -> list[int]:
+        def counting(batch: Batch, last: Any) -> Launched:
             nonlocal num_sampled
-            token_ids = run(batch)
-            num_sampled += len(token_ids)
-            return token_ids
+            num_sampled += len(batch.sampling_seqs)
+            return launch(batch, last)
 
-        llm._runner.run = counting_run  # type: ignore[method-assign]
+        llm._runner.launch = counting  # type: ignore[method-assign]
         assert_same(generate(llm, crowd), crowd.expected)
         assert llm.scheduler.num_preemptions >= 200
         assert num_sampled == sum(map(len, crowd.expected)), "a token was generated again"

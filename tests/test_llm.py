@@ -78,14 +78,14 @@ def raise_at_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
 ) -> None:
     """Let the runner's `nth` step from now on raise, once."""
-    run, steps = llm._runner.run, iter(range(1, 1_000_000))
+    launch, steps = llm._runner.launch, iter(range(1, 1_000_000))
 
-    def failing(batch: Batch) -> list[int]:
+    def failing(batch: Batch, last: Any) -> Any:
         if next(steps) == nth:
             raise error
-        return run(batch)
+        return launch(batch, last)
 
-    monkeypatch.setattr(llm._runner, "run", failing)
+    monkeypatch.setattr(llm._runner, "launch", failing)
 
 
 @pytest.fixture(scope="module")
@@ -923,15 +923,15 @@ def test_a_call_inside_a_call_mixes_them_up(
 ) -> None:
     """From a second thread, or from a callback: both calls would step one scheduler."""
     llm = make_llm(model_dir)
-    run = llm._runner.run
+    launch = llm._runner.launch
 
-    def reentrant(batch: Any) -> list[int]:
+    def reentrant(batch: Any, last: Any) -> Any:
         for call in (lambda: generate(llm, TEXT), llm.step):
             with pytest.raises(RuntimeError, match="already"):
                 call()
-        return run(batch)
+        return launch(batch, last)
 
     expected = generate(llm, TEXT)[0]["token_ids"]
-    monkeypatch.setattr(llm._runner, "run", reentrant)
+    monkeypatch.setattr(llm._runner, "launch", reentrant)
     assert generate(llm, TEXT)[0]["token_ids"] == expected
     assert_idle(llm)

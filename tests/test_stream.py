@@ -136,13 +136,13 @@ def test_a_stream_collected_in_a_step_leaves_its_requests(
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     streams = [llm.stream(PROMPTS[:3], params)]
     next(streams[0])
-    run = llm._runner.run
+    launch = llm._runner.launch
 
-    def collecting(batch: Any) -> list[int]:
+    def collecting(batch: Any, last: Any) -> Any:
         streams.clear()
-        return run(batch)
+        return launch(batch, last)
 
-    monkeypatch.setattr(llm._runner, "run", collecting)
+    monkeypatch.setattr(llm._runner, "launch", collecting)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
     assert llm.is_finished() and not llm._streaming and not llm._finished
@@ -208,7 +208,7 @@ def test_a_step_that_fails_leaves_requests_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(ModelRunner, "run", failing)
+        patched.setattr(ModelRunner, "launch", failing)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert llm.is_finished()

@@ -5,22 +5,27 @@ from dataclasses import dataclass, field
 from nanovllm.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """The sequences of one step.
 
     Each computes its `num_scheduled_tokens` tokens after the `num_cached_tokens` that are in the
     cache; decode steps carry one token for each sequence. A fork is a sequence and one of its
     followers: this computes nothing, and is sampled from what the first computes.
+
+    `sampling_seqs` are those that the step yields a token for. Once the step is on its way, the
+    scheduler notes in `ends` how far each of `all_seqs` has been computed by it.
     """
 
     seqs: list[Sequence]
     is_prefill: bool
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    all_seqs: list[Sequence] = field(init=False)
+    sampling_seqs: list[Sequence] = field(init=False)
+    ends: list[int] = field(init=False, default_factory=list)
 
-    @property
-    def sampling_seqs(self) -> list[Sequence]:
-        """Those that the step yields a token for."""
-        if not self.is_prefill:
-            return self.seqs
-        return [*(seq for seq in self.seqs if seq.samples), *(seq for _, seq in self.forks)]
+    def __post_init__(self) -> None:
+        self.all_seqs = self.sampling_seqs = self.seqs
+        if self.is_prefill:
+            self.all_seqs = [*self.seqs, *(follower for _, follower in self.forks)]
+            self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]

@@ -105,11 +105,11 @@ class BlockManager:
         """Give `seq` one more block; the caller has seen that there is a free one."""
         seq.block_table.append(self._take_free())
 
-    def publish(self, seq: Sequence) -> None:
-        """Let others find the full blocks of `seq` whose KV has been computed."""
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Let others find the full blocks among the first `num_computed` tokens of `seq`."""
         if not self.enable_prefix_caching:
             return
-        num_full = seq.num_cached_tokens // self.block_size
+        num_full = num_computed // self.block_size
         hashes = self._block_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
             block, value = seq.block_table[index], hashes[index]

@@ -5,13 +5,10 @@ others it is guessed from those that have ended. It knows lengths and numbers of
 """
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from nanovllm.engine.sequence import Sequence
 
@@ -105,21 +102,41 @@ class Forecast:
 
     def _steps_until_full(self) -> float:
         """How many steps the pool is good for; infinity if for all."""
-        num_tokens, steps = np.array(self.num_tokens), np.array(self.steps)
-        ends = np.unique(steps)  # most is wanted right before some end
-        wanted = self._blocks(num_tokens + ends[:, None]) * (steps >= ends[:, None])
-        full = wanted.sum(axis=1) > self.room
-        if not full.any():
-            return np.inf
-        index = int(full.argmax())
-        start, end = (int(ends[index - 1]) if index else 0), int(ends[index])
-        alive = num_tokens[steps > start]
-        while end - start > 1:  # more and more is wanted there
-            middle = (start + end) // 2
-            is_full = self._blocks(alive + middle).sum() > self.room
-            start, end = (start, middle) if is_full else (middle, end)
-        return start
+        pairs = sorted(zip(self.steps, self.num_tokens, strict=True))
+        growing = Growth([num_tokens for _, num_tokens in pairs], self.block_size)
+        start = 0
+        for end, num_tokens in pairs:  # most is wanted right before some end
+            if growing.blocks(end) > self.room:
+                while end - start > 1:  # more and more is wanted there
+                    middle = (start + end) // 2
+                    is_full = growing.blocks(middle) > self.room
+                    start, end = (start, middle) if is_full else (middle, end)
+                return start
+            growing.remove(num_tokens)
+            start = end
+        return math.inf
 
-    def _blocks(self, num_tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Blocks held in the step that yields a token of that number, which is not computed yet."""
-        return (num_tokens - 2) // self.block_size + 1
+
+class Growth:
+    """Sequences that grow by a token in each step, and the blocks that they hold together then.
+
+    Counted at once: those in their last block's second half, say, enter a new one half a block on.
+    """
+
+    def __init__(self, lengths: list[int], block_size: int) -> None:
+        self.block_size = block_size
+        # A step yields a token and computes the one before: it holds (length + step - 1) tokens.
+        self._filled = sorted((length + block_size - 2) % block_size for length in lengths)
+        self._full = sum((length + block_size - 2) // block_size for length in lengths)
+
+    def remove(self, length: int) -> None:
+        """Leave out one that had this length at the beginning."""
+        full, filled = divmod(length + self.block_size - 2, self.block_size)
+        del self._filled[bisect.bisect_left(self._filled, filled)]
+        self._full -= full
+
+    def blocks(self, step: int) -> int:
+        """What they hold in that step."""
+        full, more = divmod(step, self.block_size)
+        num_new = len(self._filled) - bisect.bisect_left(self._filled, self.block_size - more)
+        return self._full + len(self._filled) * full + num_new

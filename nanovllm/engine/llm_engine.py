@@ -14,6 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.device import resolve_device
 from nanovllm.engine.intake import Intake, Prompt
+from nanovllm.engine.launched import Launched
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
@@ -105,6 +106,7 @@ class LLMEngine:
         self._abandoned: set[int] = set()
         self._streaming: set[int] = set()  # those whose outputs go to an iterator
         self._generating = False
+        self._launched: Launched | None = None  # a step on its way, whose tokens nobody has taken
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its id. A bad prompt raises and changes nothing."""
@@ -199,19 +201,25 @@ class LLMEngine:
             self._streaming.discard(request_id)
 
     def _step(self) -> None:
-        """Run one step; what it finishes goes to `_finished`."""
+        """Take a step's tokens; what it finishes goes to `_finished`.
+
+        If steps overlap, the next one is on its way meanwhile, unless it must know the tokens.
+        """
         start = time.perf_counter()
-        batch = self.scheduler.schedule()
-        num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-        if batch.is_prefill:
-            self._note_admissions(batch, start)
-        finished = self.scheduler.postprocess(batch, self._runner.run(batch))
+        launched = self._launched or self._launch()
+        self._launched = None
+        if launched is None:
+            return
+        batch = launched.batch
+        if self.config.overlap and not any(seq.reads_tokens for seq in batch.sampling_seqs):
+            self._launched = self._launch(launched)
+        finished = self.scheduler.postprocess(batch, launched.wait())
         end = time.perf_counter()
         if batch.is_prefill:
-            for seq in batch.seqs:
-                times = self._requests[seq.request_id].times
-                if times.first_token is None and seq.num_tokens > seq.num_prompt_tokens:
-                    times.first_token = end
+            for seq in batch.sampling_seqs:
+                request = self._requests.get(seq.request_id)
+                if request is not None and request.times.first_token is None:
+                    request.times.first_token = end
         for request_id in dict.fromkeys(seq.request_id for seq in finished):
             request = self._requests[request_id]
             if not request.unfinished:
@@ -219,7 +227,19 @@ class LLMEngine:
                 self.counter.finished += 1
                 self._finished[request_id] = request
                 del self._requests[request_id]
-        self.counter.add(batch.is_prefill, num_tokens, end - start)
+        self.counter.add(batch.is_prefill, launched.num_tokens, end - start)
+
+    def _launch(self, last: Launched | None = None) -> Launched | None:
+        """Begin the next step behind the `last` one, if there is anything to do yet."""
+        now = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        if batch.is_prefill:
+            self._note_admissions(batch, now)
+        launched = self._runner.launch(batch, last)
+        self.scheduler.advance(batch)
+        return launched
 
     def _note_admissions(self, batch: Batch, now: float) -> None:
         for seq in batch.seqs:
@@ -236,6 +256,7 @@ class LLMEngine:
         is trusted: unfinished ones start over with those that they have. Aborted ones stay so.
         """
         self._generating = False
+        self._launched = None
         known = len(self._requests)
         kept = {r.request_id: r for r in requests if not r.is_aborted}
         self._finished = {i: r for i, r in kept.items() if not r.unfinished}

@@ -4,7 +4,6 @@ It decides nothing about who runs, and knows no text. Rank 0's drives the other 
 """
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -25,7 +24,13 @@ from nanovllm.engine.inputs import (
     warmup_inputs,
 )
 from nanovllm.engine.kv_pool import GIB, KVPool
-from nanovllm.engine.logprobs import note_logprobs, note_prompt_logprobs, untold_prompt_tokens
+from nanovllm.engine.launched import Launched
+from nanovllm.engine.logprobs import (
+    Telling,
+    tell_logprobs,
+    tell_prompt_logprobs,
+    untold_prompt_tokens,
+)
 from nanovllm.engine.sampling_inputs import rows_at_a_time, sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Workers
@@ -126,22 +131,41 @@ class ModelRunner:
             elif self.device.type == "cuda":
                 self.decode_graphs().run(1)  # compiles what decode needs
 
-    def run(self, batch: Batch) -> list[int]:
-        """Compute a step; one token id for each of `batch.sampling_seqs`. Syncs with the device."""
+    def launch(self, batch: Batch, last: Launched | None = None) -> Launched:
+        """Begin to compute a step, and wait for nothing, but for what filters must know.
+
+        Tokens that are on their way to a decode step come from the step before, `last`.
+        """
         make_inputs = prefill_inputs if batch.is_prefill else decode_inputs
         inputs = make_inputs(batch, self.block_size)
-        tell = functools.partial(note_prompt_logprobs, untold_prompt_tokens(batch.seqs))
+        untold = untold_prompt_tokens(batch.seqs)
+        tellings: list[Telling] = []
+
+        def tell(logits: torch.Tensor) -> None:
+            tellings.append(tell_prompt_logprobs(untold, logits))
+
         with self.workers.step(inputs) if self.workers else nullcontext(), self.computing():
-            return self._sample(self.compute(inputs, tell), batch.sampling_seqs)
+            input_ids = upload(inputs.input_ids, self.device)
+            if last is not None:
+                input_ids = last.fill(input_ids, batch.seqs)
+            logits = self.compute(inputs, input_ids, tell)
+            token_ids = self._sample(logits, batch.sampling_seqs, tellings)
+            return Launched(batch, token_ids, tellings)
 
     def compute(
-        self, inputs: StepInputs, tell: Callable[[torch.Tensor], None] | None = None
+        self,
+        inputs: StepInputs,
+        input_ids: torch.Tensor | None = None,
+        tell: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """A step's logits [rows that sample, vocab], whole on rank 0 alone. Within `computing`.
 
-        `tell` takes the logits of the step's `prompt_rows`, a few at a time.
+        `input_ids` are those of `inputs` if not given; `tell` takes the logits of the step's
+        `prompt_rows`, a few at a time.
         """
-        hidden = self._forward(inputs)
+        if input_ids is None:
+            input_ids = upload(inputs.input_ids, self.device)
+        hidden = self._forward(inputs, input_ids)
         if inputs.copied_blocks is not None:
             for source, target in inputs.copied_blocks.reshape(-1, 2).tolist():
                 self.pool.copy(source, target)
@@ -204,9 +228,8 @@ class ModelRunner:
                     module.kernels = self.backend.kernels
         return model.eval()
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, input_ids: torch.Tensor) -> torch.Tensor:
         context = inputs.context(self.device)
-        input_ids = upload(inputs.input_ids, self.device)
         positions = upload(inputs.positions, self.device)
         if self.graphs and not context.is_prefill and len(input_ids) <= self.graphs.max_batch_size:
             return self.graphs.replay(input_ids, positions, context)
@@ -218,13 +241,16 @@ class ModelRunner:
         finally:
             reset_context()
 
-    def _sample(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+    def _sample(
+        self, logits: torch.Tensor, seqs: list[Sequence], tellings: list[Telling]
+    ) -> torch.Tensor:
         if not seqs:
-            return []
+            return torch.empty(0, dtype=torch.long, device=self.device)
         inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device)
+        token_ids: torch.Tensor
         token_ids = self.sampler(logits, inputs.temperatures, inputs.keys, inputs.filters)
-        note_logprobs(seqs, logits, token_ids)
-        return list(token_ids.tolist())
+        tellings += tell_logprobs(seqs, logits, token_ids)
+        return token_ids
 
     def _fit_kv_blocks(self) -> int:
         """How many blocks the memory holds beside everything else: the least of any rank."""
@@ -267,8 +293,9 @@ class ModelRunner:
         sizes = (1, config.max_num_batched_tokens)
         short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
         try:
-            self._forward(short)
-            hidden = self._forward(long)[: config.max_num_running]
+            ids = [upload(inputs.input_ids, self.device) for inputs in (short, long)]
+            self._forward(short, ids[0])
+            hidden = self._forward(long, ids[1])[: config.max_num_running]
             logits = self.model.compute_logits(hidden)
             ones = torch.ones(len(hidden), device=self.device)
             self.sampler(logits, ones, ones.long())

@@ -29,10 +29,10 @@ class OutputText:
 
         What comes before `min_tokens` stops nothing.
         """
-        if self._num_tokens > seq.num_tokens - seq.num_prompt_tokens:  # one was taken back
+        if self._num_tokens > seq.num_known_tokens - seq.num_prompt_tokens:  # one was taken back
             self.begin()
         with self._all_or_nothing():
-            for index in range(seq.num_prompt_tokens + self._num_tokens, seq.num_tokens):
+            for index in range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens):
                 self._num_tokens += 1
                 if self._detokenizer is not None:
                     piece = self._detokenizer.add(seq.token_ids[index])

@@ -11,7 +11,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.forecast import Forecast, Lengths
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 
 class Scheduler:
@@ -46,6 +46,7 @@ class Scheduler:
         self.waiting = deque(sorted(seqs, key=_order))
         for seq in self.waiting:
             seq.followers = []  # they are among `seqs`, each for itself
+            seq.drop_pending()
             seq.status = SequenceStatus.WAITING
             seq.forget_cache()
             # Appended, but not yet seen to be the last: it will be sampled again.
@@ -66,41 +67,53 @@ class Scheduler:
         """Whether there is nothing left to run."""
         return not self.waiting and not self.running
 
-    def schedule(self) -> Batch:
-        """Choose the next step's work; there must be some."""
+    def schedule(self) -> Batch | None:
+        """Choose the next step's work; None if all wait for tokens that are on their way."""
         if seqs := self._schedule_prefill():
             return Batch(seqs, is_prefill=True, forks=self._fork(seqs))
         seqs = self._schedule_decode()
-        assert seqs, "schedule() was called with nothing to run"
-        return Batch(seqs, is_prefill=False)
+        return Batch(seqs, is_prefill=False) if seqs else None
+
+    def advance(self, batch: Batch) -> None:
+        """Book that a step is on its way, so that the next one can be scheduled meanwhile.
+
+        What it computes is cached for whatever comes later; what it samples is pending.
+        """
+        for seq in batch.all_seqs:
+            seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            batch.ends.append(end)
+        for seq in batch.sampling_seqs:
+            seq.token_ids.append(PENDING)
+            seq.num_pending_tokens += 1
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Book what a step computed: one token for each of `batch.sampling_seqs`.
+        """Book what a step yielded: one token for each of `batch.sampling_seqs`.
 
-        Returns the sequences that finished; their blocks are free.
+        At most one step may be on its way behind it. A token of a sequence that has ended is
+        dropped, one that was preempted meanwhile keeps it. Returns the sequences that finished;
+        their blocks are free.
         """
+        if not batch.ends:
+            self.advance(batch)
         block_size = self.block_size
+        for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
+            if (batch.is_prefill or end % block_size == 0) and seq.block_table:
+                self.block_manager.publish(seq, end)
         finished = []
-        tokens = iter(token_ids)
-        seqs = batch.seqs
-        if batch.forks:
-            seqs = seqs + [seq for _, seq in batch.forks]
-        for seq in seqs:
-            num_cached = seq.num_cached_tokens = seq.num_cached_tokens + seq.num_scheduled_tokens
-            seq.num_scheduled_tokens = 0
-            if batch.is_prefill or num_cached % block_size == 0:
-                self.block_manager.publish(seq)
-            if num_cached < len(seq.token_ids):
+        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True):
+            if not seq.num_pending_tokens:
                 continue
-            token_id = next(tokens)
-            seq.token_ids.append(token_id)
+            index = len(seq.token_ids) - seq.num_pending_tokens
+            seq.token_ids[index] = token_id
+            seq.num_pending_tokens -= 1
             if token_id in seq.stop_token_ids:
                 seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
                 finished.append(seq)
             elif seq.text is not None and (stop := seq.text.update(seq)) is not None:
                 seq.finish("stop", stop)
                 finished.append(seq)
-            elif num_cached + 1 >= seq.max_num_tokens:
+            elif index + 1 >= seq.max_num_tokens:
                 seq.finish("length")
                 finished.append(seq)
         if finished:
@@ -204,24 +217,36 @@ class Scheduler:
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
-        """All running sequences, less the last ones that there are no blocks for."""
+        """All running sequences, less the last ones that there are no blocks for.
+
+        Less those whose last token is on its way, too.
+        """
         block_size = self.block_size
+        seqs = []
         growing = []  # in the order of `running`: what is preempted stands at its end
         for seq in self.running:
+            num_tokens = len(seq.token_ids)
+            if num_tokens >= seq.max_num_tokens:
+                continue
             seq.num_scheduled_tokens = 1
-            if len(seq.token_ids) > len(seq.block_table) * block_size:
+            seqs.append(seq)
+            if num_tokens > len(seq.block_table) * block_size:
                 growing.append(seq)
         while len(growing) > self.block_manager.num_free_blocks:
             if growing[-1] is self.running[-1]:
                 growing.pop()
+            if seqs[-1] is self.running[-1]:
+                seqs.pop()
             self.preempt()
         for seq in growing:
             self.block_manager.append_block(seq)
-        return list(self.running)
+        return seqs
 
     def _remove_finished(self, finished: list[Sequence]) -> None:
         self.refused = None
         for seq in finished:
+            if not seq.block_table:  # it was preempted while its last token was on its way
+                self.waiting.remove(seq)
             self.block_manager.free(seq)
             if seq.finish_reason != "abort":
                 self.lengths.learn(seq)

@@ -9,6 +9,7 @@ import xxhash
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
+PENDING = -1
 LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its rank
 
 
@@ -25,7 +26,8 @@ class Sequence:
 
     State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`,
     where the cached tokens are those whose KV is in the blocks of `block_table`, and the scheduled
-    ones those that the step in progress computes.
+    ones those that the step in progress computes. The last `num_pending_tokens` are on their way:
+    a step that samples them has begun, and what stands in `token_ids` for them is `PENDING`.
 
     Its `followers` are the other samples of its prompt, as long as they wait for it to be computed.
     """
@@ -33,9 +35,10 @@ class Sequence:
     __slots__ = (
         "bad_words", "block_hashes", "block_table", "eos_token_ids", "finish_reason", "followers",
         "index", "logprobs", "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens",
-        "num_hit_tokens", "num_prompt_tokens", "num_published_blocks", "num_scheduled_tokens",
-        "order", "params", "prompt_logprobs", "request_id", "seed", "seen_tokens", "seq_id",
-        "status", "stop_reason", "stop_token_ids", "temperature", "text", "token_ids",
+        "num_hit_tokens", "num_pending_tokens", "num_prompt_tokens", "num_published_blocks",
+        "num_scheduled_tokens", "order", "params", "prompt_logprobs", "request_id", "seed",
+        "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids", "temperature", "text",
+        "token_ids",
     )  # fmt: skip
     _ids = count()
 
@@ -62,6 +65,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
+        self.num_pending_tokens = 0
         self.num_hit_tokens: int | None = None  # prefix-cache hits, set on first admission
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the leading full blocks, as far as anyone asked
@@ -101,6 +105,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        """Those that are not on their way."""
+        return len(self.token_ids) - self.num_pending_tokens
+
+    @property
     def num_uncached_tokens(self) -> int:
         """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
         return len(self.token_ids) - self.num_cached_tokens
@@ -109,6 +118,11 @@ class Sequence:
     def samples(self) -> bool:
         """Whether the scheduled tokens reach the last one, so that the step yields the next."""
         return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether its next token is drawn with an eye on those before: none may be on its way."""
+        return self.params.penalizes or bool(self.bad_words)
 
     @property
     def ends_by_length(self) -> bool:
@@ -156,6 +170,12 @@ class Sequence:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def drop_pending(self) -> None:
+        """Forget the tokens that are on their way. An interrupt may have left out their number."""
+        while self.token_ids[-1] == PENDING:
+            self.token_ids.pop()
+        self.num_pending_tokens = 0
+
     def forget_cache(self) -> None:
         """Go back to nothing computed, tokens kept; the blocks are the scheduler's to free."""
         self.block_table = []
@@ -165,6 +185,7 @@ class Sequence:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the request; its blocks are the scheduler's to free."""
+        self.drop_pending()
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.status = SequenceStatus.FINISHED  # last: an interrupt may strike anywhere
@@ -173,6 +194,7 @@ class Sequence:
         """Assert that the state is inside its state space."""
         assert self.num_cached_tokens >= 0 and self.num_scheduled_tokens >= 0, self
         assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
+        assert self.token_ids.count(PENDING) == self.num_pending_tokens, self
         assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
         assert bool(self.block_table) == (self.status is SequenceStatus.RUNNING), self
         assert not self.followers or self.num_tokens == self.num_prompt_tokens, self

@@ -22,7 +22,7 @@ def admit(manager: BlockManager, token_ids: list[int]) -> Sequence:
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
     """Book the KV of the first `num_tokens` tokens (all, if not told) as computed."""
     seq.num_cached_tokens = seq.num_tokens if num_tokens is None else num_tokens
-    manager.publish(seq)
+    manager.publish(seq, seq.num_cached_tokens)
 
 
 def run(manager: BlockManager, token_ids: list[int]) -> Sequence:
@@ -142,7 +142,7 @@ def test_publishing_twice_is_publishing_once() -> None:
     manager = BlockManager(4, 2)
     seq = run(manager, [1, 2, 3])
     before = snapshot(manager)
-    manager.publish(seq)
+    manager.publish(seq, seq.num_cached_tokens)
     assert snapshot(manager) == before
     manager.audit([seq.block_table])
 

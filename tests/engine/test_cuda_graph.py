@@ -170,15 +170,15 @@ def test_seeded_samples_differ_under_graphs(model_dir: Path) -> None:
 def watch_the_cache(llm: LLM) -> Callable[[], int]:
     """Check after every decode step which slots were written; returns how many steps there were."""
     runner = llm._runner
-    run, block_size, steps = runner.run, runner.block_size, 0
+    launch, block_size, steps = runner.launch, runner.block_size, 0
     cache = runner.pool.cache
     assert cache is not None
 
     @torch.inference_mode()
-    def checking(batch: Batch) -> list[int]:
+    def checking(batch: Batch, last: Any) -> Any:
         nonlocal steps
         if batch.is_prefill:
-            return run(batch)
+            return launch(batch, last)
         steps += 1
         real = [
             seq.block_table[seq.num_cached_tokens // block_size] * block_size
@@ -188,13 +188,13 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
         # A request that runs again may write what is there; so let something else be there.
         cache.flatten(2, 3)[:, :, real] = 77.0
         before = cache.clone()
-        token_ids = run(batch)
+        token_ids = launch(batch, last)
         changed = (cache != before).any(-1).any(-1)  # [2, layers, blocks, block_size]
         for written in changed.flatten(2).flatten(0, 1):
             assert written.nonzero().flatten().tolist() == sorted(real)
         return token_ids
 
-    runner.run = checking  # type: ignore[method-assign]
+    runner.launch = checking  # type: ignore[method-assign]
     return lambda: steps
 
 
@@ -229,15 +229,15 @@ def test_stale_rows_leak_into_a_smaller_batch(
         use_static_buffers(llm)
         num_steps = watch_the_cache(llm)
         runner = llm._runner
-        graphs, run = runner.graphs, runner.run
+        graphs, launch = runner.graphs, runner.launch
         assert graphs is not None
 
         @torch.inference_mode()
-        def poisoned(batch: Batch) -> list[int]:
+        def poisoned(batch: Batch, last: Any) -> Any:
             poison(graphs, 500, runner.block_size)
-            return run(batch)
+            return launch(batch, last)
 
-        runner.run = poisoned  # type: ignore[method-assign]
+        runner.launch = poisoned  # type: ignore[method-assign]
         assert generate(llm, size) == expected[:size]
         assert num_steps() >= 3
 

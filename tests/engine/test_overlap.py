@@ -1,0 +1,248 @@
+"""Steps that overlap: the next one begins before the tokens of this one are known.
+
+Nothing may come of it but time. The device is the CPU, which is done when a launch returns, or one
+that takes a fixed time and lets the host go on.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import HARD, SMALL_POOL, audit_at_rest, make_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.launched import Launched
+from nanovllm.outputs import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
+
+POOLS: list[dict[str, Any]] = [
+    dict(SMALL_POOL, max_num_seqs=5),
+    dict(HARD),
+    dict(kvcache_block_size=1, num_kvcache_blocks=60, max_num_batched_tokens=9),
+    dict(SMALL_POOL, enable_prefix_caching=False),
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(model_dir: Path) -> Any:
+    """For each pool an engine that overlaps its steps, and one that does not."""
+    options = [dict(pool, max_model_len=56) for pool in POOLS]
+    pairs = [
+        [make_llm(model_dir, overlap=overlap, **o) for overlap in (True, False)] for o in options
+    ]
+    yield pairs
+    for pair in pairs:
+        for llm in pair:
+            llm.close()
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 6),  # in which step it comes
+        st.lists(st.integers(0, 3), min_size=1, max_size=20),
+        st.fixed_dictionaries(
+            {
+                "temperature": st.sampled_from([0.0, 1.0, 3.0]),
+                "max_tokens": st.integers(1, 30),
+                "min_tokens": st.just(0),
+                "seed": st.integers(0, 99),
+                "n": st.sampled_from([1, 1, 1, 3]),
+                "stop_token_ids": st.sampled_from([None, range(20, 60), range(200)]),
+                "stop": st.sampled_from([None, None, ["a", "bc"]]),
+                "logprobs": st.sampled_from([None, None, 2]),
+                "prompt_logprobs": st.sampled_from([None, None, 1]),
+                "priority": st.sampled_from([0, 0, 1]),
+                "top_k": st.sampled_from([-1, -1, 20]),
+                "presence_penalty": st.sampled_from([0.0, 0.0, 0.0, 1.0]),
+                "bad_words": st.sampled_from([None, None, None, ["e"]]),
+            }
+        ),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOutput | None]:
+    """Requests that come and go in the middle; None for those that are aborted."""
+    ids: dict[int, int] = {}
+    outputs: dict[int, RequestOutput | None] = {}
+    step = 0
+    while len(outputs) < len(requests):
+        for index, (arrival, prompt, params) in enumerate(requests):
+            if arrival == step:
+                ids[llm.add_request(prompt, SamplingParams(**params))] = index
+        for request_id, index in ids.items():
+            if aborts.get(index) == step and index not in outputs:
+                told = llm.abort_request(request_id)
+                assert told["finish_reason"] == "abort" and -1 not in told["token_ids"]
+                outputs[index] = None
+        for output in llm.step():
+            outputs[ids[output["request_id"]]] = output
+        step += 1
+        assert step < 2000
+        llm.scheduler.audit()
+    assert llm.is_finished()
+    return [outputs[index] for index in range(len(requests))]
+
+
+@settings(
+    deadline=None,
+    max_examples=120,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_overlapping_steps_change_an_output(data: st.DataObject, pairs: Any) -> None:
+    """A token that is lost, taken twice, given to another or drawn from another place."""
+    ahead, plain = data.draw(st.sampled_from(pairs))
+    requests = data.draw(REQUESTS)
+    victims = st.dictionaries(st.integers(0, 9), st.integers(1, 20), max_size=2)
+    aborts = {i: step for i, step in data.draw(victims).items() if i < len(requests)}
+    aborts = {i: max(step, requests[i][0]) for i, step in aborts.items()}
+    got, expected = run(ahead, requests, aborts), run(plain, requests, aborts)
+    for one, other in zip(got, expected, strict=True):
+        if one is None or other is None:  # one of them may have ended before it was aborted
+            continue
+        for key in ("outputs", "prompt_logprobs", "num_prompt_tokens"):
+            assert_alike(one[key], other[key])  # type: ignore[literal-required]
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Equal, but that log-probabilities of another batch differ by rounding."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        one, other = list(one.values()), list(other.values())
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_alike(*pair)
+    else:
+        assert one == (pytest.approx(other, abs=1e-4) if isinstance(one, float) else other)
+
+
+def count_rows(llm: LLM) -> list[int]:
+    """Notes how many tokens are sampled, step by step."""
+    launch, rows = llm._runner.launch, []
+
+    def counting(batch: Batch, last: Any) -> Launched:
+        rows.append(len(batch.sampling_seqs))
+        return launch(batch, last)
+
+    llm._runner.launch = counting  # type: ignore[method-assign]
+    return rows
+
+
+def test_tokens_are_computed_for_nothing(model_dir: Path) -> None:
+    """An end by length costs none, one by EOS one for each sample."""
+    with make_llm(model_dir, overlap=True) as llm:
+        rows = count_rows(llm)
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 7, 9)
+        ]
+        llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)
+        assert sum(rows) == 1 + 2 + 7 + 9
+        (out,) = llm.generate([5, 6], params[3], use_tqdm=False)
+        stop = out["token_ids"][4]
+        length = out["token_ids"].index(stop) + 1
+        rows.clear()
+        params = [SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[stop])]
+        (out,) = llm.generate([5, 6], params, use_tqdm=False)
+        assert len(out["token_ids"]) == length
+        assert sum(rows) == length + 1
+        audit_at_rest(llm)
+
+
+class SlowDevice:
+    """Takes its time for a step, in the order of launches, and lets the host go on meanwhile."""
+
+    def __init__(self, llm: LLM, seconds: float) -> None:
+        self.seconds = seconds
+        self.free_at = 0.0
+        self.launch = llm._runner.launch
+        llm._runner.launch = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, batch: Batch, last: Any) -> Any:
+        launched = self.launch(batch, last)
+        self.free_at = done = max(time.perf_counter(), self.free_at) + self.seconds
+        wait = launched.wait
+
+        def waiting() -> list[int]:
+            time.sleep(max(0.0, done - time.perf_counter()))
+            return wait()
+
+        launched.wait = waiting  # type: ignore[method-assign]
+        return launched
+
+
+@pytest.mark.parametrize(("device", "host"), [(0.008, 0.004), (0.004, 0.008)])
+def test_host_and_device_wait_for_each_other(
+    device: float, host: float, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes the longer of both times, not their sum."""
+    seconds = {}
+    for overlap in (True, False):
+        with make_llm(model_dir, overlap=overlap) as llm:
+            schedule = llm.scheduler.schedule
+
+            def slow(schedule: Any = schedule) -> Any:
+                until = time.perf_counter() + host
+                while time.perf_counter() < until:  # a host that works
+                    pass
+                return schedule()
+
+            monkeypatch.setattr(llm.scheduler, "schedule", slow)
+            SlowDevice(llm, device)
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            start = time.perf_counter()
+            llm.generate([[1, 2]] * 2, params, use_tqdm=False)
+            seconds[overlap] = (time.perf_counter() - start) / 40
+    assert seconds[False] > device + host
+    assert seconds[True] < seconds[False] - 0.6 * min(device, host), seconds
+
+
+def test_a_step_that_is_on_its_way_outlives_an_error(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens come late, to sequences that have started over."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with make_llm(model_dir, overlap=True) as llm:
+        expected = llm.generate([7, 8, 9], params, use_tqdm=False)[0]["token_ids"]
+        request_id = llm.add_request([7, 8, 9], params)
+        for _ in range(4):
+            llm.step()
+        assert llm._launched is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._runner, "launch", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([1], params, use_tqdm=False)
+        outputs = []
+        while not llm.is_finished():
+            outputs += llm.step()
+        assert [(o["request_id"], o["token_ids"]) for o in outputs] == [(request_id, expected)]
+        audit_at_rest(llm)
+
+
+def test_a_stream_tells_of_tokens_on_their_way(model_dir: Path) -> None:
+    """A placeholder among the tokens of an event."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, n=2, stop=["q", "zz"])
+    with make_llm(model_dir, overlap=True, **SMALL_POOL) as llm:
+        (out,) = llm.generate([[3, 4, 5]], params, use_tqdm=False)
+        told: dict[int, list[int]] = {0: [], 1: []}
+        for event in llm.stream([[3, 4, 5]], params):
+            told[event["sample"]] += event["token_ids"]
+        assert told == {one["index"]: one["token_ids"] for one in out["outputs"]}
+        audit_at_rest(llm)
+
+
+def test_several_ranks_overlap(model_dir: Path) -> None:
+    with pytest.raises(
+        ValueError, match="overlap=True works with one rank, got tensor_parallel_size=2"
+    ):
+        make_llm(model_dir, overlap=True, tensor_parallel_size=2)
