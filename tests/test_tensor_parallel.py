@@ -1,4 +1,4 @@
-"""Several ranks say what one says: real processes, over gloo on the CPU and NCCL on GPUs."""
+"""Several ranks say what one says: real processes, over shared memory and, on GPUs, over NCCL."""
 
 import dataclasses
 from pathlib import Path

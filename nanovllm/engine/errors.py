@@ -6,4 +6,4 @@ class RankError(RuntimeError):
 
 
 class ExchangeError(RuntimeError):
-    """An exchange failed, as another rank is not there any more."""
+    """NCCL failed, as another rank is not there any more."""

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.device import resolve_device
 from nanovllm.engine.intake import Intake, Prompt
 from nanovllm.engine.launched import Launched
 from nanovllm.engine.model_runner import ModelRunner
@@ -24,7 +23,6 @@ from nanovllm.models.registry import get_model_class
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import resolve_model
-from nanovllm.utils.ranks import Ranks
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger("nanovllm")
@@ -303,8 +301,7 @@ def start_runner(config: Config, model_config: ModelConfig, path: Path) -> Model
         runner = ModelRunner(config, model_config, path)
         runner.start()
         return runner
-    resolve_device(config.device, Ranks(0, size))  # refuse before a process is started
-    workers = Workers(size)
+    workers = Workers(size, config.device)
     close = workers.close
     try:
         with workers.together():

@@ -116,7 +116,7 @@ class ModelRunner:
     def start(self) -> None:
         """Meet the other ranks, size the KV pool, compile and capture. All ranks at a time."""
         if self.workers:
-            self.workers.connect(self.device)
+            self.workers.connect()
         with self.computing():
             num_blocks = self.config.num_kvcache_blocks or self._fit_kv_blocks()
             self.config = self._settle(num_blocks)

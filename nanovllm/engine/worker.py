@@ -32,13 +32,13 @@ CHECK_SECONDS = 1.0  # how often to look whether the parent is still the same
 
 def main() -> None:
     """Serve as the rank that the arguments name, to the end."""
-    caller, rank, size, ring, bell, line, port = map(int, sys.argv[1:8])
+    caller, rank, size, ring, bell, line, place = map(int, sys.argv[1:8])
     life_line = socket.socket(fileno=line)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to act on
     _die_with(line)
     threading.Thread(target=_watch_parent, args=(caller,), daemon=True).start()
     try:
-        _serve(rank, size, ring, bell, port, life_line)
+        _serve(rank, size, ring, bell, place, life_line)
     except BaseException as error:
         _report(
             life_line,
@@ -50,7 +50,9 @@ def main() -> None:
         os._exit(1)
 
 
-def _serve(rank: int, size: int, ring: int, bell: int, port: int, life_line: socket.socket) -> None:
+def _serve(
+    rank: int, size: int, ring: int, bell: int, place: int, life_line: socket.socket
+) -> None:
     """Load this rank's part of the model, meet the others, and compute step after step."""
     import logging
 
@@ -58,25 +60,25 @@ def _serve(rank: int, size: int, ring: int, bell: int, port: int, life_line: soc
 
     from nanovllm.engine.channel import Reader
     from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.engine.process_ranks import ProcessRanks, find_store
+    from nanovllm.engine.process_ranks import join
     from nanovllm.engine.step_codec import StepCodec
 
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 says it all, once
     reader = Reader(ring, bell, rank - 1, size - 1)
     config, model_config, path, num_threads = pickle.loads(reader.receive())
     torch.set_num_threads(num_threads)
-    ranks = ProcessRanks(rank, size)
+    ranks = join(rank, size, config.device, place)
     runner = ModelRunner(config, model_config, path, ranks)
     _report(life_line, ready=True)
     reader.receive()  # when all have loaded
-    ranks.connect(runner.device, find_store(port, size))
+    ranks.connect()
     runner.start()
     codec = StepCodec()
     while message := reader.receive():
         with runner.computing():
             runner.compute(codec.decode(message))
     runner.close()
-    ranks.close(together=True)
+    ranks.leave(together=True)
     os._exit(0)
 
 

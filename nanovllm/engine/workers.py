@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from nanovllm.config import Config
 from nanovllm.engine.channel import Writer
 from nanovllm.engine.errors import ExchangeError, RankError
 from nanovllm.engine.inputs import StepInputs
-from nanovllm.engine.process_ranks import ProcessRanks, open_store
+from nanovllm.engine.process_ranks import ProcessRanks, join
 from nanovllm.engine.step_codec import StepCodec
 from nanovllm.engine.worker import BOOT
 from nanovllm.models.config import ModelConfig
@@ -54,8 +53,8 @@ class Report:
 class Worker:
     """One process, and our end of its life line."""
 
-    def __init__(self, rank: int, size: int, writer: Writer, port: int) -> None:
-        self.name = f"rank {rank} of {size}"
+    def __init__(self, rank: int, ranks: ProcessRanks, writer: Writer) -> None:
+        self.name = f"rank {rank} of {ranks.size}"
         self.ready = False
         self.report: Report | None = None
         self.line, its_end = socket.socketpair()
@@ -63,10 +62,10 @@ class Worker:
         with its_end:
             fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
             modules = [str(Path(entry).absolute()) for entry in sys.path]
-            arguments = map(str, (os.getpid(), rank, size, *fds, port))
+            arguments = map(str, (os.getpid(), rank, ranks.size, *fds, ranks.place))
             self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *arguments, HOME, *modules],
-                stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
+                stdin=subprocess.DEVNULL, pass_fds=(*fds, *ranks.fds), start_new_session=True,
             )  # fmt: skip
 
     def hear(self) -> bool:
@@ -103,8 +102,8 @@ class Worker:
 class Workers:
     """All ranks but rank 0, which is the caller's process."""
 
-    def __init__(self, size: int) -> None:
-        self.ranks = ProcessRanks(0, size)
+    def __init__(self, size: int, device: str) -> None:
+        self.ranks = join(0, size, device)
         self.num_threads = max(1, torch.get_num_threads() // size)  # of each rank, on the CPU
         self._codec = StepCodec()
         self.ranks.check = self.check
@@ -114,14 +113,12 @@ class Workers:
         self._workers: list[Worker] = []
         self._owner = os.getpid()
         with contextlib.ExitStack() as stack:
-            self._store = open_store(size)
-            stack.callback(self._drop_store)
+            stack.callback(self.ranks.close)
             self._writer = Writer(size - 1, self.check)
             stack.callback(self._writer.close)
             stack.callback(self._end)
             for rank in range(1, size):
-                worker = Worker(rank, size, self._writer, self._store.port)
-                self._workers.append(worker)
+                self._workers.append(Worker(rank, self.ranks, self._writer))
             stack.callback(self._part)
             self._quit, self._quit_heard = socket.socketpair()
             self._watcher = threading.Thread(target=self._watch, name="nanovllm", daemon=True)
@@ -133,27 +130,11 @@ class Workers:
         """Let every rank load its part of the model."""
         self._writer.send(pickle.dumps((config, model_config, path, self.num_threads)))
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self) -> None:
         """Wait until every rank has loaded its part, and meet them."""
         self._wait_for(lambda: all(worker.ready for worker in self._workers))
         self._writer.send(b"meet")
-        meeting: Future[None] = Future()
-
-        def meet() -> None:
-            try:
-                self.ranks.connect(device, self._store)
-                meeting.set_result(None)
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # nobody may be there to do it
-                error.__cause__ = error.__context__ = None
-                meeting.set_exception(error)
-            with self._changed:
-                self._changed.notify_all()
-
-        # In a thread, which is given up if a rank dies now: what it waits in cannot be interrupted.
-        threading.Thread(target=meet, name="nanovllm-meet", daemon=True).start()
-        self._wait_for(meeting.done)
-        meeting.result()
+        self.ranks.connect()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -251,7 +232,7 @@ class Workers:
         together = self.failure is None and self._writer.room > MIN_ROOM
         if together:
             self._writer.send(b"")  # the end
-        self.ranks.close(together)
+        self.ranks.leave(together)
 
     def _end(self) -> None:
         """Cut all lines; kill what does not end then."""
@@ -264,9 +245,6 @@ class Workers:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
-
-    def _drop_store(self) -> None:
-        self._store = None
 
     def _stop_watching(self) -> None:
         self._quit.shutdown(socket.SHUT_RDWR)

@@ -33,7 +33,8 @@ from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.inputs import StepInputs
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.process_ranks import MEETING, ProcessRanks
+from nanovllm.engine.nccl_ranks import MEETING, NcclRanks
+from nanovllm.engine.shared_ranks import SharedRanks
 from nanovllm.engine.workers import RankError, Worker, Workers
 from nanovllm.models.config import ModelConfig
 
@@ -92,22 +93,6 @@ def deadline(real_stderr: int) -> Iterator[None]:
     faulthandler.dump_traceback_later(DEADLINE, exit=True, file=real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
-
-
-# One for each exchange that gloo never ends: a few in a thousand, and its threads stay then.
-STUCK: list[int] = []
-
-
-@pytest.fixture(autouse=True)
-def noting_stuck_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = ProcessRanks._ends
-
-    def noting(work: Any) -> bool:
-        if not (ended := ends(work)):
-            STUCK.append(1)
-        return ended
-
-    monkeypatch.setattr(ProcessRanks, "_ends", staticmethod(noting))
 
 
 # What there is
@@ -195,11 +180,9 @@ def warm_up(device: str, path: Path) -> None:
 def nothing_left() -> Iterator[None]:
     """After the block all is as before: processes at once, threads when they have ended."""
     gc.collect()
-    before, processes, num_stuck = belongings(), children(), len(STUCK)
+    before, processes = belongings(), children()
     yield
     assert children() <= processes, "a process is left"
-    if len(STUCK) > num_stuck:
-        return
     wait_until(lambda: belongings() <= before, 2.0)
     assert belongings() - before == set()
 
@@ -429,11 +412,11 @@ def test_a_rank_killed_while_loading_is_waited_for(
             killed.append(time.monotonic())
             workers._workers[0].process.kill()
 
-    def connect_and_be_killed(self: Workers, device: torch.device) -> None:
+    def connect_and_be_killed(self: Workers) -> None:
         killer = threading.Thread(target=kill, args=[self])
         killer.start()
         try:
-            connect(self, device)
+            connect(self)
         finally:
             killer.join()
 
@@ -491,28 +474,33 @@ def test_a_rank_that_cannot_load_does_not_say_why(
 def test_a_rank_killed_while_ranks_meet_is_waited_for(
     device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 has a thread in C then, which it leaves; NCCL's never ends."""
-    warm_up(device, model_dir)
-    meet = ProcessRanks.connect
+    """On GPUs rank 0 has a thread in NCCL then, which it leaves; it never ends.
 
-    def alone(self: ProcessRanks, *arguments: Any) -> None:
+    On the CPU the others may have done their part by then: the next call hears of it.
+    """
+    warm_up(device, model_dir)
+    kind = NcclRanks if device == "cuda" else SharedRanks
+    meet = kind.connect
+
+    def alone(self: Any) -> None:
         for pid in children():
             os.kill(pid, signal.SIGKILL)
-        meet(self, *arguments)
+        meet(self)
 
-    monkeypatch.setattr(ProcessRanks, "connect", alone)
+    monkeypatch.setattr(kind, "connect", alone)
 
     before = children()
     with within(), pytest.raises(RankError, match="was killed by SIGKILL"):
-        make_llm(model_dir, device)
+        generate(make_llm(model_dir, device))
     assert children() <= before
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_ranks_must_load_at_the_same_speed(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is slow, on a cold file system, is waited for: longer than ranks take to meet."""
-    warm_up("cpu", model_dir)
+    warm_up(device, model_dir)
     load = ModelRunner._build
 
     def slow(self: ModelRunner, *arguments: Any) -> Any:
@@ -520,7 +508,7 @@ def test_ranks_must_load_at_the_same_speed(
         return load(self, *arguments)
 
     monkeypatch.setattr(ModelRunner, "_build", slow)  # rank 0's
-    with make_llm(model_dir) as llm:
+    with make_llm(model_dir, device) as llm:
         generate(llm)
 
 
@@ -651,16 +639,18 @@ def test_an_exception_in_a_with_block_leaves_something(device: str, model_dir: P
         generate(llm)
 
 
-def test_a_closed_engine_still_listens(model_dir: Path) -> None:
-    """Or an open one to the network, not just to this machine."""
-    warm_up("cpu", model_dir)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_closed_engine_still_listens(device: str, model_dir: Path) -> None:
+    """Or an open one to the network, not just to this machine; on the CPU it does not at all."""
+    warm_up(device, model_dir)
     gc.collect()
     before = listeners()
-    llm = make_llm(model_dir)
+    llm = make_llm(model_dir, device)
     mine = [address for address in listeners() if address not in before]
     theirs = [address for process in processes_of(llm) for address in listeners(process.pid)]
-    assert mine, "the store listens; where?"
-    assert {address.partition(":")[0] for address in mine + theirs} == {"0100007F"}
+    loopback = {"0100007F"} if device == "cuda" else set()  # the store's
+    assert {address.partition(":")[0] for address in mine} == loopback
+    assert {address.partition(":")[0] for address in theirs} <= loopback
     llm.close()
     assert set(listeners()) <= set(before)
 
