@@ -43,10 +43,14 @@ class Launched:
         tokens = self.token_ids[upload(np.array(sources, np.int64), device)]
         return input_ids.index_copy(0, upload(np.array(rows, np.int64), device), tokens)
 
-    def wait(self) -> list[int]:
-        """The token ids, when they are there. Tells sequences what was likely, too."""
+    def synchronize(self) -> None:
+        """Wait until the device has computed it."""
         if self._copied is not None:
             self._copied.synchronize()
+
+    def wait(self) -> list[int]:
+        """The token ids, when they are there. Tells sequences what was likely, too."""
+        self.synchronize()
         for tell in self.tellings:
             tell()
         token_ids: list[int] = self._host.tolist()

@@ -132,7 +132,7 @@ class ModelRunner:
                 self.decode_graphs().run(1)  # compiles what decode needs
 
     def launch(self, batch: Batch, last: Launched | None = None) -> Launched:
-        """Begin to compute a step, and wait for nothing, but for what filters must know.
+        """Begin to compute a step; waits only for what filters must know, and for other ranks.
 
         Tokens that are on their way to a decode step come from the step before, `last`.
         """
@@ -150,7 +150,10 @@ class ModelRunner:
                 input_ids = last.fill(input_ids, batch.seqs)
             logits = self.compute(inputs, input_ids, tell)
             token_ids = self._sample(logits, batch.sampling_seqs, tellings)
-            return Launched(batch, token_ids, tellings)
+            launched = Launched(batch, token_ids, tellings)
+            if self.workers:
+                launched.synchronize()  # an exchange that was aborted has yielded anything
+            return launched
 
     def compute(
         self,

@@ -217,10 +217,10 @@ def at_forward(llm: LLM, is_prefill: bool, act: Callable[[], object]) -> None:
     """Let rank 0 act when it is about to compute a step that the others compute already."""
     forward = llm._runner._forward
 
-    def acting(inputs: StepInputs) -> torch.Tensor:
+    def acting(inputs: StepInputs, input_ids: torch.Tensor) -> torch.Tensor:
         if (inputs.cu_seqlens_q is not None) == is_prefill:
             act()
-        return forward(inputs)
+        return forward(inputs, input_ids)
 
     llm._runner._forward = acting  # type: ignore[method-assign]
 
@@ -374,7 +374,7 @@ def test_a_killed_rank_that_has_sent_its_last_is_missed(model_dir: Path) -> None
     llm = make_llm(model_dir)
     sample = llm._runner._sample
 
-    def killing(*arguments: Any) -> list[int]:
+    def killing(*arguments: Any) -> torch.Tensor:
         processes_of(llm)[0].kill()
         return sample(*arguments)
 
