@@ -44,13 +44,16 @@ def first_prompts() -> list[list[int]]:
 class Simulation:
     """A scheduler, a device that only remembers what was written where, and all the checks."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, overlap: bool = False, **options: Any) -> None:
+        self.overlap = overlap
+        self.on_its_way: tuple[Batch, list[int]] | None = None
         self.config = Config("m", **options)
         self.scheduler = Scheduler(self.config)
         self.block_size: int = options["kvcache_block_size"]
         self.num_slots: int = options["num_kvcache_blocks"] * self.block_size
         self.live: list[Sequence] = []  # in order of arrival
         self.tokens: dict[Sequence, list[int]] = {}  # prompt and what was sampled
+        self.computed: dict[Sequence, list[int]] = {}  # and what the device has sampled already
         self.asked: dict[Sequence, tuple[SamplingParams, int]] = {}  # and the longest it may get
         self.memory: dict[Slot, int] = {}  # what a slot holds, as the number of a prefix
         self.prefixes: dict[
@@ -67,24 +70,40 @@ class Simulation:
         self.scheduler.add(seqs[0])
         for seq in seqs:
             self.live.append(seq)
-            self.tokens[seq] = list(prompt)
+            self.tokens[seq], self.computed[seq] = list(prompt), list(prompt)
             self.asked[seq] = asked, min(len(prompt) + asked.max_tokens, max_model_len)
 
     def step(self, tokens: list[int]) -> None:
-        batch = self.scheduler.schedule()
-        self.check_batch(batch)
-        self.write(batch)
-        self.book(batch, tokens)
+        """A step, or where steps overlap the beginning of one and the end of the one before."""
         self.num_steps += 1
+        before, self.on_its_way = self.on_its_way, None
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self.check_batch(batch)
+            self.write(batch)
+            sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
+            for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
+                self.computed[seq].append(token_id)
+            if not self.overlap:
+                self.book(batch, sampled)
+                return
+            self.scheduler.advance(batch)
+            self.on_its_way = batch, sampled
+        assert batch is not None or before is not None, "no progress"
+        if before is not None:
+            self.book_late(*before)
 
     def interrupted_step(self, computed: bool, restart: bool) -> None:
         """A step that is not booked, whether or not the device computed it, and what follows."""
         batch = self.scheduler.schedule()
-        self.check_batch(batch)
-        if computed:
-            self.write(batch)
-        if restart or batch.forks:  # forks are not scheduled twice
+        if batch is not None:
+            self.check_batch(batch)
+            if computed:
+                self.write(batch)
+        if restart or self.overlap or batch is None or batch.forks:  # these are scheduled once
+            self.on_its_way = None
             self.scheduler.restart(reversed(self.live))
+            self.computed |= {seq: list(self.tokens[seq]) for seq in self.live}
 
     def abort(self, index: int) -> None:
         seqs = [seq for seq in self.live if seq not in self.followers()]
@@ -108,7 +127,11 @@ class Simulation:
         decodes = sum(seq.max_num_tokens - seq.num_tokens + 1 for seq in self.live)
         prefills = sum(seq.max_num_tokens for seq in self.live) + 1
         for _ in range(decodes * prefills):
-            if self.scheduler.is_finished():
+            if self.scheduler.is_finished() and self.on_its_way is None:
+                break
+            if self.scheduler.is_finished():  # what is on its way is for nobody
+                self.book_late(*self.on_its_way)
+                self.on_its_way = None
                 break
             self.step([0])
             self.check_state()
@@ -177,7 +200,9 @@ class Simulation:
         ]
         if all((seq.params.n, seq.params.priority) == (1, 0) for seq in self.live):
             assert queued == sorted(queued, key=lambda seq: seq.seq_id), "not first come"
-        assert all(seq.token_ids == self.tokens[seq] for seq in self.live)
+        for seq in self.live:
+            assert seq.token_ids[: seq.num_known_tokens] == self.tokens[seq]
+            assert self.overlap or not seq.num_pending_tokens
         manager = scheduler.block_manager
         assert sum(count > 0 for count in manager.ref_counts) + manager.num_free_blocks == (
             manager.num_blocks
@@ -202,9 +227,23 @@ class Simulation:
                     held = self.memory[seq.block_table[-1], offset]
                     self.memory[follower.block_table[-1], offset] = held
 
-    def book(self, batch: Batch, tokens: list[int]) -> None:
+    def book_late(self, batch: Batch, sampled: list[int]) -> None:
+        """Postprocess while the next step is on its way: who has ended gets nothing."""
+        expected = []
+        for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
+            if seq in self.live:
+                self.tokens[seq].append(token_id)
+                if (ending := self.ending(seq, self.tokens[seq]))[0] is not None:
+                    expected.append((seq, ending))
+        finished = self.scheduler.postprocess(batch, sampled)
+        assert [(seq, (seq.finish_reason, seq.stop_reason)) for seq in finished] == expected
+        for seq in finished:
+            assert seq.token_ids == self.tokens[seq]
+            seq.audit()
+        self.live = [seq for seq in self.live if seq not in finished]
+
+    def book(self, batch: Batch, sampled: list[int]) -> None:
         """Postprocess, and compare with what should have become of each sequence."""
-        sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
         expected = {}
         booked = batch.seqs + [seq for _, seq in batch.forks]
         for seq in booked:
@@ -237,7 +276,7 @@ class Simulation:
     def numbered(self, seq: Sequence) -> list[int]:
         """For each position the number of the prefix that ends there: equal iff all of it is."""
         numbers, number = [], -1
-        for token_id in seq.token_ids:
+        for token_id in self.computed[seq]:
             number = self.prefixes.setdefault((number, token_id), len(self.prefixes))
             numbers.append(number)
         return numbers
@@ -259,6 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(1, 40),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        overlap=st.booleans(),
     )
     def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
         self.simulation = Simulation(
@@ -295,7 +335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = self.prompts[origin % len(self.prompts)][:keep] + more or [0]
         for _ in range(copies):
             self.simulation.add(tokens[: max_model_len - 1], max_model_len, **params)
-        self.prompts.append(self.simulation.live[-1].token_ids)
+        self.prompts.append(self.simulation.tokens[self.simulation.live[-1]])
 
     @precondition(lambda self: self.simulation.live)
     @rule(tokens=st.lists(st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=4))
@@ -340,6 +380,7 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
         max_num_seqs=rng.randint(2, 8),
         max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
         enable_prefix_caching=rng.random() < 0.9,
+        overlap=rng.random() < 0.5,
     )
     num_slots = simulation.num_slots
     prompts = first_prompts()
@@ -360,7 +401,7 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
                 n=rng.choice(samples),
                 priority=rng.choice(priorities),
             )
-            prompts.append(simulation.live[-1].token_ids)
+            prompts.append(simulation.tokens[simulation.live[-1]])
         elif action < 0.93:
             simulation.step(rng.choices(range(num_tokens), k=4))
         elif action < 0.97:
