@@ -17,6 +17,7 @@ from nanovllm.utils.checks import check_bool, check_choice, check_float, check_i
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+SCHEDULINGS = ("prefill-first", "mixed")
 MAX_RANKS = 8
 INT_RANGES = {
     "max_num_batched_tokens": (1, None),
@@ -55,6 +56,7 @@ class Config:
     num_kvcache_blocks: int | None = None
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
+    scheduling: str = "prefill-first"
     overlap: bool = False
     seed: int = 0
 
@@ -62,6 +64,7 @@ class Config:
         self._normalize()
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("scheduling", self.scheduling, SCHEDULINGS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)

@@ -10,7 +10,8 @@ class Batch:
     """The sequences of one step.
 
     Each computes its `num_scheduled_tokens` tokens after the `num_cached_tokens` that are in the
-    cache; decode steps carry one token for each sequence. A fork is a sequence and one of its
+    cache; decode steps carry one token for each sequence. A prefill may carry sequences that decode
+    along: the first `num_decodes`. A fork is a sequence and one of its
     followers: this computes nothing, and is sampled from what the first computes.
 
     `sampling_seqs` are those that the step yields a token for. Once the step is on its way, the
@@ -20,6 +21,7 @@ class Batch:
     seqs: list[Sequence]
     is_prefill: bool
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    num_decodes: int = 0
     all_seqs: list[Sequence] = field(init=False)
     sampling_seqs: list[Sequence] = field(init=False)
     ends: list[int] = field(init=False, default_factory=list)

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.inputs import upload
+from nanovllm.engine.inputs import Array, upload
 from nanovllm.engine.logprobs import Telling
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 
 
 class Launched:
@@ -29,19 +29,19 @@ class Launched:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def fill(self, input_ids: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
-        """The next step's `input_ids` [B], one for each of `seqs`, with those that this one yields.
-
-        Stays on the device.
-        """
+    def fill(self, input_ids: Array, seqs: list[Sequence]) -> torch.Tensor:
+        """Ids [T] for the next step's `seqs`, on the device: those that this one yields put in."""
+        device = self.token_ids.device
+        rows = np.flatnonzero(input_ids == PENDING)  # one for each sequence that has one
         places = {seq.seq_id: place for place, seq in enumerate(self.batch.sampling_seqs)}
-        rows = [row for row, seq in enumerate(seqs) if seq.num_pending_tokens]
-        sources = [places[seqs[row].seq_id] for row in rows]
-        if sources == list(range(len(input_ids))) == list(range(len(self.token_ids))):
+        sources = [places[seq.seq_id] for seq in seqs if seq.num_pending_tokens]
+        if len(rows) == len(input_ids) and sources == list(range(len(self.token_ids))):
             return self.token_ids
-        device = input_ids.device
-        tokens = self.token_ids[upload(np.array(sources, np.int64), device)]
-        return input_ids.index_copy(0, upload(np.array(rows, np.int64), device), tokens)
+        filled = upload(input_ids, device)
+        if len(rows):
+            tokens = self.token_ids[upload(np.array(sources), device)]
+            filled = filled.index_copy(0, upload(rows, device), tokens)
+        return filled
 
     def synchronize(self) -> None:
         """Wait until the device has computed it."""

@@ -43,14 +43,13 @@ class StepCounter:
     cache_queries: int = 0
     cache_hits: int = 0
 
-    def add(self, is_prefill: bool, tokens: int, seconds: float) -> None:
-        """Book one step."""
-        if is_prefill:
-            self.prefill_tokens += tokens
-            self.prefill_seconds += seconds
-        else:
-            self.decode_tokens += tokens
-            self.decode_seconds += seconds
+    def add(self, batch: Batch, tokens: int, seconds: float) -> None:
+        """Book one step; the time of a mixed one by its tokens."""
+        decodes = batch.num_decodes if batch.is_prefill else tokens
+        self.decode_tokens += decodes
+        self.decode_seconds += seconds * decodes / tokens
+        self.prefill_tokens += tokens - decodes
+        self.prefill_seconds += seconds * (tokens - decodes) / tokens
 
 
 def exclusive(method: Callable[..., T]) -> Callable[..., T]:
@@ -225,7 +224,7 @@ class LLMEngine:
                 self.counter.finished += 1
                 self._finished[request_id] = request
                 del self._requests[request_id]
-        self.counter.add(batch.is_prefill, launched.num_tokens, end - start)
+        self.counter.add(batch, launched.num_tokens, end - start)
 
     def _launch(self, last: Launched | None = None) -> Launched | None:
         """Begin the next step behind the `last` one, if there is anything to do yet."""

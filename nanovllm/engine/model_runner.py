@@ -145,9 +145,7 @@ class ModelRunner:
             tellings.append(tell_prompt_logprobs(untold, logits))
 
         with self.workers.step(inputs) if self.workers else nullcontext(), self.computing():
-            input_ids = upload(inputs.input_ids, self.device)
-            if last is not None:
-                input_ids = last.fill(input_ids, batch.seqs)
+            input_ids = last.fill(inputs.input_ids, batch.seqs) if last is not None else None
             logits = self.compute(inputs, input_ids, tell)
             token_ids = self._sample(logits, batch.sampling_seqs, tellings)
             launched = Launched(batch, token_ids, tellings)

@@ -15,7 +15,7 @@ from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 
 class Scheduler:
-    """Prefill first, then one token for each running sequence.
+    """Prefill first, then one token for each running sequence; or both in one step.
 
     Both queues stand in order: by priority, then by age. Every sequence that is admitted finishes:
     blocks go to the first in order, the last gives its own up, and the engine admits only what the
@@ -29,6 +29,7 @@ class Scheduler:
         self.enable_prefix_caching = config.enable_prefix_caching
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_running = config.max_num_running
+        self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.num_preemptions = 0
         self.restart([])
@@ -69,9 +70,16 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Choose the next step's work; None if all wait for tokens that are on their way."""
-        if seqs := self._schedule_prefill():
-            return Batch(seqs, is_prefill=True, forks=self._fork(seqs))
-        seqs = self._schedule_decode()
+        before = self.num_preemptions
+        decodes = self._schedule_decode() if self.mixes else []
+        seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes))
+        # None begins in a step that has sent another back, whose tokens may be on their way.
+        if budget and self.waiting and self.num_preemptions == before:
+            self._admit(seqs, budget)
+        if seqs:
+            forks = self._fork(seqs)
+            return Batch(decodes + seqs, True, forks, num_decodes=len(decodes))
+        seqs = decodes if self.mixes else self._schedule_decode()
         return Batch(seqs, is_prefill=False) if seqs else None
 
     def advance(self, batch: Batch) -> None:
@@ -153,25 +161,24 @@ class Scheduler:
             assert len(seq.block_table) * self.block_size >= seq.num_cached_tokens
         self.block_manager.audit([seq.block_table for seq in self.running])
 
-    def _schedule_prefill(self) -> list[Sequence]:
-        """Prompts in order, those begun first, as far as budget and pool reach."""
-        budget = self.max_num_batched_tokens
+    def _schedule_prefill(self, budget: int) -> tuple[list[Sequence], int]:
+        """Those whose prompts have begun, in order, and what is left of the budget."""
         seqs = [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.followers]
         for index, seq in enumerate(seqs):
             if not budget:
-                return seqs[:index]
+                return seqs[:index], 0
             budget -= self._schedule_tokens(seq, budget)
-        if budget and self.waiting and self.waiting[0] is not self.refused:
-            self._admit(seqs, budget)
-        return seqs
+        return seqs, budget
 
     def _admit(self, seqs: list[Sequence], budget: int) -> None:
-        """Let waiting sequences begin, in order, and add them to the prefills `seqs`.
+        """Let waiting sequences begin, in order, as far as budget and pool reach, beside `seqs`.
 
         One that begins with a block that another is computing waits for it, and finds it cached.
         Room is kept for the followers of those that run. One that is refused with nothing else to
         do is not looked at again before a sequence has ended.
         """
+        if self.waiting[0] is self.refused:
+            return
         manager = self.block_manager
         in_progress: set[int] = set()
         for seq in seqs:
@@ -217,7 +224,7 @@ class Scheduler:
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
-        """All running sequences, less the last ones that there are no blocks for.
+        """All that decode, less the last ones of the running that there are no blocks for.
 
         Less those whose last token is on its way, too.
         """
@@ -228,6 +235,8 @@ class Scheduler:
             num_tokens = len(seq.token_ids)
             if num_tokens >= seq.max_num_tokens:
                 continue
+            if num_tokens - seq.num_cached_tokens > 1 or seq.followers:
+                continue
             seq.num_scheduled_tokens = 1
             seqs.append(seq)
             if num_tokens > len(seq.block_table) * block_size:
@@ -235,7 +244,7 @@ class Scheduler:
         while len(growing) > self.block_manager.num_free_blocks:
             if growing[-1] is self.running[-1]:
                 growing.pop()
-            if seqs[-1] is self.running[-1]:
+            if seqs and seqs[-1] is self.running[-1]:
                 seqs.pop()
             self.preempt()
         for seq in growing:

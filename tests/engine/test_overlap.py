@@ -25,6 +25,7 @@ POOLS: list[dict[str, Any]] = [
     dict(HARD),
     dict(kvcache_block_size=1, num_kvcache_blocks=60, max_num_batched_tokens=9),
     dict(SMALL_POOL, enable_prefix_caching=False),
+    dict(HARD, scheduling="mixed"),
 ]
 
 

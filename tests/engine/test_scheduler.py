@@ -161,6 +161,30 @@ def test_what_is_running_is_not_stopped_for_a_priority() -> None:
     drain(scheduler)
 
 
+def test_a_long_prompt_starves_nobody() -> None:
+    """Mixed steps: those that run get a token in each, and the prompt what is left."""
+    scheduler = make_scheduler(max_num_batched_tokens=8, scheduling="mixed")
+    a, b = add(scheduler, fresh(3)), add(scheduler, fresh(2))
+    assert step(scheduler) == [(a, 3), (b, 2)]
+    c, d = add(scheduler, fresh(13)), add(scheduler, fresh(2))
+    assert step(scheduler) == [(a, 1), (b, 1), (c, 6)]
+    assert step(scheduler) == [(a, 1), (b, 1), (c, 6)]
+    assert step(scheduler) == [(a, 1), (b, 1), (c, 1), (d, 2)]
+    assert [len(seq.output_token_ids) for seq in (a, b, c, d)] == [4, 4, 1, 1]
+    batch = scheduler.schedule()
+    assert batch is not None and not batch.is_prefill
+
+
+def test_what_is_sent_back_does_not_begin_at_once() -> None:
+    """Its blocks go to the ones before it, and in the same step it takes others."""
+    scheduler = make_scheduler(num_blocks=4, scheduling="mixed")
+    a, b = add(scheduler, fresh(8)), add(scheduler, fresh(7))
+    assert step(scheduler) == [(a, 8), (b, 7)]
+    assert step(scheduler) == [(a, 1)], "the last block but one is its"
+    assert list(scheduler.waiting) == [b]
+    drain(scheduler)
+
+
 def test_max_num_seqs_bounds_those_that_run_at_all() -> None:
     """A bound on each step only: prefill after prefill piles up more than decode can take."""
     scheduler = make_scheduler(max_num_seqs=2)

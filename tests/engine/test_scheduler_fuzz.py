@@ -299,6 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 40),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
+        scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
     )
     def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
         self.simulation = Simulation(
@@ -381,6 +382,7 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
         max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
         enable_prefix_caching=rng.random() < 0.9,
         overlap=rng.random() < 0.5,
+        scheduling=rng.choice(["prefill-first", "mixed"]),
     )
     num_slots = simulation.num_slots
     prompts = first_prompts()
