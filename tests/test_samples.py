@@ -177,3 +177,16 @@ def test_an_error_loses_samples(model_dir: Path, monkeypatch: pytest.MonkeyPatch
             assert out["request_id"] == request_id
             assert [one["token_ids"] for one in out["outputs"]] == expected[0]
             audit_at_rest(llm)
+
+
+@pytest.mark.cuda
+def test_a_device_copies_other_blocks(case: Case) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=p.max_tokens, ignore_eos=True, n=1 + index % 4)
+        for index, p in enumerate(case.params)
+    ]
+    options = dict(device="cuda", num_kvcache_blocks=2000, kvcache_block_size=16)
+    with make_llm(case.path, attention_backend="torch", **options) as llm:
+        got = samples(llm, case.prompts, params)
+        assert got == [[t] * p.n for t, p in zip(case.expected, params, strict=True)]
+        audit_at_rest(llm)

@@ -247,3 +247,27 @@ def test_several_ranks_overlap(model_dir: Path) -> None:
         ValueError, match="overlap=True works with one rank, got tensor_parallel_size=2"
     ):
         make_llm(model_dir, overlap=True, tensor_parallel_size=2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
+def test_a_device_overlaps_otherwise(options: dict[str, Any], model_dir: Path) -> None:
+    """Tokens that go from sampler to input on the device, read before or after they are there."""
+    prompts = [[index + 1] * (1 + 7 * index % 40) for index in range(30)]
+    params = [
+        SamplingParams(
+            temperature=index % 3, seed=index, max_tokens=5 + index, n=1 + index % 2,
+            stop_token_ids=range(20, 60) if index % 2 else None, logprobs=index % 2,
+            prompt_logprobs=0 if index % 5 == 0 else None,
+        )
+        for index in range(30)
+    ]  # fmt: skip
+    results = []
+    for overlap in (True, False):
+        on_device = dict(device="cuda", num_kvcache_blocks=150, max_num_batched_tokens=64)
+        with make_llm(model_dir, overlap=overlap, **on_device, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([[one["token_ids"] for one in out["outputs"]] for out in outputs])
+            audit_at_rest(llm)
+    same = sum(one == other for one, other in zip(*results, strict=True))
+    assert same >= 28, "near-ties are rare in float32"
