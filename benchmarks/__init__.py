@@ -1,0 +1,1 @@
+"""Benchmarks: scripts that run by themselves, and what bench.py is made of."""

@@ -1,0 +1,352 @@
+"""The host's share of a decode step, phase by phase, with the device's work taken out.
+
+    python benchmarks/host.py [--num-seqs 1 64 256 1024] [--against DIR]
+
+The engine is real, its steps are those of `LLM.step`; but the model is a stand-in that returns a
+fixed tensor, the sampler one that returns fixed ids, and attention plans nothing. What remains is
+what the host pays between any two decode steps while the device waits for it, in microseconds:
+
+    schedule     Scheduler.schedule
+    prepare      from the batch to the step's tensors, the sampler's too
+    launch       the stand-ins, where kernels and graphs would be launched, and what is kept of them
+    read         from the sampled ids as a tensor to a list
+    postprocess  Scheduler.postprocess and what the engine books beside it
+
+If steps overlap (`--overlap`), a step schedules, prepares and launches the next one before it reads
+its own tokens: what comes before `read` is then hidden behind the step that the device computes.
+
+It runs on the CPU, where an upload is no copy and nothing waits: on a GPU `prepare` also pins and
+copies, some 5 to 10 microseconds for each array, and `read` waits for the step.
+
+`--against DIR` names a checkout of the nano-vllm project, whose phases are timed beside ours, the
+two taking turns: its scheduler, and its model runner's preparation if the checkout has that file
+(with its copies to the GPU taken out as ours are). What it lacks is left blank.
+"""
+
+import argparse
+import ast
+import gc
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from scheduler_step import RIVAL, load_rival
+
+from nanovllm import LLM, SamplingParams
+
+PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
+PROMPT_LEN = 100  # of the shortest; each is longer than the one before by a token
+VOCAB_SIZE = 32_000
+WARMUP_STEPS = 5
+SPARE_TOKENS = 8  # nobody finishes while time is taken
+
+Laps = dict[str, float]  # seconds of a step by phase
+Step = Callable[[], Laps]
+
+
+class Clock:
+    """Time by phase: a lap goes to the phase that it ends."""
+
+    def __init__(self) -> None:
+        self.laps: Laps = {}
+        self.last = 0.0
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.laps = dict.fromkeys(PHASES, 0.0)
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last call."""
+        now = time.perf_counter()
+        self.laps[phase] += now - self.last
+        self.last = now
+
+    def ends(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with whose end `phase` ends."""
+
+        def timed(*args: Any) -> Any:
+            result = function(*args)
+            self.lap(phase)
+            return result
+
+        return timed
+
+
+class StandIn:
+    """A model and a sampler that compute nothing; the time until they are called is `prepare`."""
+
+    def __init__(self, clock: Clock, num_tokens: int) -> None:
+        self.clock = clock
+        self.hidden = torch.zeros(num_tokens, 1)
+        self.token_ids = torch.full((num_tokens,), 7)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        self.clock.lap("prepare")
+        hidden = self.hidden[: len(input_ids)]
+        self.clock.lap("launch")
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def sample(self, logits: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.clock.lap("prepare")
+        token_ids = self.token_ids[: len(logits)]
+        self.clock.lap("launch")
+        return token_ids
+
+
+def prompts(num_seqs: int) -> list[list[int]]:
+    """Prompts that share nothing, of all lengths modulo any block size."""
+    return [[index + 1] + [7] * (PROMPT_LEN + index - 1) for index in range(num_seqs)]
+
+
+def max_length(num_seqs: int, num_steps: int) -> int:
+    """Tokens that no sequence reaches."""
+    return PROMPT_LEN + num_seqs + num_steps + SPARE_TOKENS
+
+
+def pool_blocks(num_seqs: int, num_steps: int, block_size: int) -> int:
+    """Blocks for all sequences at their full length: nobody is preempted."""
+    return num_seqs * -(-max_length(num_seqs, num_steps) // block_size)
+
+
+def write_model(path: Path, max_len: int) -> None:
+    """The smallest model that the engine takes: no layer of it ever runs."""
+    config = dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", hidden_size=16,
+        intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=16, vocab_size=VOCAB_SIZE, tie_word_embeddings=True, rms_norm_eps=1e-6,
+        max_position_embeddings=max_len, rope_theta=10_000, torch_dtype="float32",
+    )  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def our_step(num_seqs: int, num_steps: int, block_size: int, **options: Any) -> Step:
+    """Prefill our engine, and return its decode step."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), max_length(num_seqs, num_steps))
+        llm = LLM(
+            folder, device="cpu", load_format="dummy", max_num_seqs=num_seqs,
+            scheduling="prefill-first", kvcache_block_size=block_size,
+            num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size), **options,
+        )  # fmt: skip
+    clock = Clock()
+    take_out_the_device(llm, clock)
+    params = SamplingParams(max_tokens=num_steps + SPARE_TOKENS, ignore_eos=True)
+    for prompt in prompts(num_seqs):
+        llm.add_request(prompt, params)
+
+    def step() -> Laps:
+        clock.start()
+        llm.step()
+        clock.lap("postprocess")
+        return clock.laps
+
+    while not llm.stats()["decode_tokens"]:
+        step()
+    assert llm.stats()["num_running"] == num_seqs
+    return step
+
+
+def take_out_the_device(llm: LLM, clock: Clock) -> None:
+    """Put stand-ins where the device works, and laps between the phases of a step."""
+    runner, scheduler = llm._runner, llm.scheduler
+    stand_in: Any = StandIn(clock, llm.config.max_num_batched_tokens)
+    runner.model, runner.sampler = stand_in, stand_in.sample
+    runner.backend.plan = lambda context: None  # type: ignore[method-assign]  # noqa: ARG005
+    launch: Any = clock.ends("launch", runner.launch)
+
+    def launch_and_read(*args: Any) -> Any:
+        launched = launch(*args)
+        wait = launched.wait
+
+        def timed_wait() -> Any:
+            clock.lap("postprocess")  # what the engine did since the launch
+            token_ids = wait()
+            clock.lap("read")
+            return token_ids
+
+        launched.wait = timed_wait
+        return launched
+
+    runner.launch = launch_and_read  # type: ignore[method-assign, assignment]
+    scheduler.schedule = clock.ends("schedule", scheduler.schedule)  # type: ignore[method-assign]
+
+
+class Stub(types.ModuleType):
+    """A module whose names are all there, for what is imported and never called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
+
+
+def load_preparation(checkout: Path) -> types.ModuleType | None:
+    """The other engine's model runner without model and kernels; None if the file is not there."""
+    folder = checkout / "nanovllm"
+    if not (folder / "engine/model_runner.py").exists():
+        return None
+
+    def load(name: str) -> types.ModuleType:
+        path = folder / f"{name.replace('.', '/')}.py"
+        source = path.read_text(encoding="utf-8").replace("from nanovllm.", f"from {RIVAL}.")
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{RIVAL}."):
+                parent, _, _ = str(node.module).rpartition(".")
+                sys.modules.setdefault(parent, Stub(parent))
+                sys.modules.setdefault(str(node.module), Stub(str(node.module)))
+        module = types.ModuleType(f"{RIVAL}.{name}")
+        sys.modules[module.__name__] = module
+        exec(compile(tree, str(path), "exec"), module.__dict__)
+        return module
+
+    sys.modules.setdefault(f"{RIVAL}.utils", Stub(f"{RIVAL}.utils"))
+    load("utils.context")
+    return load("engine.model_runner")
+
+
+class NoCopies:
+    """PyTorch for the other engine's preparation: tensors stay where they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(data: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype)
+
+
+def rival_step(
+    modules: dict[str, types.ModuleType], preparation: types.ModuleType | None,
+    num_seqs: int, num_steps: int, block_size: int,
+) -> Step:  # fmt: skip
+    """Prefill the other engine's scheduler, and return its decode step."""
+    sequence = modules["engine.sequence"].Sequence
+    sequence.block_size = block_size
+    config = modules["config"].Config(
+        max_num_seqs=num_seqs, max_num_batched_tokens=16384, eos=-1, kvcache_block_size=block_size,
+        num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size),
+    )  # fmt: skip
+    scheduler = modules["engine.scheduler"].Scheduler(config)
+    told = scheduler.postprocess.__code__.co_argcount == 4  # whether it was a prefill
+    params = modules["sampling_params"].SamplingParams(
+        max_tokens=num_steps + SPARE_TOKENS, ignore_eos=True
+    )
+    for prompt in prompts(num_seqs):
+        scheduler.add(sequence(prompt, params))
+    clock = Clock()
+    stand_in = StandIn(clock, num_seqs)
+    runner: Any = None
+    if preparation is not None:
+        runner = object.__new__(preparation.ModelRunner)
+        runner.block_size, runner.rank, runner.device = block_size, 0, torch.device("cpu")
+        preparation.torch = NoCopies()  # type: ignore[attr-defined]
+        torch.Tensor.cuda = lambda self, **_: self  # type: ignore[method-assign]
+
+    def step() -> Laps:
+        clock.start()
+        seqs, is_prefill = scheduler.schedule()
+        clock.lap("schedule")
+        token_ids = [7] * len(seqs)
+        if runner is not None and not is_prefill:
+            assert preparation is not None
+            input_ids, positions = runner.prepare_decode(seqs)
+            temperatures = runner.prepare_sample(seqs)
+            hidden = stand_in(input_ids, positions)
+            token_ids = stand_in.sample(hidden, temperatures).tolist()
+            preparation.reset_context()
+            clock.lap("read")
+        else:
+            clock.last = time.perf_counter()
+        scheduler.postprocess(seqs, token_ids, *([is_prefill] if told else []))
+        clock.lap("postprocess")
+        return clock.laps
+
+    while scheduler.waiting:
+        step()
+    return step
+
+
+def microseconds(steps: dict[str, Step], num_steps: int) -> dict[str, dict[str, float]]:
+    """Medians by phase; the engines take turns, so that a busy machine meets both alike."""
+    laps: dict[str, list[Laps]] = {name: [] for name in steps}
+    gc.collect()
+    for _ in range(num_steps):
+        for name, step in steps.items():
+            laps[name].append(step())
+    rows = {}
+    for name, all_laps in laps.items():
+        kept = all_laps[WARMUP_STEPS:]
+        rows[name] = {phase: statistics.median(lap[phase] for lap in kept) for phase in PHASES}
+        rows[name]["total"] = statistics.median(sum(lap.values()) for lap in kept)
+    return {
+        name: {phase: round(1e6 * seconds, 1) for phase, seconds in row.items()}
+        for name, row in rows.items()
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64, 256, 1024], metavar="N")
+    parser.add_argument("--num-steps", type=int, default=300, metavar="N")
+    parser.add_argument("--block-size", type=int, default=256, metavar="N")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction,
+                        help="begin a step before the tokens of the last one are read")  # fmt: skip
+    parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout of nano-vllm")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure each number of sequences; print a table and one JSON line."""
+    args = parse_args()
+    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # a model without a tokenizer is meant
+    rival = load_rival(args.against) if args.against else None
+    preparation = load_preparation(args.against) if args.against else None
+    options = {} if args.overlap is None else {"overlap": args.overlap}
+    columns = (*PHASES, "total")
+    processor = platform.processor() or platform.machine()
+    result: dict[str, Any] = {
+        "benchmark": "host",
+        "machine": f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "torch": torch.__version__,
+        "num_steps": args.num_steps,
+        "block_size": args.block_size,
+        "options": options,
+        "unit": "us per decode step, medians",
+        "num_seqs": {},
+    }
+    print(f"us per decode step, medians of {args.num_steps}, block size {args.block_size}")
+    print(f"{'sequences':>9} {'':10}" + "".join(f" {column:>11}" for column in columns))
+    for num_seqs in args.num_seqs:
+        num_steps = args.num_steps + WARMUP_STEPS
+        workload = (num_seqs, num_steps, args.block_size)
+        steps = {"nanovllm": our_step(*workload, **options)}
+        if rival:
+            steps["nano-vllm"] = rival_step(rival, preparation, *workload)
+        figures: dict[str, Any] = microseconds(steps, num_steps)
+        if rival and preparation is None:
+            figures["nano-vllm"] |= dict.fromkeys(("prepare", "launch", "read", "total"))
+        for name, row in figures.items():
+            cells = ("" if row[column] is None else f"{row[column]:.1f}" for column in columns)
+            print(f"{num_seqs:>9} {name:10}" + "".join(f" {cell:>11}" for cell in cells))
+        result["num_seqs"][num_seqs] = figures
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
