@@ -3,6 +3,7 @@
     python bench.py                        # 256 requests, 100-1024 tokens in and out, Qwen3-0.6B
     python bench.py --shape qwen3-8b
     python bench.py --model ~/models/Qwen3-0.6B --repeats 5 --json result.json
+    python bench.py --peers --peer-python vllm=~/vllm/bin/python    # other engines, same workload
 
 A shape needs no download: random weights take the time that trained ones take. The roofline comes
 first: two rates measured here, and the least time in which they allow the workload. Decode only
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import peers
 from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.config import ATTENTION_BACKENDS, DTYPES, Config
 from nanovllm.engine.device import resolve_device, resolve_dtype
@@ -49,6 +51,9 @@ ENGINE_OPTIONS = (
     "device", "dtype", "enforce_eager", "attention_backend", "max_num_seqs",
     "max_num_batched_tokens", "num_kvcache_blocks", "tensor_parallel_size",
 )  # fmt: skip
+
+PEER_OPTIONS = ("max_model_len", "tensor_parallel_size", "enforce_eager")  # named alike everywhere
+PEER_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 
 # hidden, intermediate, layers, heads, KV heads, head_dim, vocabulary, tied
 SHAPES = {
@@ -291,8 +296,8 @@ def make_parser() -> argparse.ArgumentParser:
     number("--max-output-len", 1024, "most tokens to generate")
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="draws the requests (default: %(default)s)")  # fmt: skip
-    number("--repeats", None, "runs, of which the median counts (default: 3, or 1 if a run takes"
-           f" {SHORT_RUN_SECONDS} s)")  # fmt: skip
+    number("--repeats", None, "runs, or with --peers rounds, of which the median counts (default:"
+           f" 3, or 1 if a run takes {SHORT_RUN_SECONDS} s)")  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     number("--tensor-parallel-size", 1, "ranks that share the model out, on CUDA a GPU each")
@@ -302,6 +307,13 @@ def make_parser() -> argparse.ArgumentParser:
     number("--max-num-batched-tokens", 16384, "tokens of one step")
     number("--max-model-len", None, f"longest sequence (default: {MAX_MODEL_LEN}, or the model's)")
     number("--num-kvcache-blocks", None, "KV blocks (default: as many as the memory holds)")
+    parser.add_argument("--peers", nargs="*", metavar="NAME",
+                        help=f"compare with {', '.join(peers.PEERS)}, or those that are found;"
+                        " each round is a new process of each")  # fmt: skip
+    parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PATH",
+                        help="the Python that has this peer")  # fmt: skip
+    parser.add_argument("--peer-path", action="append", default=[], metavar="NAME=DIR",
+                        help="a folder to import this peer from, such as a checkout")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line here too")
     return parser
 
@@ -328,6 +340,61 @@ def engine_options(args: argparse.Namespace, model: ModelConfig) -> dict[str, An
     }
 
 
+def find_peers(args: argparse.Namespace) -> list[peers.Engine]:
+    """The engines to compare: none if nothing asks for it."""
+    if args.peers is None:
+        if args.peer_python or args.peer_path:
+            raise ValueError("--peer-python and --peer-path are for --peers")
+        return []
+    return peers.find_engines(args.peers, args.peer_python, args.peer_path)
+
+
+def compare(
+    engines: list[peers.Engine], path: Path, workload: Workload, args: argparse.Namespace,
+    result: dict[str, Any], device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """Let the engines take turns, each in a process of its own.
+
+    Peers share our limits of a batch where the command line sets them; else they keep their own.
+    """
+    if not args.model:
+        peers.write_weights(path, result["dtype"], args.seed)
+    ours = result["options"] | {"dtype": result["dtype"], "load_format": "auto"}
+    parser = make_parser()
+    shared = {name: ours[name] for name in PEER_OPTIONS} | {
+        name: ours[name] for name in PEER_LIMITS if ours[name] != parser.get_default(name)
+    }
+    visible = peers.visible_devices(device, args.tensor_parallel_size)
+    if visible:
+        ours["device"] = "cuda"
+    job = {
+        "model": str(path), "device": device.type, "dtype": result["dtype"],
+        "temperature": TEMPERATURE, "prompts": workload.prompts,
+        "output_lens": workload.output_lens, "warmup": [0] * args.min_input_len,
+    }  # fmt: skip
+    jobs = {
+        engine.name: job
+        | {"engine": engine.name, "module": engine.module}
+        | {"options": ours if engine.name == peers.OURS else shared}
+        for engine in engines
+    }
+    runs = peers.take_turns(engines, jobs, args.repeats or peers.ROUNDS, visible)
+    return peers.figures(runs, sum(workload.output_lens), result["roofline"]["seconds"])
+
+
+def run_alone(
+    llm: LLM, workload: Workload, args: argparse.Namespace, result: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure this engine, and print the figures."""
+    result |= measure(llm, workload, args)
+    result["roofline_percent"] = 100 * result["roofline"]["seconds"] / result["median_seconds"]
+    device = torch.device(llm.config.device)
+    if device.type == "cuda":  # the KV pool counts too
+        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    print_result(result)
+    return result
+
+
 @contextlib.contextmanager
 def usage_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Report what is refused as an error of the command line, without a traceback."""
@@ -350,23 +417,26 @@ def main(argv: list[str] | None = None) -> None:
             Config.from_options(path, options)
             model.check_parallel_size(args.tensor_parallel_size)
             device = resolve_device(args.device, Ranks(0, args.tensor_parallel_size))
+            engines = find_peers(args)
             output = args.json.open("w", encoding="utf-8") if args.json else None
         workload = draw_workload(args, model.vocab_size)
         result = describe(args, model, workload, device) | {"options": options}
         print_floor(result)
-        with usage_errors(parser):
-            llm = LLM(path, **options)
-        with llm:
-            result |= measure(llm, workload, args)
-    result["roofline_percent"] = 100 * result["roofline"]["seconds"] / result["median_seconds"]
-    if device.type == "cuda":  # the KV pool counts too
-        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
-    print_result(result)
+        if engines:
+            result["engines"] = compare(engines, path, workload, args, result, device)
+            peers.print_figures(result["engines"])
+        else:
+            with usage_errors(parser):
+                llm = LLM(path, **options)
+            with llm:
+                result = run_alone(llm, workload, args, result)
     line = json.dumps(result)
     print(line)
     if output:
         output.write(line + "\n")
         output.close()
+    if any("error" in row for row in result.get("engines", {}).values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def load_bench() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["bench"] = module  # dataclasses look their module up
+    sys.path.insert(0, str(BENCH.parent))  # as where the script is run
     spec.loader.exec_module(module)
     return module
 
@@ -264,6 +265,16 @@ class TestCommandLine:
             (["--max-input-len=4000"], "add up to 5024"),
             (["--device=tpu"], "device must be"),
             (["--json=/nowhere/result.json"], "/nowhere"),
+            (["--peer-path=vllm=."], "are for --peers"),
+            (["--peers", "sglang"], "nano-vllm, vllm, transformers; got sglang"),
+            (["--peers", "--peer-python=vllm"], "NAME=PATH with a NAME of nano-vllm"),
+            (["--peers", "--peer-python=vllm=/nowhere/python"], "/nowhere/python is no program"),
+            (["--peers", "--peer-path=vllm=/nowhere"], "/nowhere is not a directory"),
+            (["--peers", "vllm", "--peer-python=vllm=false"], "finds no package 'vllm'"),
+            (
+                ["--peers", "nano-vllm", f"--peer-path=nano-vllm={BENCH.parent}"],
+                "finds this project itself",
+            ),
         ],
     )
     def test_a_bad_option_is_one_line_and_no_traceback(

@@ -1,0 +1,262 @@
+"""Several engines on one workload: which of them are here, their turns, and what came of it.
+
+Each engine runs in a process of its own, a new one for each round: `benchmarks/peer.py`, run by the
+Python that has the engine. It gets what all share as a JSON file (prompts as token ids, output
+lengths, one model directory), and only one such process runs at a time.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = Path(__file__).with_name("peer.py")
+OURS = "nanovllm"
+PEERS = {"nano-vllm": "nanovllm", "vllm": "vllm", "transformers": "transformers"}  # their packages
+ROUNDS = 3
+LAST_LINES = 12  # of what a failed engine said
+FIND = """
+import importlib.util, sys
+spec = importlib.util.find_spec(sys.argv[1])
+print(spec.origin) if spec and spec.origin else sys.exit(1)
+"""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where an engine is: its package, the Python that runs it, a folder to import it from."""
+
+    name: str
+    module: str
+    python: str = sys.executable
+    path: str | None = None
+
+    def env(self) -> dict[str, str]:
+        """Its environment: the folder stands before what else Python searches."""
+        path = filter(None, [self.path, os.environ.get("PYTHONPATH")])
+        return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+
+    def find(self) -> Path | None:
+        """The package's file, as that Python finds it. Starts it."""
+        found = subprocess.run(
+            [self.python, "-c", FIND, self.module],
+            cwd=PROGRAM.parent, env=self.env(), capture_output=True, text=True,
+        )  # fmt: skip
+        return Path(found.stdout.strip()) if found.returncode == 0 else None
+
+
+class PeerError(Exception):
+    """An engine brought no result; the message is the end of what it said."""
+
+
+def pairs(option: str, values: list[str]) -> dict[str, str]:
+    """Parse NAME=VALUE, where NAME is a peer."""
+    parsed = {}
+    for text in values:
+        name, sign, value = text.partition("=")
+        if name not in PEERS or not sign or not value:
+            names = ", ".join(PEERS)
+            raise ValueError(f"{option} must be NAME=PATH with a NAME of {names}, got {text!r}")
+        parsed[name] = value
+    return parsed
+
+
+def program(name: str) -> str:
+    """The absolute path of a program. Links stay: a virtual environment's Python is one."""
+    found = shutil.which(os.path.expanduser(name))  # noqa: PTH111 - a Path forgets the dot of ./
+    if found is None:
+        raise FileNotFoundError(f"--peer-python {name} is no program")
+    return str(Path(found).absolute())
+
+
+def folder(name: str) -> str:
+    """The absolute path of a folder."""
+    path = Path(name).expanduser().absolute()
+    if not path.is_dir():
+        raise NotADirectoryError(f"--peer-path {name} is not a directory")
+    return str(path)
+
+
+def find_engines(names: list[str], pythons: list[str], paths: list[str]) -> list[Engine]:
+    """Ours, and the peers that are asked for; without names, those that are found.
+
+    A peer that is asked for, by name or by where it is, and is not there is a ValueError.
+    """
+    python_of = {name: program(it) for name, it in pairs("--peer-python", pythons).items()}
+    path_of = {name: folder(it) for name, it in pairs("--peer-path", paths).items()}
+    if unknown := sorted(set(names) - PEERS.keys()):
+        raise ValueError(f"--peers are {', '.join(PEERS)}; got {', '.join(unknown)}")
+    asked = {*names, *python_of, *path_of}
+    engines = [Engine(OURS, OURS, path=str(ROOT))]
+    for name, module in PEERS.items():
+        if names and name not in asked:
+            continue
+        engine = Engine(name, module, python_of.get(name, sys.executable), path_of.get(name))
+        file = engine.find()
+        if file is not None and not file.is_relative_to(ROOT / OURS):
+            engines.append(engine)
+        elif name in asked:
+            where = f"{engine.python}{f' with {engine.path}' if engine.path else ''}"
+            what = f"finds no package {module!r}" if file is None else "finds this project itself"
+            raise ValueError(f"{name}: {where} {what}; say --peer-path {name}=DIR or --peer-python"
+                             f" {name}=PATH")  # fmt: skip
+    return engines
+
+
+def write_weights(path: Path, dtype: str, seed: int) -> None:
+    """Give a model directory of config.json alone random weights, and one word for each token.
+
+    Peak memory: the model.
+    """
+    from tokenizers import Tokenizer, models
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    file = path / "config.json"
+    text = json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"torch_dtype": dtype})
+    file.write_text(text, encoding="utf-8")
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    file.write_text(text, encoding="utf-8")  # as all versions can read it, not as this one wrote it
+    words = {f"t{i}": i for i in range(config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+
+
+def visible_devices(device: torch.device, num_ranks: int) -> dict[str, str]:
+    """Of the GPUs, show only those that `device` and its followers are."""
+    if device.type != "cuda":
+        return {}
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    seen = seen or [str(index) for index in range(torch.cuda.device_count())]
+    first = device.index or 0
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[first : first + num_ranks])}
+
+
+def run_engine(engine: Engine, folder: Path, env: dict[str, str]) -> dict[str, Any]:
+    """One run in a new process; at the end, however it comes, what it started ends with it.
+
+    Files instead of pipes: a grandchild that keeps one open is not waited for.
+    """
+    out, err = folder / f"{engine.name}.out", folder / f"{engine.name}.err"
+    command = [engine.python, str(PROGRAM), str(folder / f"{engine.name}.json")]
+    with out.open("w") as stdout, err.open("w") as stderr:
+        child = subprocess.Popen(
+            command, env=engine.env() | env, stdout=stdout, stderr=stderr,
+            stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True,
+        )  # fmt: skip
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            status = child.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    try:
+        result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    except ValueError:
+        said = err.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        ended = f"signal {-status}" if status < 0 else f"status {status}"
+        raise PeerError("\n".join([f"ended with {ended}", *said])) from None
+    return result
+
+
+@dataclass
+class Runs:
+    """What came of an engine's rounds."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+
+def take_turns(
+    engines: list[Engine], jobs: dict[str, dict[str, Any]], rounds: int, env: dict[str, str]
+) -> dict[str, Runs]:
+    """Run the rounds, each beginning with another engine. One that failed is not run again."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, job in jobs.items():
+            (Path(scratch) / f"{name}.json").write_text(json.dumps(job), encoding="utf-8")
+        return _rounds(engines, rounds, Path(scratch), env)
+
+
+def _rounds(
+    engines: list[Engine], rounds: int, folder: Path, env: dict[str, str]
+) -> dict[str, Runs]:
+    runs = {engine.name: Runs() for engine in engines}
+    for index in range(rounds):
+        first = index % len(engines)
+        for engine in engines[first:] + engines[:first]:
+            its = runs[engine.name]
+            if its.error is not None:
+                continue
+            try:
+                result = run_engine(engine, folder, env)
+            except (OSError, PeerError) as error:
+                its.error = str(error)
+                lines = its.error.replace("\n", "\n    | ")
+                print(f"  round {index + 1}: {engine.name} failed: {lines}", flush=True)
+                continue
+            its.seconds.append(result.pop("seconds"))
+            its.about = result
+            print(f"  round {index + 1}: {engine.name} {its.seconds[-1]:.2f} s"
+                  f" (ready after {result['setup_seconds']:.0f} s)", flush=True)  # fmt: skip
+    return runs
+
+
+def figures(runs: dict[str, Runs], output_tokens: int, floor_seconds: float) -> dict[str, Any]:
+    """Medians and ratios: how many times as fast as each peer ours is, and in each round."""
+    result: dict[str, Any] = {}
+    ours = runs[OURS]
+    for name, its in runs.items():
+        row: dict[str, Any] = {"seconds": its.seconds, **its.about}
+        if its.error is not None:
+            row["error"] = its.error
+        if its.seconds:
+            median = statistics.median(its.seconds)
+            row["median_seconds"] = median
+            row["output_tokens_per_second"] = output_tokens / median
+            row["roofline_percent"] = 100 * floor_seconds / median
+            if ours.seconds:
+                row["ratio"] = median / statistics.median(ours.seconds)
+                rounds = zip(its.seconds, ours.seconds, strict=False)  # one may have failed late
+                row["ratios"] = [theirs / our for theirs, our in rounds]
+        result[name] = row
+    return result
+
+
+def print_figures(result: dict[str, Any]) -> None:
+    """A table: engines, and how ours compares."""
+    labels = {name: f"{name} {row.get('version', '')}".strip() for name, row in result.items()}
+    width = max(map(len, labels.values()))
+    print(
+        f"  {'':{width}}  output tok/s  median s    least to most  of roofline  nanovllm ahead by"
+    )
+    for name, row in result.items():
+        if "median_seconds" not in row:
+            print(f"  {labels[name]:{width}}  failed")
+            continue
+        spread = f"{min(row['seconds']):.2f} to {max(row['seconds']):.2f}"
+        line = (
+            f"  {labels[name]:{width}}  {row['output_tokens_per_second']:12,.1f}"
+            f"  {row['median_seconds']:8.2f}  {spread:>15}  {row['roofline_percent']:10.1f}%"
+        )
+        if name != OURS and "ratio" in row:
+            low, high = min(row["ratios"]), max(row["ratios"])
+            line += f"  {row['ratio']:.2f} ({low:.2f} to {high:.2f} by round)"
+        print(line)
