@@ -4,6 +4,7 @@
     python bench.py --shape qwen3-8b
     python bench.py --model ~/models/Qwen3-0.6B --repeats 5 --json result.json
     python bench.py --peers --peer-python vllm=~/vllm/bin/python    # other engines, same workload
+    python bench.py --profile trace.json   # and where the time goes, for Perfetto
 
 A shape needs no download: random weights take the time that trained ones take. The roofline comes
 first: two rates measured here, and the least time in which they allow the workload. Decode only
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import peers
+from benchmarks import peers, step_trace
 from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.config import ATTENTION_BACKENDS, DTYPES, Config
 from nanovllm.engine.device import resolve_device, resolve_dtype
@@ -314,6 +315,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help="the Python that has this peer")  # fmt: skip
     parser.add_argument("--peer-path", action="append", default=[], metavar="NAME=DIR",
                         help="a folder to import this peer from, such as a checkout")  # fmt: skip
+    parser.add_argument("--profile", type=Path, metavar="FILE",
+                        help="after the measured runs, write a trace of a few steps")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line here too")
     return parser
 
@@ -346,6 +349,8 @@ def find_peers(args: argparse.Namespace) -> list[peers.Engine]:
         if args.peer_python or args.peer_path:
             raise ValueError("--peer-python and --peer-path are for --peers")
         return []
+    if args.profile:
+        raise ValueError("--profile is for a run without --peers")
     return peers.find_engines(args.peers, args.peer_python, args.peer_path)
 
 
@@ -385,13 +390,15 @@ def compare(
 def run_alone(
     llm: LLM, workload: Workload, args: argparse.Namespace, result: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measure this engine, and print the figures."""
+    """Measure this engine, print the figures, and then write a trace if one is asked for."""
     result |= measure(llm, workload, args)
     result["roofline_percent"] = 100 * result["roofline"]["seconds"] / result["median_seconds"]
     device = torch.device(llm.config.device)
     if device.type == "cuda":  # the KV pool counts too
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     print_result(result)
+    if args.profile:
+        print(step_trace.write_trace(llm, workload.prompts, TEMPERATURE, args.profile), flush=True)
     return result
 
 
@@ -419,6 +426,8 @@ def main(argv: list[str] | None = None) -> None:
             device = resolve_device(args.device, Ranks(0, args.tensor_parallel_size))
             engines = find_peers(args)
             output = args.json.open("w", encoding="utf-8") if args.json else None
+            if args.profile:
+                args.profile.touch()
         workload = draw_workload(args, model.vocab_size)
         result = describe(args, model, workload, device) | {"options": options}
         print_floor(result)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from nanovllm import LLM
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils import roofline
 from nanovllm.utils.roofline import Machine
@@ -236,6 +238,47 @@ class TestCommandLine:
         assert result["workload"]["output_tokens"] == 2
         assert result["roofline"]["decode_gemm_seconds"] == 0  # prefill yields one token each
 
+    def test_a_profile_is_a_trace_of_steps_beside_the_measured_runs(
+        self,
+        model_dir: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A trace that viewers cannot open, or one whose steps are counted as measured ones."""
+        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
+        traced: list[dict[str, int]] = []
+        write_trace = bench.step_trace.write_trace
+
+        def spying(llm: LLM, *rest: Any) -> str:
+            traced.append(dict(llm.stats()))
+            text: str = write_trace(llm, *rest)
+            traced.append(dict(llm.stats()))
+            return text
+
+        monkeypatch.setattr(bench.step_trace, "write_trace", spying)
+        file = tmp_path / "trace.json"
+        bench.main(
+            [f"--model={model_dir}", "--num-seqs=3", "--min-input-len=20", "--max-input-len=30",
+             "--min-output-len=6", "--max-output-len=9", "--max-model-len=64",
+             "--num-kvcache-blocks=32", "--repeats=1", "--device=cpu", f"--profile={file}"]
+        )  # fmt: skip
+        events = json.loads(file.read_text())["traceEvents"]
+        names = [event.get("name", "") for event in events]
+        steps = sorted(name for name in names if name.startswith("step "))
+        assert steps == ["step 1: prefill", *(f"step {i}: decode" for i in range(2, 6))]
+        assert any(name.startswith("aten::") for name in names)
+        out = capsys.readouterr().out
+        # The figures come first, from runs that have been; then where the trace is, and its top.
+        assert out.index("output tok/s,") < out.index(str(file)) < out.index("aten::")
+        result = json.loads(out.splitlines()[-1])
+        assert len(result["seconds"]) == 1
+        before, after = traced
+        prompts, _ = draw(259, "--num-seqs=3", "--min-input-len=20", "--max-input-len=30")
+        lengths = list(map(len, prompts))
+        # What the measured runs left in the prefix cache must not shorten the trace's prefill.
+        assert after["prefill_tokens"] - before["prefill_tokens"] == lengths[0] + sum(lengths)
+
     def test_a_slow_machine_is_told_of_smaller_options(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -265,6 +308,8 @@ class TestCommandLine:
             (["--max-input-len=4000"], "add up to 5024"),
             (["--device=tpu"], "device must be"),
             (["--json=/nowhere/result.json"], "/nowhere"),
+            (["--profile=/nowhere/trace.json"], "/nowhere"),
+            (["--profile=trace.json", "--peers"], "without --peers"),
             (["--peer-path=vllm=."], "are for --peers"),
             (["--peers", "sglang"], "nano-vllm, vllm, transformers; got sglang"),
             (["--peers", "--peer-python=vllm"], "NAME=PATH with a NAME of nano-vllm"),

@@ -1,0 +1,59 @@
+"""A trace of a few steps, by PyTorch's profiler: which operators and kernels a step consists of.
+
+It runs the beginning of a workload on an engine that is warm: as many prompts as one step takes,
+one prefill, and some decode steps. The profiler slows all of it down, so nothing is measured there.
+"""
+
+import itertools
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from nanovllm import LLM, SamplingParams
+
+DECODE_STEPS = 4
+TOP = 10
+
+
+def steps_of(llm: LLM, prompts: list[list[int]], temperature: float) -> int:
+    """Prefill as many prompts as fit into a step and decode; return how many steps it took."""
+    budget = llm.config.max_num_batched_tokens
+    ends = itertools.accumulate(len(prompt) for prompt in prompts)
+    fitting = max(1, sum(end <= budget for end in ends))
+    params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=1 + DECODE_STEPS)
+    for prompt in prompts[: min(fitting, llm.config.max_num_seqs)]:
+        llm.add_request(prompt[:budget], params)
+    for step in itertools.count(1):
+        kind = "prefill" if llm.stats()["num_waiting"] else "decode"
+        with record_function(f"step {step}: {kind}"):
+            llm.step()
+        if llm.is_finished():
+            return step
+    raise AssertionError
+
+
+def write_trace(llm: LLM, prompts: list[list[int]], temperature: float, file: Path) -> str:
+    """Write a trace that chrome://tracing and Perfetto open; return what to say about it.
+
+    The steps run twice: the profiler's own start belongs to the first time, which is dropped.
+    Prompts run backwards, so that a measured run has not left them in the prefix cache.
+    """
+    activities = [ProfilerActivity.CPU]
+    on_cuda = torch.device(llm.config.device).type == "cuda"
+    if on_cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities):
+        steps_of(llm, [sorted(prompts[0])], temperature)
+    with profile(activities=activities) as profiler:
+        steps = steps_of(llm, [prompt[::-1] for prompt in prompts], temperature)
+    profiler.export_chrome_trace(str(file))
+    time_of = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    rows = [row for row in profiler.key_averages() if not row.key.startswith("step ")]
+    total = sum(getattr(row, time_of) for row in rows)
+    top = sorted(rows, key=lambda row: -getattr(row, time_of))[:TOP]
+    lines = [f"trace of {steps} steps: {file} (open it in https://ui.perfetto.dev)"]
+    for row in top:
+        time = getattr(row, time_of)
+        lines.append(f"  {time / 1e3:10.2f} ms {time / total:6.1%} {row.count:6} x {row.key[:70]}")
+    return "\n".join(lines)
