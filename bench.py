@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import peers, step_trace
 from nanovllm import LLM, SamplingParams, __version__
-from nanovllm.config import ATTENTION_BACKENDS, DTYPES, Config
+from nanovllm.config import ATTENTION_BACKENDS, DTYPES, SCHEDULINGS, Config
 from nanovllm.engine.device import resolve_device, resolve_dtype
 from nanovllm.layers.linear import LinearBase
 from nanovllm.models.config import ModelConfig
@@ -50,7 +50,7 @@ WORKLOAD_OPTIONS = (
 )  # fmt: skip
 ENGINE_OPTIONS = (
     "device", "dtype", "enforce_eager", "attention_backend", "max_num_seqs",
-    "max_num_batched_tokens", "num_kvcache_blocks", "tensor_parallel_size",
+    "max_num_batched_tokens", "num_kvcache_blocks", "tensor_parallel_size", "overlap", "scheduling",
 )  # fmt: skip
 
 PEER_OPTIONS = ("max_model_len", "tensor_parallel_size", "enforce_eager")  # named alike everywhere
@@ -303,6 +303,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     number("--tensor-parallel-size", 1, "ranks that share the model out, on CUDA a GPU each")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--overlap", action="store_true", help="begin a step before the last ends")
+    parser.add_argument("--scheduling", choices=SCHEDULINGS, default="prefill-first")
     parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     number("--max-num-seqs", 512, "sequences that may run at once")
     number("--max-num-batched-tokens", 16384, "tokens of one step")
