@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.intake import Prompt
 from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
-from nanovllm.engine.request import completion
+from nanovllm.engine.request import completion, logprobs
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ WINDOW = 200  # steps that the progress bar's rates are taken over
 
 
 @dataclass(slots=True)
-class Telling:
+class Told:
     """What a stream has told of a prompt: characters and tokens of each sample, None for all."""
 
     index: int
@@ -65,12 +65,17 @@ class LLM(LLMEngine):
 
         A conversation is a list of messages, `{"role": ..., "content": ...}`; one alone, or a list
         of them. What further keywords mean is the template's business (Qwen3's knows
-        `enable_thinking=False`). Otherwise as `generate`.
+        `enable_thinking=False`); they may also come as one dict, `chat_template_kwargs`, as in
+        vLLM. Otherwise as `generate`.
         """
         self._check_open()
+        more = chat_template_kwargs.pop("chat_template_kwargs", None) or {}
+        if not isinstance(more, Mapping):
+            raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
         options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
+        options |= {**more, **chat_template_kwargs}
         prompts = [
-            self._apply_template(index, conversation, options | chat_template_kwargs)
+            self._apply_template(index, conversation, options)
             for index, conversation in enumerate(_conversations(messages))
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -81,7 +86,7 @@ class LLM(LLMEngine):
             owner = (
                 "the model directory has no tokenizer"
                 if self.tokenizer is None
-                else ("the tokenizer has no chat template")
+                else "the tokenizer has no chat template"
             )
             raise ValueError(f"{owner}; make prompts yourself, and pass them to generate()")
         try:
@@ -113,7 +118,7 @@ class LLM(LLMEngine):
         ids = self._enqueue_all(prompts, params)
         try:
             samples = enumerate(one.n for one in params)
-            tellings = [Telling(index, [(0, 0)] * n) for index, n in samples]
+            tellings = [Told(index, [(0, 0)] * n) for index, n in samples]
             told = dict(zip(ids, tellings, strict=True))
             while told:
                 self._check_open()
@@ -126,14 +131,22 @@ class LLM(LLMEngine):
         return [self._enqueue(*pair, True) for pair in zip(prompts, params, strict=True)]
 
     @exclusive
-    def _stream_step(self, told: dict[int, Telling]) -> list[StreamEvent]:
+    def _stream_step(self, told: dict[int, Told]) -> list[StreamEvent]:
         """Run a step, unless some request has finished already in one of another call."""
         if told.keys() <= self._requests.keys():
             self._step()
         events: list[StreamEvent] = []
         for request_id, telling in list(told.items()):
             request = self._requests.get(request_id) or self._finished.get(request_id)
-            if request is not None:  # else aborted by another call, which has its output
+            if request is None:  # aborted by another call, which has its output
+                events += (
+                    StreamEvent(
+                        index=telling.index, sample=sample, request_id=request_id, text="",
+                        token_ids=[], finish_reason="abort", stop_reason=None, logprobs=None,
+                    )
+                    for sample, place in enumerate(telling.places) if place is not None
+                )  # fmt: skip
+            else:
                 news = (self._event(telling, seq) for seq in request.seqs)
                 events += (event for event in news if event is not None)
             if request_id not in self._requests:
@@ -142,7 +155,7 @@ class LLM(LLMEngine):
                 self._streaming.discard(request_id)
         return events
 
-    def _event(self, telling: Telling, seq: Any) -> StreamEvent | None:
+    def _event(self, telling: Told, seq: Any) -> StreamEvent | None:
         """What is new of a sample, if anything; `telling` is brought up to date."""
         place = telling.places[seq.index]
         if place is None:
@@ -159,6 +172,7 @@ class LLM(LLMEngine):
                 token_ids=output["token_ids"][num_tokens:],
                 finish_reason=output["finish_reason"],
                 stop_reason=output["stop_reason"],
+                logprobs=None if output["logprobs"] is None else output["logprobs"][num_tokens:],
             )
         start, end = seq.num_prompt_tokens + num_tokens, seq.num_known_tokens
         if start == end:
@@ -173,6 +187,7 @@ class LLM(LLMEngine):
             token_ids=seq.token_ids[start:end],
             finish_reason=None,
             stop_reason=None,
+            logprobs=logprobs(seq, start, self.tokenizer),
         )
 
     @exclusive
@@ -217,7 +232,7 @@ class LLM(LLMEngine):
                     bar.update(len(done))
 
     def _progress(self, before: StepCounter) -> str:
-        """The rates since `before`, and how full the engine is."""
+        """The rates since `before`, those running and waiting, and how full the pool is."""
         now, stats = self.counter, self.stats()
         prefill, decode = (
             (getattr(now, f"{kind}_tokens") - getattr(before, f"{kind}_tokens"))
@@ -225,8 +240,8 @@ class LLM(LLMEngine):
             for kind in ("prefill", "decode")
         )
         return (
-            f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s,"
-            f" {stats['num_running']} running, {stats['num_waiting']} waiting,"
+            f"prefill {tqdm.format_sizeof(prefill)}, decode {tqdm.format_sizeof(decode)} tok/s,"
+            f" {stats['num_running']}+{stats['num_waiting']} seqs,"
             f" KV {stats['blocks_used'] / stats['num_blocks']:.0%}"
         )
 

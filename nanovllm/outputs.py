@@ -22,8 +22,9 @@ class EngineStats(TypedDict):
     """What an engine has done since it was made, and what it is at now.
 
     Token counts are of tokens computed: a preempted prompt counts again. Prompt tokens are asked of
-    the prefix cache once, when a request is first admitted. Its samples run each by itself once the
-    prompt has been computed.
+    the prefix cache once, when a request is first admitted. Running are sequences, each
+    of a request's samples by itself; those that wait for their prompt are not counted. With
+    `overlap`, tokens that are dropped count as decoded.
     """
 
     num_waiting: int
@@ -72,7 +73,7 @@ class RequestOutput(TypedDict):
 
     `num_cached_tokens` counts the prompt tokens found in the prefix cache on first admission.
     `prompt_logprobs` has, where they were asked for, None for the first token of the prompt and
-    then a list for each, as in `logprobs`.
+    then a list for each, as in `logprobs`; as far as they were computed, if it was aborted.
     """
 
     request_id: int
@@ -93,8 +94,8 @@ class StreamEvent(TypedDict):
     """What a step has brought for one of the prompts of `stream`.
 
     `index` is the prompt's place in the call, `sample` which of its `n` samples it is. All `text`s
-    of a sample together are its output's text, all `token_ids` its token ids; `finish_reason` is
-    None until the last event.
+    of a sample together are its output's text, all `token_ids` its token ids, all `logprobs` its
+    own, if they are asked for; `finish_reason` is None until the last event.
     """
 
     index: int
@@ -104,3 +105,4 @@ class StreamEvent(TypedDict):
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    logprobs: list[list[TokenLogprob]] | None

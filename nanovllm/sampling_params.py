@@ -23,6 +23,7 @@ FLOATS = {
     "frequency_penalty": (-2.0, 2.0, False),
 }
 MAX_BIAS = 100.0
+MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class SamplingParams:
             self._set(name, check_float(name, getattr(self, name), low, high, above))
         self._set("top_k", check_int("top_k", self.top_k, -1))
         self._set("min_tokens", check_int("min_tokens", self.min_tokens, 0))
-        self._set("n", check_int("n", self.n, 1))
+        self._set("n", check_int("n", self.n, 1, MAX_SAMPLES))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._set(name, check_int(name, getattr(self, name), 0))

@@ -120,8 +120,9 @@ def test_special_tokens_are_skipped_all_the_same(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(allowed_token_ids=[3, 259]), "allowed_token_ids must be in [0, 258], got 259"),
-        (dict(logit_bias={259: 1.0}), "logit_bias must be in [0, 258], got 259"),
+        (dict(allowed_token_ids=[259]), "allowed_token_ids: a token id must be in [0, 258], got"),
+        (dict(logit_bias={259: 1.0}), "logit_bias: a token id must be in [0, 258], got 259"),
+        (dict(min_tokens=511, max_tokens=None), "min_tokens must be at most 510"),
         (dict(min_tokens=2, allowed_token_ids=[257]), "allowed_token_ids must hold more than"),
         (dict(allowed_token_ids=[64], bad_words=["a"]), "allowed_token_ids must hold more than"),
     ],

@@ -25,7 +25,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
             ("4", TypeError), (True, TypeError),
         ],
     ),
-    "n": (">= 1", [(0, ValueError), (-1, ValueError), (1.0, TypeError), (None, TypeError)]),
+    "n": ("in [1, 16384]", [(0, ValueError), (10**9, ValueError), (1.0, TypeError)]),
     "prompt_logprobs": (">= 0", [(-1, ValueError), (1.0, TypeError), (True, TypeError)]),
     "priority": (
         f"in [{-(2**63)}, {2**63 - 1}]",

@@ -67,3 +67,14 @@ def test_a_request_that_never_began_has_times(model_dir: Path) -> None:
         assert [*metrics.values()][:3] == [None] * 3
         (out,) = llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)
         assert out["metrics"]["time_per_output_token"] is None
+
+
+@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed"])
+def test_a_prompt_that_ends_in_a_decode_step_has_no_first_token(
+    scheduling: str, model_dir: Path
+) -> None:
+    """Its last chunk is one token."""
+    options = dict(max_num_batched_tokens=16, scheduling=scheduling)
+    with make_llm(model_dir, **options) as llm:
+        (out,) = llm.generate([3] * 17, GREEDY, use_tqdm=False)
+    assert out["metrics"]["time_to_first_token"] and out["metrics"]["time_per_output_token"]

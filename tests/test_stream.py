@@ -109,11 +109,14 @@ def test_an_aborted_request_breaks_the_stream(llm: LLM) -> None:
     first = next(stream)
     llm.abort_request(first["request_id"])
     rest = list(stream)
-    assert {event["index"] for event in rest} == {1 - first["index"]}
+    aborted = [event for event in rest if event["index"] == first["index"]]
+    assert [event["finish_reason"] for event in aborted] == ["abort"], "a reader waits for its end"
     assert llm.is_finished()
     alone = llm.stream(PROMPTS[0], params)
     llm.abort_request(next(alone)["request_id"])
-    assert list(alone) == [] and llm.is_finished()
+    (end,) = alone
+    assert (end["text"], end["token_ids"], end["finish_reason"]) == ("", [], "abort")
+    assert llm.is_finished()
 
 
 def test_a_stream_that_rests_keeps_others_waiting(llm: LLM) -> None:
@@ -230,3 +233,13 @@ def test_a_stop_is_found_in_other_text_than_the_outputs(llm: LLM) -> None:
         assert out["token_ids"][: len(cut["token_ids"])] == cut["token_ids"]
         found += 1
     assert found >= 5
+
+
+def test_a_stream_keeps_logprobs_to_itself(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True, logprobs=2)
+    (out,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    told = [event["logprobs"] or [] for event in llm.stream(PROMPTS[:1], params)]
+    ids = [[entry["token_id"] for entry in likely] for event in told for likely in event]
+    assert ids == [[entry["token_id"] for entry in likely] for likely in out["logprobs"] or []]
+    (event, *_) = llm.stream(PROMPTS[:1], SamplingParams(max_tokens=1))
+    assert event["logprobs"] is None

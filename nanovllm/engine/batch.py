@@ -11,8 +11,8 @@ class Batch:
 
     Each computes its `num_scheduled_tokens` tokens after the `num_cached_tokens` that are in the
     cache; decode steps carry one token for each sequence. A prefill may carry sequences that decode
-    along: the first `num_decodes`. A fork is a sequence and one of its
-    followers: this computes nothing, and is sampled from what the first computes.
+    along: its first `num_decodes`. A fork is a sequence and one of its followers: the follower
+    computes nothing, and is sampled from the logits of the sequence.
 
     `sampling_seqs` are those that the step yields a token for. Once the step is on its way, the
     scheduler notes in `ends` how far each of `all_seqs` has been computed by it.

@@ -47,6 +47,12 @@ class Intake:
                 f"prompt must have 1 to {self.max_model_len - 1} tokens (max_model_len="
                 f"{self.max_model_len} less one to generate), got {len(token_ids)}"
             )
+        room = self.max_model_len - len(token_ids)
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens must be at most {room} (max_model_len={self.max_model_len} leaves that"
+                f" behind {len(token_ids)} prompt tokens), got {params.min_tokens}"
+            )
         return token_ids
 
     def request(self, token_ids: list[int], params: SamplingParams, streams: bool) -> Request:
@@ -79,7 +85,7 @@ class Intake:
                 check_int(name, getattr(params, name), 0, last + 1)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
-                check_int(name, token_id, 0, last)
+                check_int(f"{name}: a token id", token_id, 0, last)
         for name in ("bad_words", "stop"):
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(

@@ -21,11 +21,10 @@ class Launched:
         self.num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
         self.token_ids = token_ids
         self.tellings = tellings
-        self._host = token_ids
+        self._host = _to_host(token_ids)
+        self._columns = [tuple(map(_to_host, telling.columns)) for telling in tellings]
         self._copied: torch.cuda.Event | None = None
         if token_ids.device.type == "cuda":
-            self._host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._host.copy_(token_ids, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -51,7 +50,15 @@ class Launched:
     def wait(self) -> list[int]:
         """The token ids, when they are there. Tells sequences what was likely, too."""
         self.synchronize()
-        for tell in self.tellings:
-            tell()
+        for telling, columns in zip(self.tellings, self._columns, strict=True):
+            telling.tell(columns)
         token_ids: list[int] = self._host.tolist()
         return token_ids
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy that is made when the device gets there; the tensor itself on the CPU."""
+    if x.device.type == "cpu":
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)

@@ -70,9 +70,11 @@ def exclusive(method: Callable[..., T]) -> Callable[..., T]:
             self._generating = False
         except BaseException:
             self._recover(before)
-            if self._runner.failure is not None:
+            if self._runner.failure is not None or self._close_asked:
                 self.close()
             raise
+        if self._close_asked:
+            self.close()
         return result
 
     return run
@@ -103,6 +105,8 @@ class LLMEngine:
         self._abandoned: set[int] = set()
         self._streaming: set[int] = set()  # those whose outputs go to an iterator
         self._generating = False
+        self._close_asked = False
+        self._begun: dict[int, Request] = {}  # whose first token is to come
         self._launched: Launched | None = None  # a step on its way, whose tokens nobody has taken
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -148,8 +152,15 @@ class LLMEngine:
     def close(self) -> None:
         """Give back the device's memory and end the other ranks. Idempotent.
 
-        Also done when the engine is collected and when Python ends.
+        Also done when the engine is collected and when Python ends. Asked for in the middle of a
+        call, by a signal's handler or another thread, it ends that call after the step.
         """
+        if self._generating:
+            self._close_asked = True
+            return
+        if self._launched is not None and self._finalizer.alive:
+            self._launched.synchronize()
+        self._launched = None
         self._finalizer()
 
     def __repr__(self) -> str:
@@ -175,8 +186,7 @@ class LLMEngine:
         return request.output(self.tokenizer)
 
     def _end(self, request: Request) -> None:
-        while unfinished := request.unfinished:  # the first one's end may be others'
-            self.scheduler.abort(unfinished[0])
+        self.scheduler.abort(*request.unfinished)
         request.times.ended = time.perf_counter()
         self.counter.aborted += 1
 
@@ -202,6 +212,8 @@ class LLMEngine:
 
         If steps overlap, the next one is on its way meanwhile, unless it must know the tokens.
         """
+        if self._close_asked:
+            raise RuntimeError("this LLM was closed in the middle of the call; make a new one")
         start = time.perf_counter()
         launched = self._launched or self._launch()
         self._launched = None
@@ -212,10 +224,9 @@ class LLMEngine:
             self._launched = self._launch(launched)
         finished = self.scheduler.postprocess(batch, launched.wait())
         end = time.perf_counter()
-        if batch.is_prefill:
+        if self._begun:
             for seq in batch.sampling_seqs:
-                request = self._requests.get(seq.request_id)
-                if request is not None and request.times.first_token is None:
+                if (request := self._begun.pop(seq.request_id, None)) is not None:
                     request.times.first_token = end
         for request_id in dict.fromkeys(seq.request_id for seq in finished):
             request = self._requests[request_id]
@@ -240,9 +251,11 @@ class LLMEngine:
 
     def _note_admissions(self, batch: Batch, now: float) -> None:
         for seq in batch.seqs:
-            times = self._requests[seq.request_id].times
-            if times.scheduled is None:
-                times.scheduled = now
+            request = self._requests[seq.request_id]
+            if request.times.first_token is None:
+                self._begun[seq.request_id] = request
+            if request.times.scheduled is None:
+                request.times.scheduled = now
                 self.counter.cache_queries += seq.num_prompt_tokens
                 self.counter.cache_hits += seq.num_hit_tokens or 0
 
@@ -254,6 +267,7 @@ class LLMEngine:
         """
         self._generating = False
         self._launched = None
+        self._begun.clear()
         known = len(self._requests)
         kept = {r.request_id: r for r in requests if not r.is_aborted}
         self._finished = {i: r for i, r in kept.items() if not r.unfinished}

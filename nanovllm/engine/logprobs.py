@@ -5,16 +5,40 @@ prompts. What is computed stays on the device until a step's tokens are read: th
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
+from nanovllm.engine.inputs import upload
 from nanovllm.engine.sampling_inputs import rows_at_a_time
 from nanovllm.engine.sequence import LikelyToken, Sequence
 from nanovllm.layers.ranking import most_likely
 
-Telling = Callable[[], None]
-Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, log-probabilities, ranks: [B, 1+K]
+Columns = tuple[torch.Tensor, ...]  # ids, log-probabilities and ranks: [B, 1 + K] each
+Taker = Callable[[list[LikelyToken]], None]
+
+
+@dataclass(slots=True)
+class Telling:
+    """What will be told: `columns` on the device, and who takes what is in a row when it is there.
+
+    A row's own token stands first, then the most likely ones; `numbers` says how many are wanted.
+    """
+
+    columns: Columns
+    numbers: list[int]
+    takers: list[Taker]
+
+    def tell(self, columns: Columns) -> None:
+        """Hand out the columns, which have come to the host."""
+        rows = zip(self.takers, self.numbers, *(c.tolist() for c in columns), strict=True)
+        for take, number, ids, values, ranks in rows:
+            own, *others = zip(ids, values, ranks, strict=True)
+            take([own, *(token for token in others[:number] if token[0] != own[0])])
 
 
 def tell_logprobs(
@@ -24,20 +48,11 @@ def tell_logprobs(
     wanted = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
     size = rows_at_a_time(logits.shape[1])
     for start in range(0, len(wanted), size):
-        rows = wanted[start : start + size]
-        numbers = [seqs[row].params.logprobs or 0 for row in rows]
-        columns = _likely(logits[rows], token_ids[rows], max(numbers))
-        tokens = [(seqs[row], seqs[row].num_tokens) for row in rows]
-
-        def tell(
-            tokens: list[tuple[Sequence, int]] = tokens,
-            numbers: list[int] = numbers,
-            columns: Columns = columns,
-        ) -> None:
-            for (seq, place), likely in zip(tokens, _read(columns, numbers), strict=True):
-                seq.logprobs[place] = likely
-
-        yield tell
+        some = [seqs[row] for row in wanted[start : start + size]]
+        rows = upload(np.array(wanted[start : start + size]), logits.device)
+        numbers = [seq.params.logprobs or 0 for seq in some]
+        takers: list[Taker] = [partial(seq.logprobs.__setitem__, seq.num_tokens) for seq in some]
+        yield Telling(_likely(logits[rows], token_ids[rows], max(numbers)), numbers, takers)
 
 
 def untold_prompt_tokens(seqs: list[Sequence]) -> Iterator[tuple[Sequence, int]]:
@@ -48,16 +63,10 @@ def untold_prompt_tokens(seqs: list[Sequence]) -> Iterator[tuple[Sequence, int]]
 def tell_prompt_logprobs(untold: Iterator[tuple[Sequence, int]], logits: torch.Tensor) -> Telling:
     """Tell sequences of the next `untold` tokens, which come from logits [B, V]."""
     tokens = list(islice(untold, len(logits)))
-    ids = torch.tensor([seq.token_ids[place] for seq, place in tokens], device=logits.device)
+    ids = upload(np.array([seq.token_ids[place] for seq, place in tokens]), logits.device)
     numbers = [seq.params.prompt_logprobs or 0 for seq, _ in tokens]
-    columns = _likely(logits, ids, max(numbers))
-
-    def tell() -> None:
-        for (seq, _), likely in zip(tokens, _read(columns, numbers), strict=True):
-            assert seq.prompt_logprobs is not None
-            seq.prompt_logprobs.append(likely)
-
-    return tell
+    takers = [seq.prompt_logprobs.append for seq, _ in tokens if seq.prompt_logprobs is not None]
+    return Telling(_likely(logits, ids, max(numbers)), numbers, takers)
 
 
 def _likely(logits: torch.Tensor, chosen: torch.Tensor, number: int) -> Columns:
@@ -65,16 +74,11 @@ def _likely(logits: torch.Tensor, chosen: torch.Tensor, number: int) -> Columns:
     logprobs = logits.float().log_softmax(dim=1)
     values, ids = most_likely(logprobs, number)
     own = logprobs.gather(1, chosen[:, None])
-    own_ranks = (logprobs > own).sum(dim=1, keepdim=True)
-    # Of equal tokens all have the rank of the first.
-    ranks = (values[:, :, None] < values[:, None, :]).sum(dim=2)
+    ranks = (logprobs > own).sum(dim=1, keepdim=True)
+    if number:  # of equal tokens all have the rank of the first, the place where their value begins
+        begins = F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
+        places = torch.arange(number, device=ids.device).expand_as(ids)
+        first = (places * begins).cummax(dim=1).values
+        ranks = torch.cat([ranks, first], dim=1)
     ids, values = torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, values], dim=1)
-    return ids, values, torch.cat([own_ranks, ranks], dim=1) + 1
-
-
-def _read(columns: Columns, numbers: list[int]) -> Iterator[list[LikelyToken]]:
-    """For each row its own token, and as many of the likeliest as it asks for less that one."""
-    rows = zip(numbers, *(column.tolist() for column in columns), strict=True)
-    for number, ids, values, ranks in rows:
-        own, *others = zip(ids, values, ranks, strict=True)
-        yield [own, *(token for token in others[:number] if token[0] != own[0])]
+    return ids, values, ranks + 1

@@ -66,19 +66,24 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
             reason, stop = "stop", seq.text.stop
     elif tokenizer is not None:
         text = tokenizer.decode(token_ids, skip_special_tokens=seq.params.skip_special_tokens)
-    logprobs = None
-    if seq.params.logprobs is not None:
-        places = range(seq.num_prompt_tokens, seq.num_tokens)
-        logprobs = [_logprobs(seq.logprobs[place], tokenizer) for place in places]
+    likely = logprobs(seq, seq.num_prompt_tokens, tokenizer)
     return CompletionOutput(
         index=seq.index,
         text=text,
         token_ids=token_ids,
         finish_reason=reason,
         stop_reason=stop,
-        logprobs=logprobs,
-        cumulative_logprob=None if logprobs is None else sum(t[0]["logprob"] for t in logprobs),
+        logprobs=likely,
+        cumulative_logprob=None if likely is None else sum(t[0]["logprob"] for t in likely),
     )
+
+
+def logprobs(seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogprob]] | None:
+    """Of each token from place `start` on that is there, if they are asked for."""
+    if seq.params.logprobs is None:
+        return None
+    places = range(start, seq.num_known_tokens)
+    return [_logprobs(seq.logprobs[place], tokenizer) for place in places]
 
 
 def _logprobs(told: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:

@@ -134,19 +134,22 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         self.block_manager.free(seq)
         _enter(self.waiting, seq)
+        self.refused = None  # if it is not the next in line, there may be room for that one
         self.num_preemptions += 1
 
-    def abort(self, seq: Sequence) -> None:
-        """Take an unfinished sequence out, wherever it is, and its followers."""
-        for follower in seq.followers:
-            follower.finish("abort")
-        seq.followers = []
-        if seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
+    def abort(self, *seqs: Sequence) -> None:
+        """Take unfinished sequences out, wherever they are, and their followers."""
+        running = []
+        for seq in seqs:
+            for follower in seq.followers:
+                follower.finish("abort")
+            seq.followers = []
+            if seq.status is SequenceStatus.WAITING:
+                self.waiting.remove(seq)
+            elif seq.status is SequenceStatus.RUNNING:
+                running.append(seq)
             seq.finish("abort")
-        else:
-            seq.finish("abort")
-            self._remove_finished([seq])
+        self._remove_finished(running)
 
     def audit(self) -> None:
         """Assert that queues, sequences and blocks agree. Called between steps."""

@@ -22,7 +22,8 @@ class Cuts:
     """Where R rows are cut: [R, 1] each, with what cuts nothing for rows that do not ask.
 
     None stands for what no row asks. If `num_candidates` is not 0, no top_k is larger than it, and
-    rows are drawn from their first tokens alone, so many.
+    rows are drawn from their first tokens alone, so many. It is needed where a row has both top_k
+    and top_p: what top_p leaves is a share of what top_k has left.
     """
 
     min_p: torch.Tensor | None = None

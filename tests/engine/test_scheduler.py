@@ -185,6 +185,21 @@ def test_what_is_sent_back_does_not_begin_at_once() -> None:
     drain(scheduler)
 
 
+def test_one_that_was_refused_is_looked_at_after_a_preemption() -> None:
+    """By hand, 8 blocks of 4: b has no room beside a and c, and waits for a's end beside none."""
+    scheduler = make_scheduler(num_blocks=8)
+    known = dict(ignore_eos=True)
+    a = add(scheduler, fresh(12), priority=0, max_tokens=20, **known)
+    c = add(scheduler, fresh(11), priority=5, max_tokens=20, **known)
+    assert step(scheduler) == [(a, 12), (c, 11)]
+    b = add(scheduler, fresh(4), priority=1, max_tokens=4, **known)
+    while scheduler.num_preemptions == 0:
+        assert b not in [seq for seq, _ in step(scheduler)]
+    assert list(scheduler.waiting) == [b, c]
+    assert step(scheduler) == [(b, 4)]
+    drain(scheduler)
+
+
 def test_max_num_seqs_bounds_those_that_run_at_all() -> None:
     """A bound on each step only: prefill after prefill piles up more than decode can take."""
     scheduler = make_scheduler(max_num_seqs=2)
