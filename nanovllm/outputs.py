@@ -49,8 +49,8 @@ class TokenLogprob(TypedDict):
     rank: int
 
 
-class CompletionOutput(TypedDict):
-    """One of a request's `n` samples.
+class Completion(TypedDict):
+    """What a sequence came to.
 
     `token_ids` holds the generated tokens with those that stopped it; `text` is their decoding up
     to a stop string (empty where the model came without a tokenizer). `stop_reason` is the stop
@@ -59,7 +59,6 @@ class CompletionOutput(TypedDict):
     ones as were asked for, less itself.
     """
 
-    index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
@@ -68,7 +67,13 @@ class CompletionOutput(TypedDict):
     cumulative_logprob: float | None
 
 
-class RequestOutput(TypedDict):
+class CompletionOutput(Completion):
+    """One of a request's `n` samples."""
+
+    index: int
+
+
+class RequestOutput(Completion):
     """The result of one request: its samples in `outputs`, and the first one's fields once more.
 
     `num_cached_tokens` counts the prompt tokens found in the prefix cache on first admission.
@@ -77,12 +82,6 @@ class RequestOutput(TypedDict):
     """
 
     request_id: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    logprobs: list[list[TokenLogprob]] | None
-    cumulative_logprob: float | None
     outputs: list[CompletionOutput]
     num_prompt_tokens: int
     num_cached_tokens: int
