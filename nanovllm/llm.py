@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.intake import Prompt
 from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
-from nanovllm.engine.request import completion, logprobs
+from nanovllm.engine.request import ending, logprobs
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
@@ -151,8 +151,7 @@ class LLM(LLMEngine):
                 events += (event for event in news if event is not None)
             if request_id not in self._requests:
                 del told[request_id]
-                self._finished.pop(request_id, None)
-                self._streaming.discard(request_id)
+                self._forget(request_id)
         return events
 
     def _event(self, telling: Told, seq: Any) -> StreamEvent | None:
@@ -161,32 +160,26 @@ class LLM(LLMEngine):
         if place is None:
             return None
         num_chars, num_tokens = place
+        start, end = seq.num_prompt_tokens + num_tokens, seq.num_known_tokens
+        reason = stop = None
         if seq.status is SequenceStatus.FINISHED:
             telling.places[seq.index] = None
-            output = completion(seq, self.tokenizer)
-            return StreamEvent(
-                index=telling.index,
-                sample=seq.index,
-                request_id=seq.request_id,
-                text=output["text"][num_chars:],
-                token_ids=output["token_ids"][num_tokens:],
-                finish_reason=output["finish_reason"],
-                stop_reason=output["stop_reason"],
-                logprobs=None if output["logprobs"] is None else output["logprobs"][num_tokens:],
-            )
-        start, end = seq.num_prompt_tokens + num_tokens, seq.num_known_tokens
-        if start == end:
+            text, reason, stop = ending(seq, self.tokenizer)
+            text = text[num_chars:]
+        elif start < end:
+            seq.text.update(seq)
+            telling.places[seq.index] = seq.text.num_certain, end - seq.num_prompt_tokens
+            text = seq.text.text[num_chars : seq.text.num_certain]
+        else:
             return None
-        seq.text.update(seq)
-        telling.places[seq.index] = seq.text.num_certain, end - seq.num_prompt_tokens
         return StreamEvent(
             index=telling.index,
             sample=seq.index,
             request_id=seq.request_id,
-            text=seq.text.text[num_chars : seq.text.num_certain],
+            text=text,
             token_ids=seq.token_ids[start:end],
-            finish_reason=None,
-            stop_reason=None,
+            finish_reason=reason,
+            stop_reason=stop,
             logprobs=logprobs(seq, start, self.tokenizer),
         )
 

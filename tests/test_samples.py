@@ -145,6 +145,7 @@ def test_an_aborted_sample_stays(num_steps: int, model_dir: Path) -> None:
         expected = max(0, num_steps - 1)
         assert [len(one["token_ids"]) for one in out["outputs"]] == [expected] * 4
         assert llm.is_finished() and llm.stats()["num_aborted"] == 1
+        assert not llm._begun, "every later step looks for its first token"
         audit_at_rest(llm)
 
 

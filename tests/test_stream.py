@@ -10,7 +10,7 @@ from reference import SMALL_POOL, make_llm, make_prompts
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import completion
+from nanovllm.engine.request import ending
 from nanovllm.utils.detokenizer import Detokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -161,10 +161,10 @@ def test_an_interrupt_brings_an_output_back(llm: LLM, monkeypatch: pytest.Monkey
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return completion(*arguments)
+        return ending(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr("nanovllm.llm.completion", interrupted)
+        patched.setattr("nanovllm.llm.ending", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert llm.is_finished() and llm.step() == [] and not llm._streaming

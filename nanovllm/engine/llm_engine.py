@@ -187,6 +187,7 @@ class LLMEngine:
 
     def _end(self, request: Request) -> None:
         self.scheduler.abort(*request.unfinished)
+        self._begun.pop(request.request_id, None)
         request.times.ended = time.perf_counter()
         self.counter.aborted += 1
 
@@ -204,8 +205,12 @@ class LLMEngine:
             request_id = self._abandoned.pop()
             if (request := self._requests.pop(request_id, None)) is not None:
                 self._end(request)
-            self._finished.pop(request_id, None)
-            self._streaming.discard(request_id)
+            self._forget(request_id)
+
+    def _forget(self, request_id: int) -> None:
+        """A request's output has been handed out, or nobody will ask for it."""
+        self._finished.pop(request_id, None)
+        self._streaming.discard(request_id)
 
     def _step(self) -> None:
         """Take a step's tokens; what it finishes goes to `_finished`.
@@ -284,8 +289,7 @@ class LLMEngine:
         """Hand out the outputs of finished requests."""
         outputs = [self._finished[i].output(self.tokenizer) for i in request_ids]
         for request_id in request_ids:
-            del self._finished[request_id]
-        self._streaming.difference_update(request_ids)
+            self._forget(request_id)
         return outputs
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.engine.sequence import LikelyToken, Sequence, SequenceStatus
 from nanovllm.engine.timing import RequestTimes
-from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -57,15 +57,8 @@ class Request:
 
 def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
     """What a finished sequence came to."""
-    assert seq.finish_reason is not None
+    text, reason, stop = ending(seq, tokenizer)
     token_ids = seq.output_token_ids
-    text, reason, stop = "", seq.finish_reason, seq.stop_reason
-    if seq.text is not None:
-        text = seq.text.finish(seq)
-        if seq.text.stop is not None and stop is None and reason != "abort":  # held back
-            reason, stop = "stop", seq.text.stop
-    elif tokenizer is not None:
-        text = tokenizer.decode(token_ids, skip_special_tokens=seq.params.skip_special_tokens)
     likely = logprobs(seq, seq.num_prompt_tokens, tokenizer)
     return CompletionOutput(
         index=seq.index,
@@ -76,6 +69,20 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         logprobs=likely,
         cumulative_logprob=None if likely is None else sum(t[0]["logprob"] for t in likely),
     )
+
+
+def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str | None]:
+    """The text of a finished sequence, and why it ends there: `finish_reason`, `stop_reason`."""
+    assert seq.finish_reason is not None
+    text, reason, stop = "", seq.finish_reason, seq.stop_reason
+    if seq.text is not None:
+        text = seq.text.finish(seq)
+        if seq.text.stop is not None and stop is None and reason != "abort":  # held back
+            reason, stop = "stop", seq.text.stop
+    elif tokenizer is not None:
+        skip = seq.params.skip_special_tokens
+        text = tokenizer.decode(seq.output_token_ids, skip_special_tokens=skip)
+    return text, reason, stop
 
 
 def logprobs(seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogprob]] | None:

@@ -57,8 +57,6 @@ class Scheduler:
                 or (seq.text is not None and seq.text.update(seq) is not None)
             ):
                 seq.token_ids.pop()
-                if seq.text is not None:
-                    seq.text.begin()
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with its followers; the whole pool can hold any at its full length."""
