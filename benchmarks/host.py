@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scheduler_step import RIVAL, load_rival
+from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
 
@@ -235,14 +235,9 @@ def rival_step(
     num_seqs: int, num_steps: int, block_size: int,
 ) -> Step:  # fmt: skip
     """Prefill the other engine's scheduler, and return its decode step."""
+    num_blocks = pool_blocks(num_seqs, num_steps, block_size)
+    scheduler, book = rival_scheduler(modules, num_seqs, block_size, num_blocks)
     sequence = modules["engine.sequence"].Sequence
-    sequence.block_size = block_size
-    config = modules["config"].Config(
-        max_num_seqs=num_seqs, max_num_batched_tokens=16384, eos=-1, kvcache_block_size=block_size,
-        num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size),
-    )  # fmt: skip
-    scheduler = modules["engine.scheduler"].Scheduler(config)
-    told = scheduler.postprocess.__code__.co_argcount == 4  # whether it was a prefill
     params = modules["sampling_params"].SamplingParams(
         max_tokens=num_steps + SPARE_TOKENS, ignore_eos=True
     )
@@ -272,7 +267,7 @@ def rival_step(
             clock.lap("read")
         else:
             clock.last = time.perf_counter()
-        scheduler.postprocess(seqs, token_ids, *([is_prefill] if told else []))
+        book(seqs, token_ids, is_prefill)
         clock.lap("postprocess")
         return clock.laps
 

@@ -12,14 +12,13 @@ which are the same for all, and a prefill TOKEN_US for each token: an H200's, an
 """
 
 import argparse
-import inspect
 import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scheduler_step import load_rival
+from scheduler_step import load_rival, rival_scheduler
 
 from nanovllm.config import Config
 from nanovllm.engine import forecast
@@ -113,14 +112,8 @@ def run_rival(
     modules: dict[str, Any], requests: list[Request], known: bool, num_blocks: int
 ) -> Figures:
     """Another nano-vllm's scheduler on the same pool."""
+    scheduler, book = rival_scheduler(modules, MAX_NUM_SEQS, BLOCK_SIZE, num_blocks, EOS)
     sequence = modules["engine.sequence"].Sequence
-    sequence.block_size = BLOCK_SIZE
-    config = modules["config"].Config(
-        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, eos=EOS,
-        kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=num_blocks,
-    )  # fmt: skip
-    scheduler = modules["engine.scheduler"].Scheduler(config)
-    told = len(inspect.signature(scheduler.postprocess).parameters) == 3
     ends: dict[int, int] = {}
     for prompt, length, limit in requests:
         params = modules["sampling_params"].SamplingParams(max_tokens=limit, ignore_eos=known)
@@ -143,7 +136,7 @@ def run_rival(
             computed += sum(getattr(seq, "num_scheduled_tokens", 0) or
                             len(seq) - seq.num_cached_tokens for seq in seqs)  # fmt: skip
         tokens = [EOS if len(seq) + 1 == ends[seq.seq_id] else 1 for seq in seqs]
-        scheduler.postprocess(seqs, tokens, *([is_prefill] if told else []))
+        book(seqs, tokens, is_prefill)
     work = computed / sum(len(prompt) for prompt, _, _ in requests)
     return Figures(prefills, decodes, preemptions, work)
 

@@ -36,6 +36,7 @@ RIVAL = "rival_nanovllm"
 RIVAL_MODULES = ("sampling_params", "engine.sequence", "engine.block_manager", "engine.scheduler")
 
 Step = Callable[[], None]
+Book = Callable[[list[Any], list[int], bool], Any]
 
 
 def prompts(num_seqs: int) -> list[list[int]]:
@@ -92,22 +93,36 @@ def load_rival(checkout: Path) -> dict[str, types.ModuleType]:
     return modules
 
 
+def rival_scheduler(
+    modules: dict[str, types.ModuleType], num_seqs: int, block_size: int, num_blocks: int,
+    eos: int = -1,
+) -> tuple[Any, Book]:  # fmt: skip
+    """The other scheduler, and how to book a step: its sequences, their tokens, what kind it was.
+
+    Versions with chunked prefill want to be told the kind.
+    """
+    modules["engine.sequence"].Sequence.block_size = block_size
+    config = modules["config"].Config(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=16384,
+        eos=eos,
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=num_blocks,
+    )
+    scheduler = modules["engine.scheduler"].Scheduler(config)
+    book = scheduler.postprocess
+    if len(inspect.signature(book).parameters) == 3:
+        return scheduler, book
+    return scheduler, lambda seqs, tokens, _: book(seqs, tokens)
+
+
 def rival_step(
     modules: dict[str, types.ModuleType], num_seqs: int, num_steps: int, block_size: int
 ) -> Step:
     """Prefill the other scheduler, and return its decode step."""
+    num_blocks = pool_blocks(num_seqs, num_steps, block_size)
+    scheduler, book = rival_scheduler(modules, num_seqs, block_size, num_blocks)
     sequence = modules["engine.sequence"].Sequence
-    sequence.block_size = block_size
-    config = modules["config"].Config(
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=16384,
-        eos=-1,
-        kvcache_block_size=block_size,
-        num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size),
-    )
-    scheduler = modules["engine.scheduler"].Scheduler(config)
-    # Versions with chunked prefill want to be told which kind of step it was.
-    told = len(inspect.signature(scheduler.postprocess).parameters) == 3
     params = modules["sampling_params"].SamplingParams(max_tokens=num_steps + 2, ignore_eos=True)
     for prompt in prompts(num_seqs):
         scheduler.add(sequence(prompt, params))
@@ -115,7 +130,7 @@ def rival_step(
 
     def step() -> None:
         seqs, is_prefill = scheduler.schedule()
-        scheduler.postprocess(seqs, tokens, *([is_prefill] if told else []))
+        book(seqs, tokens, is_prefill)
 
     while scheduler.waiting:
         step()
