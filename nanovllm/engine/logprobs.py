@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.engine.inputs import upload
-from nanovllm.engine.sampling_inputs import rows_at_a_time
 from nanovllm.engine.sequence import LikelyToken, Sequence
-from nanovllm.layers.ranking import most_likely
+from nanovllm.kernels.ranking import most_likely
+
+TOLD_LOGITS = 1 << 23  # at most, at a time: some 50 bytes for each are taken
 
 Columns = tuple[torch.Tensor, ...]  # ids, log-probabilities and ranks: [B, 1 + K] each
 Taker = Callable[[list[LikelyToken]], None]
@@ -39,6 +40,16 @@ class Telling:
         for take, number, ids, values, ranks in rows:
             own, *others = zip(ids, values, ranks, strict=True)
             take([own, *(token for token in others[:number] if token[0] != own[0])])
+
+
+def rows_at_a_time(vocab_size: int) -> int:
+    """How many rows are told of together."""
+    return max(1, TOLD_LOGITS // vocab_size)
+
+
+def warm_up_logprobs(logits: torch.Tensor) -> None:
+    """Take the most memory that telling of logits [B, V] takes: of all of them, in order."""
+    _likely(logits, logits.new_zeros(len(logits), dtype=torch.long), logits.shape[1])
 
 
 def tell_logprobs(

@@ -27,11 +27,13 @@ from nanovllm.engine.kv_pool import GIB, KVPool
 from nanovllm.engine.launched import Launched
 from nanovllm.engine.logprobs import (
     Telling,
+    rows_at_a_time,
     tell_logprobs,
     tell_prompt_logprobs,
     untold_prompt_tokens,
+    warm_up_logprobs,
 )
-from nanovllm.engine.sampling_inputs import rows_at_a_time, sampling_inputs, warmup_filters
+from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
@@ -290,20 +292,25 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Run the largest step, and the smallest: their kernels may be others."""
-        config = self.config
+        config, vocab_size = self.config, self.model_config.vocab_size
         sizes = (1, config.max_num_batched_tokens)
         short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
         try:
             ids = [upload(inputs.input_ids, self.device) for inputs in (short, long)]
             self._forward(short, ids[0])
-            hidden = self._forward(long, ids[1])[: config.max_num_running]
+            hidden = self._forward(long, ids[1])
+            told = self.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
+            if self.ranks.rank == 0:
+                warm_up_logprobs(told)
+            del told
+            hidden = hidden[: config.max_num_running]
             logits = self.model.compute_logits(hidden)
             ones = torch.ones(len(hidden), device=self.device)
             self.sampler(logits, ones, ones.long())
             self.sampler(logits, None, None)
             if self.ranks.rank == 0:  # where sampling is done
                 alike = torch.zeros_like(logits)
-                filters = warmup_filters(len(alike), alike.shape[1], self.device)
+                filters = warmup_filters(len(alike), vocab_size, self.device)
                 self.sampler(alike, ones, ones.long(), filters)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError as error:

@@ -9,12 +9,12 @@ import xxhash
 
 from nanovllm.engine.inputs import Array, upload
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.cuts import Cuts
+from nanovllm.kernels.cuts import Cuts
+from nanovllm.kernels.ranking import are_few
 from nanovllm.layers.filters import Entries, Filters, Penalties
-from nanovllm.layers.ranking import are_few
 from nanovllm.sampling_params import SamplingParams
 
-NARROWED_LOGITS = 1 << 23  # at most, at a time: what narrows them takes some 50 bytes for each
+NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copied in float32
 COLDEST = 1e-30  # below it logits that differ at all are as good as infinitely far apart
 HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
 
@@ -69,7 +69,7 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
     for row, seq in enumerate(seqs):
         if seq.is_narrowed:
             alike.setdefault(_way(seq.params, vocab_size), []).append(row)
-    size = rows_at_a_time(vocab_size)
+    size = _rows_at_a_time(vocab_size, device)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
     ]
@@ -83,20 +83,16 @@ def _temperatures(seqs: list[Sequence]) -> Array:
     return np.where(asked > 0, asked.clip(COLDEST, HOTTEST), 0.0).astype(np.float32)
 
 
-def rows_at_a_time(vocab_size: int) -> int:
-    """How many rows are narrowed together."""
-    return max(1, NARROWED_LOGITS // vocab_size)
-
-
 def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list[Filters]:
     """What takes the most memory: nearly all tokens as candidates, of the copies that are largest.
 
     Penalties need one in float32, which takes the place of another; all rows need no other.
     """
     filters = []
+    size = _rows_at_a_time(vocab_size, device)
     for number, penalty in ((num_rows, 1.1), (num_rows - 1, 1.0)):
         params = SamplingParams(top_k=vocab_size - 1, top_p=0.99, repetition_penalty=penalty)
-        seqs = [Sequence([0], params) for _ in range(min(number, rows_at_a_time(vocab_size)))]
+        seqs = [Sequence([0], params) for _ in range(min(number, size))]
         filters += sampling_inputs(seqs, vocab_size, device).filters
     return filters
 
@@ -105,6 +101,11 @@ def noise_key(seq: Sequence) -> int:
     """What decides a sequence's next draw: its seed and position, nothing else. 64 bits, signed."""
     digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
     return digest - (1 << 63)
+
+
+def _rows_at_a_time(vocab_size: int, device: torch.device) -> int:
+    """How many rows are narrowed together."""
+    return max(1, NARROWED_LOGITS[device.type] // vocab_size)
 
 
 def _filters(
@@ -127,7 +128,7 @@ def _filters(
         values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
         filters.biases = _entries(biased, device), upload(values, device)
     if any(seq.params.penalizes for seq in seqs):
-        filters.penalties = _penalties(seqs, vocab_size, device)
+        filters.penalties = _penalties(seqs, device)
     if seqs[0].params.cuts:
         filters.cuts = _cuts([seq.params for seq in seqs], vocab_size, device)
     return filters
@@ -139,7 +140,7 @@ def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]], device: torch.dev
     return upload(np.ascontiguousarray(rows), device), upload(np.ascontiguousarray(ids), device)
 
 
-def _penalties(seqs: list[Sequence], vocab_size: int, device: torch.device) -> Penalties:
+def _penalties(seqs: list[Sequence], device: torch.device) -> Penalties:
     seen: list[SeenTokens | None] = []
     for seq in seqs:
         if seq.params.penalizes:
@@ -148,10 +149,11 @@ def _penalties(seqs: list[Sequence], vocab_size: int, device: torch.device) -> P
             seq.seen_tokens.update(seq)
         seen.append(seq.seen_tokens)
     width = max(len(tokens) for tokens in seen if tokens is not None)
-    ids = np.full((len(seqs), width), vocab_size, np.int64)
+    ids = np.zeros((len(seqs), width), np.int64)
     counts = np.zeros((len(seqs), width), np.int32)
     for row, tokens in enumerate(seen):
         if tokens is not None:
+            ids[row], counts[row] = tokens.ids[0], tokens.counts[0]
             ids[row, : len(tokens)] = tokens.ids[: len(tokens)]
             counts[row, : len(tokens)] = tokens.counts[: len(tokens)]
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.kernels import plain
+from nanovllm.kernels import cuts, plain
+from nanovllm.kernels.cuts import Cuts
 from nanovllm.kernels.plain import Rope
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """A function for each operation, with the signature and the meaning of its twin in `plain`."""
+    """A function for each operation, with the signature and the meaning of its twin in PLAIN."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -22,6 +23,7 @@ class Kernels:
         tuple[Tensor, Tensor, Tensor],
     ]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+    draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
 
 
 PLAIN = Kernels(
@@ -31,14 +33,16 @@ PLAIN = Kernels(
     silu_and_mul=plain.silu_and_mul,
     norm_rope_store=plain.norm_rope_store,
     sample=plain.sample,
+    draw=cuts.draw,
 )
 
 
 def triton_kernels() -> Kernels:
     """The Triton kernels; an ImportError where there is no Triton."""
+    from nanovllm.kernels.draw import draw
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sample import sample
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
-    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample)
+    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.layers.cuts import Cuts
+from nanovllm.kernels.cuts import Cuts
 
 FORBIDDEN = -torch.inf
 
@@ -17,9 +17,10 @@ Entries = tuple[torch.Tensor, torch.Tensor]  # rows, and a token id for each
 
 @dataclass(slots=True)
 class Penalties:
-    """Tokens that rows have seen: `ids` [R, N], each once, filled up with V.
+    """Tokens that rows have seen: `ids` [R, N], each once, and the first again until N.
 
-    `counts` [R, N] says how often each is in the output, 0 if in the prompt alone.
+    `counts` [R, N] says how often each is in the output, 0 if in the prompt alone. A row that asks
+    for no penalties has any ids.
     """
 
     ids: torch.Tensor
@@ -72,10 +73,8 @@ def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
     Repetition divides a positive logit and multiplies a negative one; frequency is taken off for
     each time that the token is in the output, presence once if it is there.
     """
-    vocab_size = logits.shape[1]
     counts, repetition = penalties.counts, penalties.repetition
-    old = logits.gather(1, penalties.ids.clamp(max=vocab_size - 1))
+    old = logits.gather(1, penalties.ids)
     new = torch.where(old > 0, old / repetition, old * repetition)
     new = new - penalties.frequency * counts - penalties.presence * (counts > 0)
-    rows, places = torch.nonzero(penalties.ids < vocab_size, as_tuple=True)
-    logits[rows, penalties.ids[rows, places]] = new[rows, places]
+    logits.scatter_(1, penalties.ids, new)

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels
-from nanovllm.layers.cuts import draw
 from nanovllm.layers.filters import Filters, narrow
 
 
@@ -51,4 +50,4 @@ class Sampler(nn.Module):
             narrow(logits, part)
         if part.cuts is None or temperatures is None or keys is None:
             return self.kernels.sample(logits, temperatures, keys)
-        return draw(logits, temperatures, keys, part.cuts)
+        return self.kernels.draw(logits, temperatures, keys, part.cuts)

@@ -129,6 +129,16 @@ def sample(race: bool, dtype: torch.dtype) -> None:
         sample(logits, None, None)
 
 
+def draw(dtype: torch.dtype) -> None:
+    from nanovllm.kernels.cuts import Cuts
+    from nanovllm.kernels.draw import draw
+
+    column = partial(torch.empty, ROWS, 1)
+    cuts = Cuts(column(), column(dtype=torch.long), column())
+    keys = torch.empty(ROWS, dtype=torch.long)
+    draw(torch.empty(ROWS, 151936, dtype=dtype), torch.empty(ROWS), keys, cuts)
+
+
 # A case for each binary: sizes that make no other one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
@@ -154,6 +164,7 @@ CALLS: dict[str, Callable[[], object]] = {
         for name in ("race", "greedy")
         for dtype in (torch.bfloat16, torch.float32)
     },
+    **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
 # 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version. Decode with

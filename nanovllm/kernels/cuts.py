@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.plain import CHUNK_ELEMENTS, GOLDEN, first_max, log_exponential
-from nanovllm.layers.ranking import BLOCK, most_likely
+from nanovllm.kernels.plain import GOLDEN, first_max, log_exponential
+from nanovllm.kernels.ranking import BLOCK, most_likely
 
 LOG2_E = 1 / math.log(2)
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # as `plain` has, of more bytes each
 
 
 @dataclass(slots=True)

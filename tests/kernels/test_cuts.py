@@ -14,9 +14,10 @@ from nanovllm import SamplingParams
 from nanovllm.engine import sampling_inputs as sampling_inputs_module
 from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels import cuts as cuts_module
 from nanovllm.kernels import plain
-from nanovllm.layers import cuts as cuts_module
-from nanovllm.layers.cuts import Cuts, cut
+from nanovllm.kernels.cuts import Cuts, cut
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.filters import Filters
 from nanovllm.layers.sampler import Sampler
 
@@ -44,16 +45,21 @@ VALUES = st.sampled_from([-INF, -3.0, -0.0, 0.0, 0.25, 1.0, 1.0, 2.5, 6.0, INF])
 
 
 def tokens_of(
-    logits: torch.Tensor, rows: list[dict[str, Any]], seed: int = 0, nudge: float = 0.0
+    logits: torch.Tensor,
+    rows: list[dict[str, Any]],
+    seed: int = 0,
+    nudge: float = 0.0,
+    kernels: Kernels = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What is drawn, and what the twin draws, with min_p and top_p a little larger or smaller."""
-    size = logits.shape[1]
+    size, sampler = logits.shape[1], Sampler()
+    sampler.kernels = kernels
     seqs = [
         Sequence([0], SamplingParams(**dict(seed=seed + i) | row)) for i, row in enumerate(rows)
     ]
-    inputs = sampling_inputs(seqs, size, CPU)
+    inputs = sampling_inputs(seqs, size, logits.device)
     assert inputs.temperatures is not None and inputs.keys is not None
-    tokens = Sampler()(logits, inputs.temperatures, inputs.keys, inputs.filters)
+    tokens = sampler(logits, inputs.temperatures, inputs.keys, inputs.filters)
     left = logits.to(torch.float32, copy=True)
     for part in inputs.filters:
         assert part.cuts is not None and not part.writes
@@ -66,6 +72,27 @@ def tokens_of(
     return tokens, plain.sample(left, inputs.temperatures, inputs.keys)
 
 
+def assert_as_its_twin(
+    tokens: torch.Tensor, expected: torch.Tensor, logits: torch.Tensor,
+    rows: list[dict[str, Any]], seed: int,
+) -> None:  # fmt: skip
+    """Equal, but where a border lies so close that rounding decides."""
+    if not torch.equal(tokens, expected):
+        others = [tokens_of(logits, rows, seed, nudge)[1] for nudge in (GAP, -GAP)]
+        right = [tokens == other for other in (expected, *others)]
+        assert bool(torch.stack(right).any(dim=0).all()), (tokens, expected, rows)
+
+
+def some_logits(
+    num_rows: int, size: int, dtype: torch.dtype, distinct: list[float], spread: float
+) -> torch.Tensor:
+    """Normal ones, or some of a few values."""
+    logits = torch.randn(num_rows, size) * spread
+    if distinct:
+        logits = torch.tensor(distinct)[torch.randint(len(distinct), logits.shape)]
+    return logits.to(dtype)
+
+
 @settings(max_examples=600, deadline=None)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, distinct=st.lists(VALUES, max_size=6),
        spread=st.sampled_from([0.0, 0.1, 1.0, 4.0]), seed=st.integers(0, 2**31))  # fmt: skip
@@ -75,15 +102,9 @@ def test_a_draw_differs_from_its_twin(
 ) -> None:  # fmt: skip
     """Ties and infinities, all of them alike, few kept or nearly all; by any combination."""
     torch.manual_seed(seed)
-    logits = torch.randn(len(rows), size) * spread
-    if distinct:
-        logits = torch.tensor(distinct)[torch.randint(len(distinct), logits.shape)]
-    logits = logits.to(dtype)
+    logits = some_logits(len(rows), size, dtype, distinct, spread)
     tokens, expected = tokens_of(logits, rows, seed)
-    if not torch.equal(tokens, expected):  # a border may lie so close that rounding decides
-        others = [tokens_of(logits, rows, seed, nudge)[1] for nudge in (GAP, -GAP)]
-        right = [tokens == other for other in (expected, *others)]
-        assert bool(torch.stack(right).any(dim=0).all()), (tokens, expected, rows)
+    assert_as_its_twin(tokens, expected, logits, rows, seed)
 
 
 def test_rounding_decides_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +202,7 @@ def test_the_warm_up_takes_less_memory_than_a_request(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever narrows, five rows at a time: all rows or most, other tokens, other copies."""
-    monkeypatch.setattr(sampling_inputs_module, "NARROWED_LOGITS", 50_000)
+    monkeypatch.setitem(sampling_inputs_module.NARROWED_LOGITS, "cpu", 50_000)
     monkeypatch.setitem(cuts_module.CHUNK_ELEMENTS, "cpu", 1 << 30)
     torch.manual_seed(0)
     logits = torch.randn(num_rows, 10_000).bfloat16()
