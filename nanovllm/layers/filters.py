@@ -52,14 +52,14 @@ class Filters:
 
 
 def narrow(logits: torch.Tensor, filters: Filters) -> None:
-    """Narrow logits [R, V] in float32 in place, but for the cuts."""
+    """Narrow logits [R, V] in float32 in place, but for the cuts. Does not wait for the device."""
     if filters.allowed is not None:
         rows, entries = filters.allowed
         kept = logits[entries]
-        logits[rows] = FORBIDDEN
+        logits.index_fill_(0, rows, FORBIDDEN)
         logits[entries] = kept
     if filters.forbidden is not None:
-        logits[filters.forbidden] = FORBIDDEN
+        logits.index_put_(filters.forbidden, logits.new_full((), FORBIDDEN))
     if filters.biases is not None:
         entries, values = filters.biases
         logits[entries] += values

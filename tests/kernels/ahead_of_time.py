@@ -134,9 +134,9 @@ def draw(dtype: torch.dtype) -> None:
     from nanovllm.kernels.draw import draw
 
     column = partial(torch.empty, ROWS, 1)
-    cuts = Cuts(column(), column(dtype=torch.long), column())
-    keys = torch.empty(ROWS, dtype=torch.long)
-    draw(torch.empty(ROWS, 151936, dtype=dtype), torch.empty(ROWS), keys, cuts)
+    inputs = torch.empty(ROWS, 151936, dtype=dtype), column(), column(dtype=torch.long)
+    draw(*inputs, Cuts(min_p=column(), top_p=column()))
+    draw(*inputs, Cuts(top_k=column(dtype=torch.long)))  # the same binary
 
 
 # A case for each binary: sizes that make no other one are left out.

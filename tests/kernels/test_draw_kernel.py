@@ -30,7 +30,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LANES = st.sampled_from([64, 512])
-SIZES = st.sampled_from([1, 5, 64, 200, 640, 2000])
+SIZES = st.sampled_from([1, 5, 64, 200, 640, 1300])
 
 
 def kernels(lanes: int) -> Kernels:
@@ -46,13 +46,14 @@ def kernels(lanes: int) -> Kernels:
     return replace(PLAIN, draw=with_lanes)
 
 
-@kernel_settings(60)
+@kernel_settings(40)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, distinct=st.lists(VALUES, max_size=6),
        spread=st.sampled_from([0.0, 0.1, 1.0, 4.0]), lanes=LANES,
        seed=st.integers(0, 2**31))  # fmt: skip
-@example([dict(top_k=300, top_p=0.5)] * 6, 2000, torch.float32, [], 4.0, 512, 0)
-@example([dict(top_k=300, top_p=0.5)] * 6, 2000, torch.float32, [], 1.0, 64, 0)
+@example([dict(top_k=300, top_p=0.5)] * 3, 2000, torch.float32, [], 4.0, 512, 0)
+@example([dict(top_k=300, top_p=0.5)] * 3, 2000, torch.float32, [], 1.0, 64, 0)
 @example([dict(top_k=30, top_p=0.9)] * 6, 200, torch.float32, [-3.0, -0.0, 0.0], 1.0, 64, 0)
+@example([dict(top_p=1e-46)] * 2, 640, torch.float32, [-3.0, 1.0], 1.0, 64, 0)
 @example([dict(top_k=1, top_p=0.9)] * 6, 5, torch.float32, [-INF, INF], 1.0, 64, 0)
 def test_kernel_draws_other_tokens_than_its_twin(
     kernel_device: str, rows: list[dict[str, Any]], size: int, dtype: torch.dtype,
