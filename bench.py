@@ -303,7 +303,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     number("--tensor-parallel-size", 1, "ranks that share the model out, on CUDA a GPU each")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--overlap", action="store_true", help="begin a step before the last ends")
+    parser.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="begin a step before the last ends; it does on a GPU",
+    )
     parser.add_argument("--scheduling", choices=SCHEDULINGS, default="prefill-first")
     parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     number("--max-num-seqs", 512, "sequences that may run at once")

@@ -37,7 +37,7 @@ class Config:
     """Options of an engine; see the table in the README.
 
     `None` stands for "what fits": the model's own length, the backend's block size, as many KV
-    blocks as the memory holds.
+    blocks as the memory holds, overlapping steps where a device computes beside the host.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Config:
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
     scheduling: str = "prefill-first"
-    overlap: bool = False
+    overlap: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,12 +68,8 @@ class Config:
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        check_bool("overlap", self.overlap)
-        if self.overlap and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "overlap=True works with one rank, got"
-                f" tensor_parallel_size={self.tensor_parallel_size}"
-            )
+        if self.overlap is not None:
+            check_bool("overlap", self.overlap)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"

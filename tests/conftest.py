@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
+os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # so that tests listen to this machine alone
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: Triton's interpreter multiplies tiles
 
 import pytest

@@ -47,7 +47,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "kvcache_block_size": (">= 1", INT_FROM_1),
     "num_kvcache_blocks": (">= 1", INT_FROM_1),
     "enable_prefix_caching": ("True or False", BOOLS),
-    "overlap": ("True or False", BOOLS),
+    "overlap": ("True or False", BOOLS[:2]),
     "scheduling": ("'prefill-first', 'mixed'", [("fcfs", ValueError), (None, ValueError)]),
     "seed": (
         f"in [0, {2**63 - 1}]",
@@ -188,7 +188,7 @@ def test_defaults() -> None:
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
         "tensor_parallel_size": 1, "enforce_eager": False, "kvcache_block_size": None,
         "num_kvcache_blocks": None, "attention_backend": "auto", "enable_prefix_caching": True,
-        "scheduling": "prefill-first", "overlap": False, "seed": 0,
+        "scheduling": "prefill-first", "overlap": None, "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected
 

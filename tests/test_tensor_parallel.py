@@ -85,10 +85,25 @@ def test_ranks_differ_with_chunks_hits_and_preemptions(
         audit_at_rest(llm)
 
 
-def test_hundreds_of_preemptions_confuse_a_rank(model_dir: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
+def test_tokens_on_their_way_do_not_reach_a_rank(
+    options: dict[str, Any], device: str, cases: dict[str, Case]
+) -> None:
+    """Where steps overlap, rank 0 has them on its device, and the others must be told."""
+    case = cases["2 kv heads"]
+    shared = parallel_options(device, 2) | dict(attention_backend="auto") | HARD | options
+    with make_llm(case.path, overlap=True, **shared) as llm:
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_hundreds_of_preemptions_confuse_a_rank(model_dir: Path, overlap: bool) -> None:
     """Block tables travel as differences: sequences come, go and move all the time here."""
     case = make_case(model_dir, make_crowd())
-    with make_llm(model_dir, **SMALL_POOL, tensor_parallel_size=2) as llm:
+    parallel = dict(tensor_parallel_size=2, overlap=overlap)
+    with make_llm(model_dir, **SMALL_POOL, **parallel) as llm:
         assert_same(generate(llm, case), case.expected)
         assert llm.scheduler.num_preemptions >= 200
 

@@ -227,7 +227,7 @@ class LLMEngine:
         batch = launched.batch
         if self.config.overlap and not any(seq.reads_tokens for seq in batch.sampling_seqs):
             self._launched = self._launch(launched)
-        finished = self.scheduler.postprocess(batch, launched.wait())
+        finished = self.scheduler.postprocess(batch, self._runner.wait(launched))
         end = time.perf_counter()
         if self._begun:
             for seq in batch.sampling_seqs:

@@ -34,7 +34,7 @@ from nanovllm.engine.logprobs import (
     warm_up_logprobs,
 )
 from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
@@ -100,6 +100,7 @@ class ModelRunner:
             dtype=str(self.dtype),
             kvcache_block_size=self.block_size,
             attention_backend=self.backend.name,
+            overlap=self.device.type == "cuda" if config.overlap is None else config.overlap,
         )
         if workers:
             workers.start(self.config, model_config, path)
@@ -150,10 +151,12 @@ class ModelRunner:
             input_ids = last.fill(inputs.input_ids, batch.seqs) if last is not None else None
             logits = self.compute(inputs, input_ids, tell)
             token_ids = self._sample(logits, batch.sampling_seqs, tellings)
-            launched = Launched(batch, token_ids, tellings)
-            if self.workers:
-                launched.synchronize()  # an exchange that was aborted has yielded anything
-            return launched
+            return Launched(batch, token_ids, tellings)
+
+    def wait(self, launched: Launched) -> list[int]:
+        """The tokens of a step, when they are there."""
+        with self.workers.waiting() if self.workers else nullcontext():
+            return launched.wait()  # raises if a rank has ended: tokens could be anything then
 
     def compute(
         self,
@@ -168,6 +171,8 @@ class ModelRunner:
         """
         if input_ids is None:
             input_ids = upload(inputs.input_ids, self.device)
+        if self.ranks.size > 1 and PENDING in inputs.input_ids:  # tokens that rank 0 alone has
+            input_ids = self.ranks.broadcast(input_ids)
         hidden = self._forward(inputs, input_ids)
         if inputs.copied_blocks is not None:
             for source, target in inputs.copied_blocks.reshape(-1, 2).tolist():

@@ -45,6 +45,7 @@ class NcclRanks(ProcessRanks):
         self._device = device
         self._sum, self._least = _options("AllreduceOptions"), _options("AllreduceOptions")
         self._least.reduceOp = dist.ReduceOp.MIN
+        self._first = _options("BroadcastOptions")  # from rank 0, as it is made
         self._gather = _options("GatherOptions")
         self._gather.rootRank = 0
 
@@ -86,6 +87,10 @@ class NcclRanks(ProcessRanks):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._exchange(self._group.allreduce, [x], self._sum)
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._exchange(self._group.broadcast, [x], self._first)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

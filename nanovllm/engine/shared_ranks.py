@@ -66,6 +66,13 @@ class SharedRanks(ProcessRanks):
                 add_up(self._exchange(piece), piece)
         return x
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        room = SLOT_BYTES // x.element_size()
+        for start in range(0, x.numel(), room):
+            piece = x.view(-1)[start : start + room]
+            piece.copy_(self._exchange(piece)[0])
+        return x
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         length, width = rows.shape

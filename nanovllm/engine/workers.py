@@ -149,8 +149,14 @@ class Workers:
         """
         if os.getpid() != self._owner:
             raise RuntimeError("an LLM with several ranks can be used in the process that made it")
-        with holding_interrupts(), self.together():
+        with self.waiting():
             self._writer.send(self._codec.encode(inputs))
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait in the block for what all have to compute; Ctrl-C has to wait, too."""
+        with holding_interrupts(), self.together():
             yield
 
     @contextlib.contextmanager

@@ -20,6 +20,11 @@ class Ranks:
         assert self.size == 1
         return x
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, which is contiguous, for all of them; the others' is overwritten."""
+        assert self.size == 1
+        return x
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 all ranks' x, side by side in the last dimension; x itself on the others."""
         assert self.size == 1

@@ -255,13 +255,6 @@ def test_a_stream_tells_of_tokens_on_their_way(model_dir: Path) -> None:
         audit_at_rest(llm)
 
 
-def test_several_ranks_overlap(model_dir: Path) -> None:
-    with pytest.raises(
-        ValueError, match="overlap=True works with one rank, got tensor_parallel_size=2"
-    ):
-        make_llm(model_dir, overlap=True, tensor_parallel_size=2)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
 def test_a_device_overlaps_otherwise(options: dict[str, Any], model_dir: Path) -> None:

@@ -93,6 +93,14 @@ def test_sums_differ_or_are_wrong(size: int, dtype: torch.dtype, small_slots: No
             assert_equal(total, sum_of(parts))
 
 
+@pytest.mark.parametrize("length", [1, 5, SMALL_SLOT // 8, SMALL_SLOT])
+@pytest.mark.parametrize("size", [2, 3])
+def test_another_rank_is_heard_than_the_first(size: int, length: int, small_slots: None) -> None:
+    parts = [draw(torch.int64, length, seed=rank) for rank in range(size)]
+    for got in on_ranks(size, lambda ranks: ranks.broadcast(parts[ranks.rank].clone())):
+        assert_equal(got, parts[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_of_a_gather_are_mixed_up(size: int, dtype: torch.dtype, small_slots: None) -> None:

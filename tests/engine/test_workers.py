@@ -282,6 +282,7 @@ def loading(path: Path, file: str = "weights") -> Iterator[None]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("size", "rank", "moment"),
     [
@@ -293,13 +294,13 @@ def loading(path: Path, file: str = "weights") -> Iterator[None]:
     ],
 )
 def test_a_killed_rank_hangs_the_caller(
-    device: str, size: int, rank: int, moment: str, model_dir: Path,
+    device: str, size: int, rank: int, moment: str, overlap: bool, model_dir: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """In a step, where rank 0 waits for what the dead one would have sent."""
     warm_up(device, model_dir)
     with nothing_left():
-        llm = make_llm(model_dir, device, size)
+        llm = make_llm(model_dir, device, size, overlap=overlap)
         processes, pending = processes_of(llm), llm.add_request([1, 2])
         kill = processes[rank - 1].kill
         if moment == "between layers":
@@ -641,14 +642,17 @@ def test_an_exception_in_a_with_block_leaves_something(device: str, model_dir: P
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_closed_engine_still_listens(device: str, model_dir: Path) -> None:
-    """Or an open one to the network, not just to this machine; on the CPU it does not at all."""
+    """Or an open one to the network, not just to this machine; on the CPU it does not at all.
+
+    NCCL's device is the loopback because `conftest` says so.
+    """
     warm_up(device, model_dir)
     gc.collect()
     before = listeners()
     llm = make_llm(model_dir, device)
     mine = [address for address in listeners() if address not in before]
     theirs = [address for process in processes_of(llm) for address in listeners(process.pid)]
-    loopback = {"0100007F"} if device == "cuda" else set()  # the store's
+    loopback = {"0100007F"} if device == "cuda" else set()  # the store's and NCCL's
     assert {address.partition(":")[0] for address in mine} == loopback
     assert {address.partition(":")[0] for address in theirs} <= loopback
     llm.close()
