@@ -58,9 +58,9 @@ class TestCounts:
     config = ModelConfig(
         architecture="Qwen3ForCausalLM", vocab_size=10, hidden_size=4, intermediate_size=6,
         num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=2,
-        rms_norm_eps=1e-6, max_position_embeddings=64, attention_bias=False,
-        tie_word_embeddings=True, rope_parameters={}, dtype="bfloat16",
-        eos_token_ids=frozenset(),
+        rms_norm_eps=1e-6, max_position_embeddings=64, tie_word_embeddings=True,
+        rope_parameters={}, dtype="bfloat16", eos_token_ids=frozenset(), qk_norm=True,
+        qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=(None,) * 3,
     )  # fmt: skip
 
     def test_params(self) -> None:
@@ -71,7 +71,7 @@ class TestCounts:
         assert roofline.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
 
     def test_bytes(self) -> None:
-        assert roofline.step_weight_bytes(self.config, itemsize=2) == 2 * (360 + 40)
+        assert roofline.step_weight_bytes(self.config, itemsize=2, rows=1) == 2 * (360 + 40)
         # K and V of one head of two, in three layers, two bytes each
         assert roofline.kv_bytes_per_token(self.config, itemsize=2) == 2 * 3 * 1 * 2 * 2
 

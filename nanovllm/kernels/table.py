@@ -21,6 +21,7 @@ class Kernels:
         [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, Tensor, Tensor, Tensor],
         tuple[Tensor, Tensor, Tensor],
     ]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
@@ -30,15 +31,17 @@ PLAIN = Kernels(
     add_rms_norm=plain.add_rms_norm,
     silu_and_mul=plain.silu_and_mul,
     norm_rope_store=plain.norm_rope_store,
+    experts=plain.experts,
     sample=plain.sample,
 )
 
 
 def triton_kernels() -> Kernels:
     """The Triton kernels; an ImportError where there is no Triton."""
+    from nanovllm.kernels.experts import experts
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sample import sample
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
-    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample)
+    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, experts, sample)

@@ -88,12 +88,20 @@ def silu_and_mul(size: int) -> None:
     silu_and_mul(bf16(TOKENS, 2 * size))
 
 
-def norm_rope_store(heads: Heads, norm: bool, tokens: int) -> None:
+def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: int) -> None:
+    from nanovllm.kernels.experts import experts
+
+    ids = torch.zeros(tokens, per_token, dtype=torch.long)
+    weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
+    experts(bf16(tokens, hidden), *weights, ids, torch.empty(tokens, per_token))
+
+
+def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:
     from nanovllm.kernels.norm_rope_store import norm_rope_store
 
     num_heads, num_kv_heads, head_dim = heads
     qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
-    cos, sin = torch.empty(tokens, 2, head_dim // 2).unsqueeze(2).unbind(1)
+    cos, sin = torch.empty(tokens, 2, (rotated or head_dim) // 2).unsqueeze(2).unbind(1)
     norms = (bf16(head_dim), bf16(head_dim)) if norm else None
     slots = torch.empty(tokens, dtype=torch.long)
     norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, *caches(heads), slots)
@@ -141,6 +149,11 @@ CALLS: dict[str, Callable[[], object]] = {
             ("Qwen3-8B", QWEN3_8B, True),
             ("Llama-3-8B", QWEN3_8B, False),
         )
+        for tokens in (ROWS, 8 * TOKENS)
+    },
+    "norm_rope_store, Phi-4-mini": partial(norm_rope_store, (24, 8, 128), False, ROWS, 96),
+    **{
+        f"experts, Qwen3-30B-A3B, {tokens} tokens": partial(experts, 128, 8, 2048, 768, tokens)
         for tokens in (ROWS, 8 * TOKENS)
     },
     **{
