@@ -88,7 +88,17 @@ class TestCounts:
         assert roofline.decode_batches([4, 1, 2]) == [2, 1, 1]
         assert roofline.decode_batches([1]) == []
         # Three steps attend to 6, 7 and 8 tokens; none; one attends to 4.
-        assert roofline.decode_kv_tokens([5, 9, 3], [4, 1, 2]) == 6 + 7 + 8 + 4
+        read = roofline.decode_kv_bytes(self.config, 2, [5, 9, 3], [4, 1, 2])
+        assert read == 24 * (6 + 7 + 8 + 4)
+
+    def test_a_window_is_all_that_is_read(self) -> None:
+        """Of three layers one sees 7 tokens, and one 2."""
+        config = dataclasses.replace(self.config, sliding_windows=(None, 7, 2))
+        read = roofline.decode_kv_bytes(config, 2, [5, 9, 3], [4, 1, 2])
+        assert read == 8 * ((6 + 7 + 8 + 4) + (6 + 7 + 7 + 4) + 4 * 2)
+        pairs = (1 + 2 + 3 + 4) + (1 + 2 + 3 + 4) + (1 + 2 + 2 + 2)
+        linear = 2 * 360 * 4 + 2 * 40
+        assert roofline.prefill_flops(config, [4]) == linear + pairs * 2 * (2 * 2 + 2 * 2)
 
     @pytest.mark.parametrize(
         ("machine", "gemm"),

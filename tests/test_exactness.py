@@ -102,7 +102,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Llama, tied": dict(family="Llama", tie_word_embeddings=True),
     "Llama, llama3 rope": dict(family="Llama", rope_theta=5e5, rope_scaling=LLAMA3),
     "Mistral": dict(family="Mistral", sliding_window=512),
+    "Mistral, a short window": dict(family="Mistral", sliding_window=37),
     "Qwen2": dict(family="Qwen2"),
+    "Qwen2, a window in one layer": dict(
+        family="Qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1
+    ),
+    "Qwen3, a window in every other layer": dict(
+        use_sliding_window=True,
+        sliding_window=64,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "Phi3": dict(family="Phi3"),
     # All contexts of the reference are one batch's, which is longer than 200: the long factors.
     "Phi3, longrope, three quarters of a head": dict(

@@ -84,11 +84,10 @@ class ModelRunner:
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ValueError(f"max_model_len={config.max_model_len}, the model's own is {longest}")
         self.max_positions = config.max_model_len or longest
-        model_config.check_windows(self.max_positions)
         spec = AttentionSpec(
             self.device, self.dtype, model_config.num_attention_heads // ranks.size,
             max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
-            config.kvcache_block_size,
+            config.kvcache_block_size, windows=any(model_config.sliding_windows),
         )  # fmt: skip
         with self.computing():
             self.backend = get_backend(config.attention_backend, spec)

@@ -92,19 +92,6 @@ class ModelConfig:
                 f" {widths}; {fit} can"
             )
 
-    def check_windows(self, max_model_len: int) -> None:
-        """Refuse contexts that a layer's window would cut: within it, the window changes nothing.
-
-        One more query would lose the first key, so the window itself is the longest that fits.
-        """
-        shortest = min((window for window in self.sliding_windows if window), default=max_model_len)
-        if max_model_len > shortest:
-            raise ValueError(
-                f"sliding-window attention is not supported: the model has sliding_window"
-                f"={shortest} and max_model_len would be {max_model_len}; with"
-                f" max_model_len={shortest} or less the window changes nothing"
-            )
-
     @property
     def _widths(self) -> dict[str, int]:
         """The widths of the feed-forward layers that there are."""

@@ -28,7 +28,7 @@ from nanovllm.utils.ranks import ALONE, Ranks
 class SelfAttention(nn.Module):
     """Grouped-query attention, in some models with a norm on each query and key head."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
+    def __init__(self, config: ModelConfig, window: int | None, ranks: Ranks) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
-        self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim)
+        self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim, window)
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 * KVH, D]
@@ -91,7 +91,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, ranks: Ranks) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, ranks)
+        self.self_attn = SelfAttention(config, config.sliding_windows[index], ranks)
         self.mlp: nn.Module
         if config.experts and index in config.experts.layers:
             self.mlp = SparseMLP(config.hidden_size, config.experts, ranks)

@@ -98,9 +98,10 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     """FLOPs of prefilling prompts of these lengths; each samples from its last row alone."""
-    pairs = sum(n * (n + 1) // 2 for n in input_lens)  # a query and a key that it attends to
     heads = config.num_attention_heads * config.head_dim
-    attention = 4 * config.num_hidden_layers * heads * pairs
+    attention = sum(
+        4 * heads * seen_keys(0, n, window) for window in config.sliding_windows for n in input_lens
+    )
     linear = 2 * decoder_params(config) * sum(input_lens)
     return attention + linear + 2 * head_params(config) * len(input_lens)
 
@@ -110,10 +111,21 @@ def decode_batches(output_lens: Sequence[int]) -> list[int]:
     return [sum(n > step for n in output_lens) for step in range(1, max(output_lens))]
 
 
-def decode_kv_tokens(input_lens: Sequence[int], output_lens: Sequence[int]) -> int:
-    """How often decode reads some token's KV: step j of a request attends to input + j tokens."""
-    return sum(
-        num_in * (num_out - 1) + num_out * (num_out - 1) // 2
+def seen_keys(before: int, num_queries: int, window: int | None) -> int:
+    """Pairs of a query and a key that it attends to, for queries that `before` tokens precede."""
+    growing = num_queries if window is None else min(max(window - before, 0), num_queries)
+    pairs = growing * before + growing * (growing + 1) // 2
+    return pairs + (num_queries - growing) * (window or 0)
+
+
+def decode_kv_bytes(
+    config: ModelConfig, itemsize: int, input_lens: Sequence[int], output_lens: Sequence[int]
+) -> int:
+    """Bytes of KV that decode reads: the first token of each request comes from its prefill."""
+    per_layer = kv_bytes_per_token(config, itemsize) // config.num_hidden_layers
+    return per_layer * sum(
+        seen_keys(num_in, num_out - 1, window)
+        for window in config.sliding_windows
         for num_in, num_out in zip(input_lens, output_lens, strict=True)
     )
 
@@ -131,7 +143,7 @@ def floor(
         return step_weight_bytes(config, itemsize, rows) / machine.bytes_per_second
 
     row_seconds = 2 * (decoder_params(config) + head_params(config)) / machine.flops_per_second
-    kv_bytes = decode_kv_tokens(input_lens, output_lens) * kv_bytes_per_token(config, itemsize)
+    kv_bytes = decode_kv_bytes(config, itemsize, input_lens, output_lens)
     return Floor(
         prefill_seconds=max(
             weight_seconds(sum(input_lens)),

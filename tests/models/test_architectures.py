@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from nanovllm import LLM
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.registry import ARCHITECTURES
@@ -245,25 +244,6 @@ def test_window_is_in_other_layers(
     raw = PUBLISHED["Qwen3-30B-A3B"][0] | dict(num_hidden_layers=4, max_window_layers=28)
     raw |= {"architectures": [architecture], **fields}
     assert read(tmp_path, raw).sliding_windows == expected
-
-
-def test_window_shorter_than_a_context_is_ignored(tmp_path: Path) -> None:
-    """Up to the window's length nothing is cut off; one token more, and the first one is."""
-    raw = PUBLISHED["Mistral-7B-v0.1"][0] | dict(
-        hidden_size=512,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        vocab_size=264,
-        sliding_window=64,
-    )
-    config = read(tmp_path, raw)
-    config.check_windows(64)
-    with pytest.raises(ValueError, match="sliding_window=64 and max_model_len would be 65"):
-        config.check_windows(65)
-    options: dict[str, Any] = dict(load_format="dummy", device="cpu", cpu_kvcache_gib=0.01)
-    for given, says in ({"max_model_len": 65}, "65"), ({}, "32768"):
-        with pytest.raises(ValueError, match=f"would be {says}; with max_model_len=64 or less"):
-            LLM(tmp_path, **options, **given)
 
 
 # Experts
