@@ -114,6 +114,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "Phi3": dict(family="Phi3"),
+    "Phi3, longrope within the trained length": dict(
+        family="Phi3",
+        rope_scaling=LONGROPE,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=512,
+    ),
     # All contexts of the reference are one batch's, which is longer than 200: the long factors.
     "Phi3, longrope, three quarters of a head": dict(
         family="Phi3",

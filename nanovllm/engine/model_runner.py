@@ -218,7 +218,7 @@ class ModelRunner:
                     whole = CausalLM(self.model_config, self.max_positions)
                 load_dummy(model, whole, config.seed)
             else:
-                load_model(model, path)
+                load_model(model, path, use_tqdm=self.ranks.rank == 0)
             for module in model.modules():
                 if isinstance(module, LinearBase):
                     module.pack()

@@ -222,14 +222,13 @@ def _rope_parameters(
     raw: Mapping[str, Any], name: str, architecture: Architecture, head_dim: int
 ) -> dict[str, Any]:
     """Merge transformers 5's `rope_parameters` with 4's `rope_theta` and `rope_scaling`."""
-    parameters: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
-    if raw.get("partial_rotary_factor") is not None:
-        parameters["partial_rotary_factor"] = raw["partial_rotary_factor"]
+    beside = ("rope_theta", "partial_rotary_factor")
+    parameters = {n: raw[n] for n in beside if raw.get(n) is not None}
     for spelling in ("rope_scaling", "rope_parameters"):
         value = raw.get(spelling) or {}
         if not isinstance(value, dict):
             raise TypeError(f"{spelling} must be an object, got {value!r}")
-        parameters |= value
+        parameters |= {n: v for n, v in value.items() if v is not None or n == "rope_type"}
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.setdefault("rope_type", legacy_type or "default")
     if legacy_type not in (None, rope_type):
@@ -238,7 +237,7 @@ def _rope_parameters(
     parameters["rope_type"] = rope_type
     if rope_type in NEEDS_TRAINED_LENGTH and raw.get(TRAINED_LENGTH) is not None:
         parameters[TRAINED_LENGTH] = raw[TRAINED_LENGTH]
-    if parameters["rope_theta"] is None:
+    if "rope_theta" not in parameters:
         raise KeyError("rope_theta")
     if rope_type != "longrope" and (rope_type == "default") == ("factor" in parameters):
         needs = "takes no" if rope_type == "default" else "needs a"
@@ -252,7 +251,7 @@ def _check_rope_values(parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         if name not in ROPE_FIELDS:
             raise ValueError(f"rope parameter {name!r} is not supported")
-        if name in ("rope_type", "truncate") or value is None:
+        if name in ("rope_type", "truncate"):
             continue
         if name not in ("short_factor", "long_factor"):
             check_float(name, value, 1.0 if name in ("rope_theta", "factor") else 0.0)
@@ -277,7 +276,7 @@ def _check_rotated_part(
             " even number and fit"
         )
     for factors in ("short_factor", "long_factor"):
-        if parameters.get(factors) is not None and len(parameters[factors]) != rotated // 2:
+        if factors in parameters and len(parameters[factors]) != rotated // 2:
             raise ValueError(
                 f"{factors} must have {rotated // 2} numbers, got {len(parameters[factors])}"
             )

@@ -1,12 +1,14 @@
 """From a checkpoint's files to a model's parameters, each filled exactly once."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm.auto import tqdm
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
@@ -89,46 +91,54 @@ def read_weights(path: Path) -> Iterator[tuple[str, InFile]]:
             ) from error
 
 
-def load_model(model: CausalLM, path: Path) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint's tensor goes: to a parameter, or to a part of one that is fused."""
+
+    param: str
+    shard_id: int | None
+    parts: tuple[str, ...]  # what it is: itself, or all the parts of a fused parameter
+
+
+def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     """Fill `model` from the safetensors files in `path`.
 
     Afterwards every parameter has been filled exactly once, and every tensor of the files was used
     or is one that the model calls spare; anything else is a ValueError that names the tensor. What
     the model holds fused, the files may hold in parts or fused. A rank reads its own parts and
     nothing else. Peak host memory: what it holds, one part that is being copied, and the mapped
-    files' pages, which the system may drop.
+    files' pages, which the system may drop. `use_tqdm` shows a bar where stderr is a terminal.
     """
-    places: dict[str, tuple[str, int | None]] = {}
-    fills: dict[str, list[str]] = {}  # what need not come after a tensor: itself, or all parts
-    missing: dict[str, str] = {}  # parts, and what they are parts of
-    for param, parts in checkpoint_parts(model).items():
-        places |= {param: (param, None)} | {part: (param, i) for i, part in enumerate(parts)}
-        fills |= {part: [part] for part in parts} | {param: parts or [param]}
-        missing |= dict.fromkeys(fills[param], param)
+    places = checkpoint_places(model)
+    missing = {part: place.param for place in places.values() for part in place.parts}
     fused = False
-    for name, tensor in read_weights(path):
-        if name in model.spare_weights or name.endswith("rotary_emb.inv_freq"):
-            continue
-        if name not in places:
-            raise ValueError(f"{path}: unexpected tensor {name!r}")
-        if any(part not in missing for part in fills[name]):
-            raise ValueError(f"{path}: tensor {name!r} stands in two files, or whole and in parts")
-        try:
-            _fill(model, *places[name], tensor)
-        except ValueError as error:
-            raise ValueError(f"{path}: tensor {name!r} has {error}") from None
-        fused |= len(fills[name]) > 1
-        for part in fills[name]:
-            del missing[part]
+    hide = None if use_tqdm else True  # None: unless it is a terminal
+    with tqdm(total=len(missing), desc="Loading", unit="tensor", disable=hide) as bar:
+        for name, tensor in read_weights(path):
+            if name in model.spare_weights or name.endswith("rotary_emb.inv_freq"):
+                continue
+            if name not in places:
+                raise ValueError(f"{path}: unexpected tensor {name!r}")
+            place = places[name]
+            if any(part not in missing for part in place.parts):
+                raise ValueError(f"{path}: tensor {name!r} stands in two files, or in parts too")
+            try:
+                _fill(model, place.param, place.shard_id, tensor)
+            except ValueError as error:
+                raise ValueError(f"{path}: tensor {name!r} has {error}") from None
+            fused |= len(place.parts) > 1
+            for part in place.parts:
+                del missing[part]
+            bar.update(len(place.parts))
     if missing:
-        names = [*dict.fromkeys(missing.values() if fused else missing)]
+        names = [*dict.fromkeys(missing.values() if fused else missing)]  # as these files spell it
         rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
 
 
-def checkpoint_parts(model: CausalLM) -> dict[str, list[str]]:
-    """Of each parameter, the tensors that it is fused from, by `shard_id`; none for most."""
-    parts: dict[str, list[str]] = {}
+def checkpoint_places(model: CausalLM) -> dict[str, Place]:
+    """Where each tensor that a checkpoint may have goes, fused or in parts."""
+    places: dict[str, Place] = {}
     for name, _ in model.named_parameters():
         *above, parent, leaf = name.split(".")
         module = model.get_submodule(".".join([*above, parent]))
@@ -137,8 +147,10 @@ def checkpoint_parts(model: CausalLM) -> dict[str, list[str]]:
         else:
             packed = model.packed_modules_mapping.items()
             ends = [[part, leaf] for part, (fused, _) in packed if fused == parent]
-        parts[name] = [".".join([*above, *end]) for end in ends]
-    return parts
+        parts = tuple(".".join([*above, *end]) for end in ends)
+        places[name] = Place(name, None, parts or (name,))
+        places |= {part: Place(name, shard_id, (part,)) for shard_id, part in enumerate(parts)}
+    return places
 
 
 def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: Loaded) -> None:

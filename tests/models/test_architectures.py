@@ -325,6 +325,15 @@ def test_rope_that_cannot_be(tmp_path: Path, name: str, changes: dict[str, Any],
         read(tmp_path, PUBLISHED[name][0] | changes)
 
 
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Phi-4-mini", "Qwen2.5-7B"])
+def test_null_in_rope_is_not_taken_for_absent(tmp_path: Path, name: str) -> None:
+    raw = PUBLISHED[name][0]
+    nulls = dict.fromkeys(["partial_rotary_factor", "attention_factor", "beta_fast"])
+    scaling = {**nulls, **raw.get("rope_scaling", {"type": "default"})}
+    spelt = raw | {"rope_scaling": scaling, "rope_parameters": None}
+    assert read(tmp_path, spelt) == read(tmp_path, raw)
+
+
 def test_phis_old_names_of_longrope_are_another_type(tmp_path: Path) -> None:
     """It said "su", and "yarn" for what others call longrope."""
     raw = PUBLISHED["Phi-3-mini-128k"][0]

@@ -1,5 +1,6 @@
 """The loader: every parameter filled once from the right tensor, and every bad checkpoint named."""
 
+import io
 import json
 import re
 import threading
@@ -373,7 +374,7 @@ def test_tensor_whole_and_in_parts(copy_of_model: Copy) -> None:
     path = copy_of_model()
     name = LAYER + "self_attn.qkv_proj.weight"
     message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(128, 64)}))
-    assert "whole and in parts" in message
+    assert "in parts too" in message
 
 
 def test_missing_layer_names_hundreds_of_tensors(copy_of_model: Copy) -> None:
@@ -630,6 +631,21 @@ def test_rope_that_cannot_be_honoured(
     edit_config(path, **changes)
     message = config_error(path, **{spelling: {"rope_theta": 1e4, **scaling}})
     assert [text for text in says if text not in message] == [], message
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_bar_is_drawn_into_a_file(
+    is_terminal: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of control characters in a log; or minutes in which nothing is to be seen."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", stderr)
+    with make_llm(model_dir):
+        pass
+    assert ("Loading" in stderr.getvalue()) == is_terminal
+    if is_terminal:
+        assert "100%" in stderr.getvalue()
 
 
 # Random weights, and memory
