@@ -21,8 +21,8 @@ class Kernels:
         [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, Tensor, Tensor, Tensor],
         tuple[Tensor, Tensor, Tensor],
     ]
-    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 PLAIN = Kernels(
@@ -31,8 +31,8 @@ PLAIN = Kernels(
     add_rms_norm=plain.add_rms_norm,
     silu_and_mul=plain.silu_and_mul,
     norm_rope_store=plain.norm_rope_store,
-    experts=plain.experts,
     sample=plain.sample,
+    experts=plain.experts,
 )
 
 
@@ -44,4 +44,4 @@ def triton_kernels() -> Kernels:
     from nanovllm.kernels.sample import sample
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
-    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, experts, sample)
+    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, experts)
