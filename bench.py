@@ -1,7 +1,7 @@
 """Throughput of offline generation, and the roofline of the same workload on the same machine.
 
     python bench.py                        # 256 requests, 100-1024 tokens in and out, Qwen3-0.6B
-    python bench.py --shape qwen3-8b
+    python bench.py --shape qwen3-8b       # or llama-3-8b, qwen2.5-7b, qwen3-30b-a3b, ...
     python bench.py --model ~/models/Qwen3-0.6B --repeats 5 --json result.json
     python bench.py --peers --peer-python vllm=~/vllm/bin/python    # other engines, same workload
     python bench.py --profile trace.json   # and where the time goes, for Perfetto

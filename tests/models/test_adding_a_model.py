@@ -30,14 +30,15 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> registry.Architecture:
     return registry.get_architecture(SEED_OSS)
 
 
-@pytest.mark.parametrize("out_bias", [False, True])
+@pytest.mark.parametrize(("out_bias", "num_ranks"), [(False, 1), (True, 1), (True, 2)])
 def test_model_added_by_the_page_differs_from_transformers(
-    entry: registry.Architecture, out_bias: bool, tmp_path: Path
+    entry: registry.Architecture, out_bias: bool, num_ranks: int, tmp_path: Path
 ) -> None:
     path = make_model(
         tmp_path, family="SeedOss", seed=2, attention_bias=True, attention_out_bias=out_bias
     )
-    check_logits(make_case(path, make_prompts()), max_num_batched_tokens=64)
+    case = make_case(path, make_prompts())
+    check_logits(case, max_num_batched_tokens=64, tensor_parallel_size=num_ranks)
 
 
 def test_defaults_of_the_page_are_not_those_of_transformers(entry: registry.Architecture) -> None:
