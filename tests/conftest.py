@@ -1,4 +1,4 @@
-"""Small real models, made on the spot: random Qwen3 checkpoints and a byte-level tokenizer.
+"""Small real models, made on the spot: random checkpoints and a byte-level tokenizer.
 
 And where Triton's kernels are tested: on a CUDA device, or interpreted, by the same tests.
 """
@@ -22,9 +22,10 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules, "TRITON_INTERPRET is set too late"
     os.environ["TRITON_INTERPRET"] = "1"
 
+import transformers
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch
@@ -62,10 +63,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def make_model(path: Path, *, seed: int = 0, shards: bool = False, **overrides: Any) -> Path:
-    """Save a random Qwen3 model with its tokenizer, as transformers itself saves it."""
+def make_model(
+    path: Path, *, family: str = "Qwen3", seed: int = 0, shards: bool = False, **overrides: Any
+) -> Path:
+    """Save a random model with its tokenizer, as transformers itself saves it."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | overrides)).to(torch.float32)
+    config = getattr(transformers, f"{family}Config")(**SHAPE | overrides)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32)
     for name, param in model.named_parameters():
         if param.dim() > 1:  # larger than training would start with: peaked, varied outputs
             param.data.normal_(0.0, 0.15)

@@ -1,6 +1,7 @@
 """The benchmark: what it counts, what it draws, and its command line."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import random
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import LLM
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.utils import roofline
 from nanovllm.utils.roofline import Machine
 
@@ -58,9 +59,9 @@ class TestCounts:
     config = ModelConfig(
         architecture="Qwen3ForCausalLM", vocab_size=10, hidden_size=4, intermediate_size=6,
         num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=2,
-        rms_norm_eps=1e-6, max_position_embeddings=64, attention_bias=False,
-        tie_word_embeddings=True, rope_parameters={}, dtype="bfloat16",
-        eos_token_ids=frozenset(),
+        rms_norm_eps=1e-6, max_position_embeddings=64, tie_word_embeddings=True,
+        rope_parameters={}, dtype="bfloat16", eos_token_ids=frozenset(), qk_norm=True,
+        qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=(None,) * 3,
     )  # fmt: skip
 
     def test_params(self) -> None:
@@ -71,7 +72,7 @@ class TestCounts:
         assert roofline.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
 
     def test_bytes(self) -> None:
-        assert roofline.step_weight_bytes(self.config, itemsize=2) == 2 * (360 + 40)
+        assert roofline.step_weight_bytes(self.config, itemsize=2, rows=1) == 2 * (360 + 40)
         # K and V of one head of two, in three layers, two bytes each
         assert roofline.kv_bytes_per_token(self.config, itemsize=2) == 2 * 3 * 1 * 2 * 2
 
@@ -87,7 +88,17 @@ class TestCounts:
         assert roofline.decode_batches([4, 1, 2]) == [2, 1, 1]
         assert roofline.decode_batches([1]) == []
         # Three steps attend to 6, 7 and 8 tokens; none; one attends to 4.
-        assert roofline.decode_kv_tokens([5, 9, 3], [4, 1, 2]) == 6 + 7 + 8 + 4
+        read = roofline.decode_kv_bytes(self.config, 2, [5, 9, 3], [4, 1, 2])
+        assert read == 24 * (6 + 7 + 8 + 4)
+
+    def test_a_window_is_all_that_is_read(self) -> None:
+        """Of three layers one sees 7 tokens, and one 2."""
+        config = dataclasses.replace(self.config, sliding_windows=(None, 7, 2))
+        read = roofline.decode_kv_bytes(config, 2, [5, 9, 3], [4, 1, 2])
+        assert read == 8 * ((6 + 7 + 8 + 4) + (6 + 7 + 7 + 4) + 4 * 2)
+        pairs = (1 + 2 + 3 + 4) + (1 + 2 + 3 + 4) + (1 + 2 + 2 + 2)
+        linear = 2 * 360 * 4 + 2 * 40
+        assert roofline.prefill_flops(config, [4]) == linear + pairs * 2 * (2 * 2 + 2 * 2)
 
     @pytest.mark.parametrize(
         ("machine", "gemm"),
@@ -117,6 +128,40 @@ class TestCounts:
         assert floor.prefill_seconds == 800
 
 
+class TestExperts:
+    """The same, with a layer of five experts two of which a token takes, and two dense ones."""
+
+    config = dataclasses.replace(
+        TestCounts.config,
+        experts=ExpertsConfig(5, per_token=2, intermediate_size=3, norm_topk_prob=True,
+                              layers=frozenset({1})),
+    )  # fmt: skip
+    attention, dense, expert, router = 48, 72, 3 * 4 * 3, 4 * 5
+
+    def test_params(self) -> None:
+        others = 3 * self.attention + 2 * self.dense + self.router
+        assert roofline.decoder_params(self.config) == others + 2 * self.expert
+        assert roofline.num_params(self.config) == others + 5 * self.expert + 40 + 3 * 12 + 4
+
+    def test_bytes_of_experts_that_somebody_takes(self) -> None:
+        """One row takes two of five; three miss any one of them in 0.6 x 0.6 x 0.6 of cases."""
+        rest = 3 * self.attention + 2 * self.dense + self.router + 40
+        for rows, touched in ((1, 2.0), (3, 5 * (1 - 0.6**3)), (1000, 5.0)):
+            expected = 2 * (rest + touched * self.expert)
+            assert roofline.step_weight_bytes(self.config, 2, rows) == pytest.approx(expected)
+        # Two steps of decode: with two rows, and with one.
+        floor = roofline.floor(self.config, 2, [5, 9], [3, 2], Machine(1.0, 1e12))
+        touched = 2.0 + 5 * (1 - 0.6**2)
+        expected = 2 * (2 * rest + touched * self.expert)
+        assert floor.decode_gemm_seconds == pytest.approx(expected)
+
+    def test_three_of_thirty_billion_are_active(self, tmp_path: Path) -> None:
+        config = shape("qwen3-30b-a3b", tmp_path)
+        active = roofline.decoder_params(config) + roofline.head_params(config)
+        assert roofline.num_params(config) == 30_532_122_624
+        assert active == pytest.approx(3.04e9, rel=0.01)  # 3.35 with the embedding, as published
+
+
 @pytest.mark.parametrize("name", bench.SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Path) -> None:
@@ -124,7 +169,7 @@ def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Pat
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": bias}))
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(tmp_path))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     params = sum(param.numel() for param in model.parameters())
     assert roofline.num_params(ModelConfig.from_dir(tmp_path)) == params
 

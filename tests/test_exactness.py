@@ -75,6 +75,12 @@ LLAMA3 = dict(
     original_max_position_embeddings=64,
 )  # fmt: skip
 
+LONGROPE = dict(
+    rope_type="longrope", short_factor=[1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    long_factor=[1.0, 1.5, 3.0, 7.0, 9.0, 12.0],
+)  # fmt: skip
+MOE = dict(family="Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
+
 # Keyword arguments of `make_model`: what makes each one differ from the standard model.
 VARIANTS: dict[str, dict[str, Any]] = {
     "as many kv heads as heads": dict(num_key_value_heads=4),
@@ -91,6 +97,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn rope": dict(rope_theta=1e5, rope_scaling=YARN),
     "llama3 rope": dict(rope_theta=5e5, rope_scaling=LLAMA3),
     "shards with an index": dict(shards=True),
+    "Llama": dict(family="Llama"),
+    "Llama, biases": dict(family="Llama", seed=2, attention_bias=True, mlp_bias=True),
+    "Llama, tied": dict(family="Llama", tie_word_embeddings=True),
+    "Llama, llama3 rope": dict(family="Llama", rope_theta=5e5, rope_scaling=LLAMA3),
+    "Mistral": dict(family="Mistral", sliding_window=512),
+    "Mistral, a short window": dict(family="Mistral", sliding_window=37),
+    "Qwen2": dict(family="Qwen2"),
+    "Qwen2, a window in one layer": dict(
+        family="Qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1
+    ),
+    "Qwen3, a window in every other layer": dict(
+        use_sliding_window=True,
+        sliding_window=64,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "Phi3": dict(family="Phi3"),
+    "Phi3, longrope within the trained length": dict(
+        family="Phi3",
+        rope_scaling=LONGROPE,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=512,
+    ),
+    # All contexts of the reference are one batch's, which is longer than 200: the long factors.
+    "Phi3, longrope, three quarters of a head": dict(
+        family="Phi3",
+        rope_scaling=LONGROPE,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=128,
+    ),
+    "Qwen3 MoE": dict(MOE, norm_topk_prob=True),
+    "Qwen3 MoE, some dense": dict(
+        MOE, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], shards=True
+    ),
 }
 
 
@@ -107,7 +147,7 @@ def crowd(model_dir: Path) -> Case:
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp("variant")
-    return make_case(make_model(path, seed=1, **VARIANTS[request.param]), make_prompts())
+    return make_case(make_model(path, **{"seed": 1, **VARIANTS[request.param]}), make_prompts())
 
 
 # The standard model, every scenario
@@ -301,13 +341,15 @@ SPELLINGS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["theta", "yarn", "linear"])
+@pytest.fixture(scope="module", params=["theta", "yarn", "linear", "Llama", "Phi3"])
 def roped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A model whose output depends on what its config says about rope."""
     overrides: dict[str, Any] = {
         "theta": dict(rope_theta=1e6),
         "yarn": dict(rope_theta=1e6, rope_scaling=YARN),
         "linear": dict(rope_theta=1e6, rope_scaling=dict(rope_type="linear", factor=4.0)),
+        "Llama": dict(family="Llama", rope_theta=1e6, rope_scaling=LLAMA3),
+        "Phi3": VARIANTS["Phi3, longrope, three quarters of a head"] | dict(rope_theta=1e5),
     }
     path = tmp_path_factory.mktemp("roped")
     return make_case(make_model(path, seed=2, **overrides[request.param]), make_prompts())

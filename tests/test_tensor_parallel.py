@@ -37,6 +37,16 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         dict(num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=True), (3,)
     ),
     "biased": (dict(attention_bias=True), (2,)),
+    "Llama": (dict(family="Llama", mlp_bias=True), (2,)),
+    "Qwen2": (dict(family="Qwen2"), (2,)),
+    "Phi3": (dict(family="Phi3"), (2,)),
+    "MoE": (
+        dict(
+            family="Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+            decoder_sparse_step=2,
+        ),
+        (2,),
+    ),
 }  # fmt: skip
 RUNS = [(name, size) for name, (_, sizes) in MODELS.items() for size in sizes]
 

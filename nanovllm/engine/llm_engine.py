@@ -19,7 +19,6 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.workers import Workers
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import get_model_class
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import resolve_model
@@ -90,7 +89,6 @@ class LLMEngine:
         config = Config.from_options(model, options)
         path = resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(path)
-        get_model_class(self.model_config.architecture)  # refuse before anything is loaded
         self.model_config.check_parallel_size(config.tensor_parallel_size)
         self.tokenizer = load_tokenizer(config.tokenizer, path)
         self._runner = start_runner(config, self.model_config, path)

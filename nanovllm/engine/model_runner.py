@@ -39,13 +39,13 @@ from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionSpec, get_backend
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.models.registry import get_model_class
+from nanovllm.models.decoder import CausalLM
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_dummy, load_model
 from nanovllm.utils.ranks import ALONE, Ranks
@@ -89,7 +89,7 @@ class ModelRunner:
         spec = AttentionSpec(
             self.device, self.dtype, model_config.num_attention_heads // ranks.size,
             max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
-            config.kvcache_block_size,
+            config.kvcache_block_size, windows=any(model_config.sliding_windows),
         )  # fmt: skip
         with self.computing():
             self.backend = get_backend(config.attention_backend, spec)
@@ -211,28 +211,27 @@ class ModelRunner:
         """What holds while this rank computes."""
         return computing_on(self.device, self.workers.num_threads if self.workers else None)
 
-    def _build(self, config: Config, path: Path) -> Qwen3ForCausalLM:
-        model_class = get_model_class(self.model_config.architecture)
+    def _build(self, config: Config, path: Path) -> CausalLM:
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with self.device, torch.inference_mode(False):
-                model = model_class(self.model_config, self.max_positions, self.ranks)
+                model = CausalLM(self.model_config, self.max_positions, self.ranks)
         finally:
             torch.set_default_dtype(previous)
         with torch.no_grad():
             if config.load_format == "dummy":
                 with torch.device("meta"):
-                    whole = model_class(self.model_config, self.max_positions)
+                    whole = CausalLM(self.model_config, self.max_positions)
                 load_dummy(model, whole, config.seed)
             else:
-                load_model(model, path)
+                load_model(model, path, use_tqdm=self.ranks.rank == 0)
             for module in model.modules():
                 if isinstance(module, LinearBase):
                     module.pack()
                 elif isinstance(module, Attention):
                     module.backend = self.backend
-                elif isinstance(module, RMSNorm | SiluAndMul):
+                elif isinstance(module, RMSNorm | SiluAndMul | Experts):
                     module.kernels = self.backend.kernels
         return model.eval()
 

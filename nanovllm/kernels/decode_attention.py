@@ -84,7 +84,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, a row's beginning."""
     kv_head = tl.program_id(0)
@@ -112,9 +112,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + wide_row * table_stride
-        for key in range((tile - row_begin) * TILE, end_key, BLOCK_N):
+        begin_key = (tile - row_begin) * TILE
+        if WINDOW:  # tiles before it are passed over, and may be all that this share has of the row
+            begin_key = tl.maximum(begin_key, (length - WINDOW) // BLOCK_N * BLOCK_N)
+        for key in range(begin_key, end_key, BLOCK_N):
             at = cache_offsets(table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N)
             inside = key + n < end_key
+            if WINDOW:
+                inside &= key + n >= length - WINDOW
             loaded = inside[:, None] & (d < D)[None, :]
             k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
@@ -204,12 +209,15 @@ def plan_decode(
 
 
 def decode_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: DecodePlan, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: DecodePlan, scale: float,
+    window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros.
 
     Caches [blocks, block_size, KVH, D], any block size; q may be strided but for its last
-    dimension. Bytes moved: each row's K and V once, and two rows of float32 a program.
+    dimension. With a window a row attends to the last so many keys of its context. Bytes moved:
+    each row's K and V once, or as much of them as the window shows, and two rows of float32 a
+    program. A window leaves shares of one size for unlike work: its layers balance less well.
     """
     batch_size, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -229,6 +237,7 @@ def decode_attention(
         G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
         BLOCK_N=block_n, TILE=TILE,
         MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
+        WINDOW=window or 0,
         num_warps=2 if narrow and block_g < 16 else 4,
         num_stages=2,
     )  # fmt: skip

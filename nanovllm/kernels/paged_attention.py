@@ -44,6 +44,7 @@ class DecodeGroup:
 
     rows: torch.Tensor  # [B] rows of the batch
     blocks: torch.Tensor  # [B * blocks each]
+    lens: torch.Tensor  # [B, 1] context lengths
     hidden: torch.Tensor  # [B, K] True where there is no key
 
 
@@ -119,44 +120,55 @@ def prefill_attention(
     v_cache: torch.Tensor,
     plan: PrefillPlan,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there."""
+    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
+
+    With a window a query sees its own key and those right before it, so many in all.
+    """
     outs = []
     for group in plan.groups:
         queries = q[group.q_rows].transpose(1, 2)  # [B, H, Q, D]
-        if group.k_rows is not None:
+        if group.k_rows is None:
+            assert group.blocks is not None
+            batch_size = len(queries)
+            keys, values = (gather_blocks(x, group.blocks, batch_size) for x in (k_cache, v_cache))
+        else:
             # Padding stands behind the real keys, and the causal mask hides what stands behind.
             keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))
+        if group.k_rows is not None and (window is None or group.num_keys <= window):
             out = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
             )
         else:
-            out = _attend_to_prefix(queries, k_cache, v_cache, group, scale)
+            out = _attend_in_slices(queries, keys, values, group.q_starts, scale, window)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
     return torch.cat(outs)[plan.out_rows]
 
 
-def _attend_to_prefix(
+def _attend_in_slices(
     queries: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    group: PrefillGroup,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_starts: torch.Tensor,
     scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """Queries [B, H, Q, D] that start anywhere in a context, in slices that bound the mask."""
-    assert group.blocks is not None
     batch_size, _, num_queries, _ = queries.shape
-    keys, values = (gather_blocks(x, group.blocks, batch_size) for x in (k_cache, v_cache))
     key_positions = torch.arange(keys.shape[2], device=queries.device)
     step = max(1, MAX_MASK_ELEMENTS // (batch_size * keys.shape[2]))
     outs = []
     for start in range(0, num_queries, step):
         slice_ = queries[:, :, start : start + step]
         offsets = torch.arange(start, start + slice_.shape[2], device=queries.device)
-        positions = group.q_starts[:, None, None, None] + offsets[:, None]  # [B, 1, Q, 1]
+        positions = q_starts[:, None, None, None] + offsets[:, None]  # [B, 1, Q, 1]
+        mask = key_positions <= positions
+        if window is not None:
+            mask &= key_positions > positions - window
         outs.append(
             F.scaled_dot_product_attention(
-                slice_, keys, values, attn_mask=key_positions <= positions, scale=scale,
+                slice_, keys, values, attn_mask=mask, scale=scale,
                 enable_gqa=True,
             )
         )  # fmt: skip
@@ -174,11 +186,13 @@ def plan_decode(
         member_rows = torch.tensor([rows[i] for i in members], device=context_lens.device)
         num_blocks = -(-max(lens[rows[i]] for i in members) // block_size)
         keys = torch.arange(num_blocks * block_size, device=context_lens.device)
+        member_lens = context_lens[member_rows, None]
         groups.append(
             DecodeGroup(
                 rows=member_rows,
                 blocks=block_tables[member_rows, :num_blocks].flatten(),
-                hidden=keys >= context_lens[member_rows, None],
+                lens=member_lens,
+                hidden=keys >= member_lens,
             )
         )
     return groups
@@ -190,8 +204,12 @@ def decode_attention(
     v_cache: torch.Tensor,
     plan: list[DecodeGroup],
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros."""
+    """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros.
+
+    With a window, to the last so many keys of it; the others are read all the same.
+    """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     out = torch.zeros_like(q)
@@ -200,7 +218,11 @@ def decode_attention(
         # A KV head's G queries stand as G query positions, so that its keys are read once.
         queries = q[group.rows].view(batch_size, num_kv_heads, -1, head_dim)
         keys, values = (gather_blocks(x, group.blocks, batch_size) for x in (k_cache, v_cache))
-        mask = queries.new_zeros(group.hidden.shape).masked_fill_(group.hidden, -math.inf)
+        hidden = group.hidden
+        if window is not None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)
+            hidden = hidden | (positions < group.lens - window)
+        mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
         attended = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask[:, None, None], scale=scale
         )

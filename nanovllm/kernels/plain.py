@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.paged_attention import store_kvcache_torch
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a step's tokens, [T, 1, D / 2]
+# Cosines and sines of a step's tokens, [T, 1, R / 2]: of a head, the first R elements are rotated.
+Rope = tuple[torch.Tensor, torch.Tensor]
 
 # Rows are drawn a few at a time, so that what a pass leaves behind is still in the cache.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -38,14 +39,46 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+) -> torch.Tensor:
+    """Of each row of x [T, hidden], its K experts' outputs, added up by their shares in float32.
+
+    The experts' weights are gate_up [E, 2 * I, hidden] and down [E, hidden, I]; a row's are named
+    by expert_ids [T, K], with shares [T, K]. Rows go through an expert together, and an expert that
+    no row names is not touched. Sums are in the order of experts, whoever else is there. Syncs.
+    """
+    per_row = expert_ids.shape[1]
+    flat_ids, flat_shares = expert_ids.flatten(), shares.flatten()
+    pairs = flat_ids.argsort(stable=True)  # of a row and an expert, by expert
+    counts = flat_ids.bincount(minlength=len(down)).tolist()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, chosen in enumerate(torch.split(pairs, counts)):
+        if len(chosen):
+            rows = chosen // per_row
+            y = F.linear(silu_and_mul(F.linear(x[rows], gate_up[expert])), down[expert])
+            out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
+    return out.to(x.dtype)
+
+
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate each head of x [T, H, D], as pairs (i, i + D / 2), in float32 inside."""
+    """Rotate the first R elements of each head of x [T, H, D], as pairs (i, i + R / 2).
+
+    In float32 inside; elements after them pass as they are.
+    """
     cos, sin = rope
+    half = cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    x1, x2 = x.float().chunk(2, dim=-1)
-    out1, out2 = out.chunk(2, dim=-1)
+    x1, x2, rest = x.float().tensor_split((half, 2 * half), dim=-1)
+    out1, out2, out_rest = out.tensor_split((half, 2 * half), dim=-1)
     out1.copy_((x1 * cos).addcmul_(x2, sin, value=-1))
     out2.copy_((x2 * cos).addcmul_(x1, sin))
+    if rest.shape[-1]:
+        out_rest.copy_(rest)
     return out
 
 

@@ -34,7 +34,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     start, stop, q, position, end, top, total, acc, k_ptr, v_ptr, table_ptr, first_key, kv_head,
     k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [start, stop) of a sequence in; MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
@@ -57,6 +57,8 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
             k = tl.load(k_at)
             v = tl.load(v_at)
         visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
+        if WINDOW:
+            visible &= (key + n)[None, :] > position[:, None] - WINDOW
         top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED)
     return top, total, acc
 
@@ -68,6 +70,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     v_head_stride, table_stride, num_seqs, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_SIZE 0: K and V are the step's own, one row a token."""
     kv_head = tl.program_id(0) % num_kv_heads
@@ -90,23 +93,29 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_at, mask=real, other=0.0)
         first_position = num_keys - num_queries + tile * BLOCK_Q
         end = tl.minimum(first_position + BLOCK_Q, num_keys)
+        start = 0
         seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
-
         top = tl.full([BLOCK_Q * BLOCK_G], -float("inf"), tl.float32)
+        if WINDOW:
+            start = tl.maximum(first_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+            seen_by_all = start  # every tile may be at an edge of some query's window
+            top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first may show it nothing
         total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + seq.to(tl.int64) * table_stride
         position = num_keys - num_queries + query
         top, total, acc = _fold_tiles(
-            0, seen_by_all, q, position, end, top, total, acc, k_ptr, v_ptr, table, first_key,
+            start, seen_by_all, q, position, end, top, total, acc, k_ptr, v_ptr, table, first_key,
             kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
-            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, False,
+            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, False,
         )  # fmt: skip
         top, total, acc = _fold_tiles(
             seen_by_all, end, q, position, end, top, total, acc, k_ptr, v_ptr, table, first_key,
             kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
-            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, True,
+            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, True,
         )  # fmt: skip
+        if WINDOW:
+            total = tl.where(total == 0.0, 1.0, total)  # queries that pad may see nothing
         out_at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
@@ -142,11 +151,13 @@ def prefill_attention(
     v_cache: torch.Tensor,
     plan: PrefillPlan,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
 
     A sequence's queries are the last of its keys. Caches as in `decode_attention`; q, k and v may
-    be strided but for their last dimension. FLOPs: 4 * D for each head, query and key it sees.
+    be strided but for their last dimension. With a window a query sees its own key and those right
+    before it, so many in all. FLOPs: 4 * D for each head, query and key it sees.
     """
     _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -167,6 +178,6 @@ def prefill_attention(
         v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
-        BLOCK_N=block_n, num_warps=4, num_stages=stages,
+        BLOCK_N=block_n, WINDOW=window or 0, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out

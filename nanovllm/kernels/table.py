@@ -24,6 +24,7 @@ class Kernels:
     ]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 PLAIN = Kernels(
@@ -34,15 +35,19 @@ PLAIN = Kernels(
     norm_rope_store=plain.norm_rope_store,
     sample=plain.sample,
     draw=cuts.draw,
+    experts=plain.experts,
 )
 
 
 def triton_kernels() -> Kernels:
     """The Triton kernels; an ImportError where there is no Triton."""
     from nanovllm.kernels.draw import draw
+    from nanovllm.kernels.experts import experts
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sample import sample
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
-    return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw)
+    return Kernels(
+        "Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw, experts
+    )

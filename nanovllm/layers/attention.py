@@ -10,11 +10,15 @@ from nanovllm.utils.context import get_context
 
 
 class Attention(nn.Module):
-    """Rotate, store the step's KV, attend. The runner binds `backend` and the caches."""
+    """Rotate, store the step's KV, attend. The runner binds `backend` and the caches.
 
-    def __init__(self, num_kv_heads: int, head_dim: int) -> None:
+    With a window, a token attends to so many: to itself, and to those right before it.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, window: int | None = None) -> None:
         super().__init__()
         self.num_kv_heads = num_kv_heads
+        self.window = window
         self.scale = head_dim**-0.5
         self.backend: AttentionBackend = TorchBackend()
         # Empty until there is a pool: the warm-up that measures memory runs before.
@@ -31,5 +35,7 @@ class Attention(nn.Module):
             self.k_cache, self.v_cache, context.slot_mapping,
         )  # fmt: skip
         if context.is_prefill:
-            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
-        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)
+            return self.backend.prefill(
+                q, k, v, self.k_cache, self.v_cache, context, self.scale, self.window
+            )
+        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale, self.window)

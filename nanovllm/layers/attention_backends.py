@@ -33,6 +33,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int | None  # None: what the backend prefers
+    windows: bool = False  # whether some layer attends to a window of the context only
 
 
 class AttentionBackend(ABC):
@@ -43,6 +44,7 @@ class AttentionBackend(ABC):
     graph_safe: bool  # whether decode reads all that changes from device tensors
     copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
     kernels: Kernels
+    has_windows = False  # whether it takes any
 
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size or self.preferred_block_size
@@ -54,13 +56,17 @@ class AttentionBackend(ABC):
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Causal attention of q [T, H, D], several tokens for each sequence."""
+        """Causal attention of q [T, H, D], several tokens for each sequence.
+
+        With a window a query sees its own key and those right before it, so many in all.
+        """
 
     @abstractmethod
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
-        scale: float,
+        scale: float, window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [B, H, D], one token for each sequence."""
 
@@ -74,14 +80,19 @@ class PlannedBackend(AttentionBackend):
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return self.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
+        if window is None:
+            return self.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
+        return self.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale, window)
 
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
-        scale: float,
+        scale: float, window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return self.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
+        if window is None:
+            return self.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
+        return self.decode_attention(q, k_cache, v_cache, ctx.plan, scale, window)
 
 
 class TorchBackend(PlannedBackend):
@@ -91,6 +102,7 @@ class TorchBackend(PlannedBackend):
     preferred_block_size = 16
     graph_safe = False
     copied_layers = 2  # one, gathered and padded
+    has_windows = True
     kernels = PLAIN
     prefill_attention = staticmethod(paged_attention.prefill_attention)
     decode_attention = staticmethod(paged_attention.decode_attention)
@@ -116,6 +128,7 @@ class TritonBackend(PlannedBackend):
     preferred_block_size = 64
     graph_safe = True
     copied_layers = 0
+    has_windows = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)
@@ -152,6 +165,7 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash_attn"
     preferred_block_size = 256
     copied_layers = 0
+    has_windows = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)
@@ -169,24 +183,32 @@ class FlashAttnBackend(AttentionBackend):
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if ctx.block_tables is not None:  # a part of some sequence is in the cache
             k, v = k_cache, v_cache
         out: torch.Tensor = self.varlen_func(
             q, k, v, ctx.cu_seqlens_q, ctx.cu_seqlens_k, ctx.max_seqlen_q, ctx.max_seqlen_k,
             softmax_scale=scale, causal=True, block_table=ctx.block_tables,
+            window_size=_to_the_left(window),
         )  # fmt: skip
         return out
 
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
-        scale: float,
+        scale: float, window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out: torch.Tensor = self.kvcache_func(
             q.unsqueeze(1), k_cache, v_cache, cache_seqlens=ctx.context_lens,
             block_table=ctx.block_tables, softmax_scale=scale, causal=True,
+            window_size=_to_the_left(window),
         )  # fmt: skip
         return out.squeeze(1)
+
+
+def _to_the_left(window: int | None) -> tuple[int, int]:
+    """How many keys flash-attn shows a query before and behind its own; -1 is all."""
+    return (-1, -1) if window is None else (window - 1, 0)
 
 
 def get_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
@@ -272,6 +294,8 @@ def _probed(
     """Build, prefill and decode one token: what is installed may not work together."""
     try:
         backend = build(spec)
+        if spec.windows and not backend.has_windows:
+            raise NotImplementedError("it knows no sliding windows")
         _try_attention(backend, spec)
         if spec.device.type == "cuda":
             torch.cuda.synchronize(spec.device)

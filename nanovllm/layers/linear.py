@@ -124,7 +124,7 @@ class RowParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several projections of one input as one matrix; `shard_id` is a projection's index.
+    """Several projections of one input as one matrix; `shard_id` is a projection's index, or None.
 
     Each projection is shared out by itself, so that a rank has a part of every one.
     """
@@ -142,13 +142,15 @@ class MergedColumnParallelLinear(LinearBase):
         self.parts = parts  # of each projection, the rows that this rank holds
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill the rows of projection `shard_id`."""
-        assert shard_id is not None
-        sizes = [part.stop - part.start for part in self.parts]
-        start = sum(sizes[:shard_id])
-        target = param[start : start + sizes[shard_id]]
-        shape = (self.out_features[shard_id], *param.shape[1:])
-        copy_into(target, loaded, shape, (self.parts[shard_id],))
+        """Fill the rows of projection `shard_id`, or of all where a checkpoint has them fused."""
+        ids = range(len(self.parts)) if shard_id is None else [shard_id]
+        num_rows = sum(self.out_features[i] for i in ids)
+        shape, above = (num_rows, *param.shape[1:]), 0
+        targets = torch.split(param, [part.stop - part.start for part in self.parts])
+        for i in ids:
+            part = slice(above + self.parts[i].start, above + self.parts[i].stop)
+            copy_into(targets[i], loaded, shape, (part,))
+            above += self.out_features[i]
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):

@@ -17,7 +17,9 @@ Parameters = Mapping[str, Any]
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines for positions 0 .. max_positions-1, in float32: [P, 2, D / 2].
+    """Cosines and sines for positions 0 .. max_positions-1, in float32: [P, 2, R / 2].
+
+    R is the part of a head that is rotated: all of it, in most models.
 
     Computed on the CPU wherever the model runs: at large angles devices differ in the last bits.
     """
@@ -30,7 +32,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rope:
-        """Look up a step's positions [T] once for all layers: cos and sin, [T, 1, D / 2] each."""
+        """Look up a step's positions [T] once for all layers: cos and sin, [T, 1, R / 2] each."""
         table: torch.Tensor = self.get_buffer("table")
         cos, sin = table[positions].unsqueeze(2).unbind(1)
         return cos, sin
@@ -89,6 +91,25 @@ def _llama3(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
     return (1 - blend) * inv_freq / factor + blend * inv_freq, scaling
 
 
+def _longrope(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
+    """Divide each frequency by a factor of its own, of two sets the one for the length (LongRoPE).
+
+    transformers takes the short factors for a sequence up to the trained length, and the long ones
+    for all its tokens from then on. Keys in a cache keep their rotation, so here all sequences
+    have one set: the short one if `length`, which bounds them, is within the trained length, and
+    else the long one. With a max_model_len up to the trained length all output equals
+    transformers'; above it, that of prompts which are longer than the trained length.
+    """
+    trained = parameters["original_max_position_embeddings"]
+    factor, scaling = parameters["factor"], parameters.get("attention_factor")
+    if scaling is None:
+        scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    factors = parameters["long_factor" if parameters["length"] > trained else "short_factor"]
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    each = torch.tensor(factors, dtype=torch.float32)
+    return 1.0 / (each * parameters["rope_theta"] ** exponents), float(scaling)
+
+
 ROPE_TYPES: dict[str, Callable[[int, Parameters], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -97,6 +118,7 @@ ROPE_TYPES: dict[str, Callable[[int, Parameters], tuple[torch.Tensor, float]]] =
     "dynamic": _default,
     "yarn": _yarn,
     "llama3": _llama3,
+    "longrope": _longrope,
 }
 
 
@@ -108,20 +130,35 @@ def max_rope_positions(parameters: Parameters, max_position_embeddings: int) -> 
     return max_position_embeddings
 
 
-def get_rope(
+def rope_frequencies(
     head_dim: int, max_positions: int, max_position_embeddings: int, parameters: Parameters
-) -> RotaryEmbedding:
-    """Build the table for `max_positions` positions; an unknown rope type is a ValueError."""
+) -> tuple[torch.Tensor, float]:
+    """Frequencies [R / 2] for contexts up to `max_positions`, and what cosines are multiplied by.
+
+    An unknown rope type is a ValueError, and so is one without what it needs.
+    """
     rope_type = parameters["rope_type"]
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type {rope_type!r} is not supported; {', '.join(ROPE_TYPES)} are")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported: heads are rotated whole")
-    if not parameters.get("original_max_position_embeddings"):
-        parameters = {**parameters, "original_max_position_embeddings": max_position_embeddings}
+    complete = {**parameters, "length": max_positions}
+    if not complete.get("original_max_position_embeddings"):
+        complete["original_max_position_embeddings"] = max_position_embeddings
+    if rope_type == "longrope" and complete.get("factor") is None:
+        trained = complete["original_max_position_embeddings"]
+        complete["factor"] = max_position_embeddings / trained
+    rotated = int(head_dim * complete.get("partial_rotary_factor", 1.0))
     try:
         with torch.device("cpu"):
-            inv_freq, scaling = ROPE_TYPES[rope_type](head_dim, parameters)
+            return ROPE_TYPES[rope_type](rotated, complete)
     except KeyError as error:
         raise ValueError(f"rope_type {rope_type!r} needs {error} in the config") from None
+
+
+def get_rope(
+    head_dim: int, max_positions: int, max_position_embeddings: int, parameters: Parameters
+) -> RotaryEmbedding:
+    """Build the table for `max_positions` positions; what cannot be built is a ValueError."""
+    inv_freq, scaling = rope_frequencies(
+        head_dim, max_positions, max_position_embeddings, parameters
+    )
     return RotaryEmbedding(inv_freq, scaling, max_positions)

@@ -1,6 +1,7 @@
-"""ModelConfig: what a checkpoint's `config.json` says, in one spelling, with no defaults guessed.
+"""ModelConfig: what a checkpoint's `config.json` says, in one spelling.
 
-It reads JSON only: no PyTorch, no transformers. What it cannot honour, it refuses.
+It reads JSON only: no PyTorch, no transformers. What a file leaves out is what the architecture
+says (`registry.py`), or an error; what it cannot honour, it refuses.
 """
 
 import json
@@ -10,18 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
+from nanovllm.models.registry import Architecture, get_architecture
 from nanovllm.utils.checks import check_bool, check_float, check_int
 
 ROPE_FIELDS = (
     "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor",
-    "high_freq_factor", "partial_rotary_factor",
+    "high_freq_factor", "partial_rotary_factor", "short_factor", "long_factor",
 )  # fmt: skip
+# Where a model was first trained, which these types need; beside `rope_parameters` it goes first.
+TRAINED_LENGTH = "original_max_position_embeddings"
+SLIDING = "sliding_attention"
+NEEDS_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward layers of which a token takes `per_token`, in the decoder layers `layers`."""
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool  # whether the shares of those that are taken add up to 1
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder; `rope_parameters` holds `rope_type`, `rope_theta` and its factors."""
+    """The shape of a decoder; `rope_parameters` holds `rope_type`, `rope_theta` and its factors.
+
+    `sliding_windows` has an entry for each layer: how many tokens back it attends, itself counted,
+    or None for all.
+    """
 
     architecture: str
     vocab_size: int
@@ -33,11 +54,16 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    attention_bias: bool
     tie_word_embeddings: bool
     rope_parameters: Mapping[str, Any]
     dtype: str
     eos_token_ids: frozenset[int]
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    sliding_windows: tuple[int | None, ...]
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_dir(cls, path: Path) -> "ModelConfig":
@@ -59,28 +85,45 @@ class ModelConfig:
         """Refuse a number of ranks that cannot share this model out."""
         if not self._ranks_divide(size):
             fit = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if self._ranks_divide(n))
+            widths = " and ".join(f"{name}={n}" for name, n in self._widths.items())
             raise ValueError(
                 f"tensor_parallel_size={size} cannot share out num_attention_heads"
                 f"={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads} and"
-                f" intermediate_size={self.intermediate_size}; {fit} can"
+                f" {widths}; {fit} can"
             )
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        """The widths of the feed-forward layers that there are."""
+        if self.experts is None:
+            return {"intermediate_size": self.intermediate_size}
+        widths = {"moe_intermediate_size": self.experts.intermediate_size}
+        if len(self.experts.layers) < self.num_hidden_layers:
+            widths["intermediate_size"] = self.intermediate_size
+        return widths
 
     def _ranks_divide(self, size: int) -> bool:
         """Key heads may also be fewer than ranks, which then hold copies."""
         kv_heads = self.num_key_value_heads
         each_has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
-        shared = self.num_attention_heads % size == self.intermediate_size % size == 0
-        return shared and each_has_kv_heads
+        shared = (self.num_attention_heads, *self._widths.values())
+        return each_has_kv_heads and all(n % size == 0 for n in shared)
 
     @classmethod
     def _parse(cls, raw: dict[str, Any]) -> "ModelConfig":
         architectures = raw.get("architectures") or []
         if len(architectures) != 1:
             raise ValueError(f"architectures must name one model class, got {architectures!r}")
+        name = architectures[0]
+        architecture = get_architecture(name)
         _refuse_unsupported(raw)
+        raw = {**architecture.defaults, **raw, **architecture.fixed}
 
         def size(name: str) -> int:
             return check_int(name, raw[name], 1)
+
+        def flag(says: bool | str) -> bool:
+            return _flag(says, raw[says]) if isinstance(says, str) else says
 
         num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
         null = raw["num_key_value_heads"] is None
@@ -93,10 +136,8 @@ class ModelConfig:
         head_dim = hidden_size // num_heads if raw["head_dim"] is None else size("head_dim")
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, got {head_dim}")
-        for name in ("attention_bias", "tie_word_embeddings"):
-            check_bool(name, raw.get(name, False))
         return cls(
-            architecture=architectures[0],
+            architecture=name,
             vocab_size=size("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=size("intermediate_size"),
@@ -106,11 +147,16 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=check_float("rms_norm_eps", raw["rms_norm_eps"], 0.0),
             max_position_embeddings=size("max_position_embeddings"),
-            attention_bias=raw.get("attention_bias", False),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            rope_parameters=_rope_parameters(raw),
+            tie_word_embeddings=_flag("tie_word_embeddings", raw.get("tie_word_embeddings", False)),
+            rope_parameters=_rope_parameters(raw, name, architecture, head_dim),
             dtype=_dtype(raw),
             eos_token_ids=_ids("eos_token_id", raw.get("eos_token_id")),
+            qk_norm=architecture.qk_norm,
+            qkv_bias=flag(architecture.qkv_bias),
+            o_bias=flag(architecture.o_bias),
+            mlp_bias=flag(architecture.mlp_bias),
+            sliding_windows=_sliding_windows(raw),
+            experts=_experts(raw) if architecture.experts else None,
         )
 
 
@@ -135,36 +181,110 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         )
         raise ValueError(f"quantization_config: quantized weights ({method!r}) are not supported")
-    layer_types = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
-    if raw.get("use_sliding_window") or "sliding_attention" in layer_types:
-        raise ValueError("sliding-window attention is not supported")
-    if layer_types:
-        raise ValueError(f"layer_types {layer_types} are not supported, 'full_attention' is")
+    if unknown := sorted(set(raw.get("layer_types") or ()) - {"full_attention", SLIDING}):
+        raise ValueError(f"layer_types {unknown} are not supported, 'full_attention' is")
 
 
-def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Each layer's window: by `layer_types`, or from the layer `max_window_layers` on."""
+    num_layers = check_int("num_hidden_layers", raw["num_hidden_layers"], 1)
+    used = _flag("use_sliding_window", raw["use_sliding_window"])
+    window = raw["sliding_window"] if used else None
+    if window is not None:
+        check_int("sliding_window", window, 1)
+    if (types := raw.get("layer_types")) is None:
+        first = check_int("max_window_layers", raw["max_window_layers"], 0) if window else 0
+        return (None,) * min(first, num_layers) + (window,) * max(num_layers - first, 0)
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types has {len(types)} entries, num_hidden_layers={num_layers}")
+    if SLIDING in types and window is None:
+        raise ValueError("layer_types asks for sliding-window attention, sliding_window for none")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
+    """Read the experts; transformers 5 calls `num_experts` `num_local_experts`."""
+    spelling = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+    num_experts = check_int(spelling, raw[spelling], 1)
+    step = check_int("decoder_sparse_step", raw["decoder_sparse_step"], 1)
+    dense = _ids("mlp_only_layers", raw["mlp_only_layers"])
+    layers = range(step - 1, raw["num_hidden_layers"], step)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        per_token=check_int("num_experts_per_tok", raw["num_experts_per_tok"], 1, num_experts),
+        intermediate_size=check_int("moe_intermediate_size", raw["moe_intermediate_size"], 1),
+        norm_topk_prob=_flag("norm_topk_prob", raw["norm_topk_prob"]),
+        layers=frozenset(layers) - dense,
+    )
+
+
+def _rope_parameters(
+    raw: Mapping[str, Any], name: str, architecture: Architecture, head_dim: int
+) -> dict[str, Any]:
     """Merge transformers 5's `rope_parameters` with 4's `rope_theta` and `rope_scaling`."""
-    parameters: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
-    for name in ("rope_scaling", "rope_parameters"):
-        value = raw.get(name) or {}
+    beside = ("rope_theta", "partial_rotary_factor")
+    parameters = {n: raw[n] for n in beside if raw.get(n) is not None}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        value = raw.get(spelling) or {}
         if not isinstance(value, dict):
-            raise TypeError(f"{name} must be an object, got {value!r}")
-        parameters |= value
+            raise TypeError(f"{spelling} must be an object, got {value!r}")
+        parameters |= {n: v for n, v in value.items() if v is not None or n == "rope_type"}
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.setdefault("rope_type", legacy_type or "default")
     if legacy_type not in (None, rope_type):
         raise ValueError(f"rope_type {rope_type!r} and its old name {legacy_type!r} disagree")
-    if parameters["rope_theta"] is None:
+    rope_type = architecture.rope_types.get(rope_type, rope_type)
+    parameters["rope_type"] = rope_type
+    if rope_type in NEEDS_TRAINED_LENGTH and raw.get(TRAINED_LENGTH) is not None:
+        parameters[TRAINED_LENGTH] = raw[TRAINED_LENGTH]
+    if "rope_theta" not in parameters:
         raise KeyError("rope_theta")
-    if (rope_type == "default") == ("factor" in parameters):
+    if rope_type != "longrope" and (rope_type == "default") == ("factor" in parameters):
         needs = "takes no" if rope_type == "default" else "needs a"
         raise ValueError(f"rope_type {rope_type!r} {needs} factor")
+    _check_rope_values(parameters)
+    _check_rotated_part(parameters, name, architecture, head_dim)
+    return parameters
+
+
+def _check_rope_values(parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         if name not in ROPE_FIELDS:
             raise ValueError(f"rope parameter {name!r} is not supported")
-        if name not in ("rope_type", "truncate") and value is not None:
+        if name in ("rope_type", "truncate"):
+            continue
+        if name not in ("short_factor", "long_factor"):
             check_float(name, value, 1.0 if name in ("rope_theta", "factor") else 0.0)
-    return parameters
+        elif not isinstance(value, list):
+            raise TypeError(f"{name} must be a list of numbers, got {value!r}")
+        else:
+            for number in value:
+                check_float(name, number, 0.0, above=True)
+
+
+def _check_rotated_part(
+    parameters: Mapping[str, Any], name: str, architecture: Architecture, head_dim: int
+) -> None:
+    """A part of each head may be rotated, and longrope has a factor for each of its pairs."""
+    part = parameters.get("partial_rotary_factor", 1.0)
+    if part != 1.0 and not architecture.partial_rotary:
+        raise ValueError(f"partial_rotary_factor={part}: {name} rotates heads whole")
+    rotated = int(head_dim * part)
+    if not 2 <= rotated <= head_dim or rotated % 2:
+        raise ValueError(
+            f"partial_rotary_factor={part} of head_dim={head_dim} is {rotated}, which must be an"
+            " even number and fit"
+        )
+    for factors in ("short_factor", "long_factor"):
+        if factors in parameters and len(parameters[factors]) != rotated // 2:
+            raise ValueError(
+                f"{factors} must have {rotated // 2} numbers, got {len(parameters[factors])}"
+            )
+
+
+def _flag(name: str, value: Any) -> bool:
+    check_bool(name, value)
+    return bool(value)
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

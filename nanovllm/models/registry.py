@@ -1,14 +1,104 @@
-"""The architectures that nanovllm runs, by the name that checkpoints give them."""
+"""The architectures that nanovllm runs, by the name that checkpoints give them.
 
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+All of them are one decoder (`decoder.py`); what is written down here is how each differs. It is
+data alone: no PyTorch, no transformers.
+"""
 
-MODELS = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
-def get_model_class(architecture: str) -> type[Qwen3ForCausalLM]:
+@dataclass(frozen=True)
+class Architecture:
+    """What an architecture decides, and what its `config.json` says without saying it.
+
+    A bias is True, False, or the name of the field that says. `defaults` is what transformers takes
+    for a field that is absent; one that is absent here and there is an error. `fixed` is what holds
+    whatever the file says: transformers does not read these fields for this architecture.
+    """
+
+    qk_norm: bool = False  # a norm on each query and key head, before they are rotated
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    experts: bool = False  # of its feed-forward layers, some are experts that tokens choose from
+    partial_rotary: bool = False  # the config may say that a part of each head is rotated
+    rope_types: Mapping[str, str] = field(default_factory=dict)  # old names of types
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+EVERY_LAYER = {"max_window_layers": 0, "layer_types": None}  # has the window that there is
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen3ForCausalLM": Architecture(
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        defaults={
+            "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False,
+            "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+        },
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        experts=True,
+        defaults={
+            "num_key_value_heads": 4, "head_dim": None, "attention_bias": False,
+            "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False,
+            "use_sliding_window": False, "sliding_window": 4096,
+        },
+        fixed=EVERY_LAYER,
+    ),
+    # Up to Qwen2.5.
+    "Qwen2ForCausalLM": Architecture(
+        qkv_bias=True,
+        defaults={
+            "num_key_value_heads": 32, "head_dim": None, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768, "rope_theta": 10_000.0,
+            "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+        },
+    ),
+    # Llama 2 to 3.3, and what others publish under the name: SmolLM2, TinyLlama, Yi, DeepSeek's R1
+    # distilled into it. The oldest files leave out what later ones introduced.
+    "LlamaForCausalLM": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        defaults={
+            "num_key_value_heads": None, "head_dim": None, "attention_bias": False,
+            "mlp_bias": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+            "rope_theta": 10_000.0, "eos_token_id": 2,
+        },
+        fixed={"use_sliding_window": False, "layer_types": None},
+    ),
+    "MistralForCausalLM": Architecture(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131_072, "rope_theta": 10_000.0, "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+        fixed={"use_sliding_window": True, **EVERY_LAYER},
+    ),
+    # Phi 3, 3.5 and 4, in their text-only forms. Its files hold qkv_proj and gate_up_proj fused.
+    "Phi3ForCausalLM": Architecture(
+        partial_rotary=True,
+        rope_types={"su": "longrope", "yarn": "longrope"},
+        defaults={
+            "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+            "rope_theta": 10_000.0, "sliding_window": None, "eos_token_id": 32_000,
+        },
+        fixed={"use_sliding_window": True, **EVERY_LAYER},
+    ),
+}  # fmt: skip
+
+
+def get_architecture(name: str) -> Architecture:
     """Find an architecture; one that is not here is refused, never run as a relative."""
-    if architecture not in MODELS:
-        raise ValueError(
-            f"architecture {architecture!r} is not supported; {', '.join(MODELS)} is what there is"
-        )
-    return MODELS[architecture]
+    if name not in ARCHITECTURES:
+        raise ValueError(f"architecture {name!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    return ARCHITECTURES[name]

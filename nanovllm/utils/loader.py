@@ -1,17 +1,20 @@
 """From a checkpoint's files to a model's parameters, each filled exactly once."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm.auto import tqdm
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.linear import LinearBase, Loaded, MergedColumnParallelLinear, copy_whole
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.linear import LinearBase, Loaded, copy_whole
 from nanovllm.models.config import read_json
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.decoder import CausalLM
 
 INDEX = "model.safetensors.index.json"
 
@@ -88,60 +91,77 @@ def read_weights(path: Path) -> Iterator[tuple[str, InFile]]:
             ) from error
 
 
-def load_model(model: Qwen3ForCausalLM, path: Path) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint's tensor goes: to a parameter, or to a part of one that is fused."""
+
+    param: str
+    shard_id: int | None
+    parts: tuple[str, ...]  # what it is: itself, or all the parts of a fused parameter
+
+
+def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     """Fill `model` from the safetensors files in `path`.
 
     Afterwards every parameter has been filled exactly once, and every tensor of the files was used
-    or is one that the model calls spare; anything else is a ValueError that names the tensor. A
-    rank reads its own parts and nothing else. Peak host memory: what it holds, one part that is
-    being copied, and the mapped files' pages, which the system may drop.
+    or is one that the model calls spare; anything else is a ValueError that names the tensor. What
+    the model holds fused, the files may hold in parts or fused. A rank reads its own parts and
+    nothing else. Peak host memory: what it holds, one part that is being copied, and the mapped
+    files' pages, which the system may drop. `use_tqdm` shows a bar where stderr is a terminal.
     """
     places = checkpoint_places(model)
-    missing = dict.fromkeys(places)
-    for name, tensor in read_weights(path):
-        if name in model.spare_weights or name.endswith("rotary_emb.inv_freq"):
-            continue
-        if name not in places:
-            raise ValueError(f"{path}: unexpected tensor {name!r}")
-        if name not in missing:
-            raise ValueError(f"{path}: tensor {name!r} stands in two files")
-        try:
-            _fill(model, *places[name], tensor)
-        except ValueError as error:
-            raise ValueError(f"{path}: tensor {name!r} has {error}") from None
-        del missing[name]
+    missing = {part: place.param for place in places.values() for part in place.parts}
+    fused = False
+    hide = None if use_tqdm else True  # None: unless it is a terminal
+    with tqdm(total=len(missing), desc="Loading", unit="tensor", disable=hide) as bar:
+        for name, tensor in read_weights(path):
+            if name in model.spare_weights or name.endswith("rotary_emb.inv_freq"):
+                continue
+            if name not in places:
+                raise ValueError(f"{path}: unexpected tensor {name!r}")
+            place = places[name]
+            if any(part not in missing for part in place.parts):
+                raise ValueError(f"{path}: tensor {name!r} stands in two files, or in parts too")
+            try:
+                _fill(model, place.param, place.shard_id, tensor)
+            except ValueError as error:
+                raise ValueError(f"{path}: tensor {name!r} has {error}") from None
+            fused |= len(place.parts) > 1
+            for part in place.parts:
+                del missing[part]
+            bar.update(len(place.parts))
     if missing:
-        names = [*missing]
+        names = [*dict.fromkeys(missing.values() if fused else missing)]  # as these files spell it
         rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
 
 
-def checkpoint_places(model: Qwen3ForCausalLM) -> dict[str, tuple[str, int | None]]:
-    """Where each tensor of a checkpoint goes: a parameter, and which part of it if it is fused."""
-    places: dict[str, tuple[str, int | None]] = {}
+def checkpoint_places(model: CausalLM) -> dict[str, Place]:
+    """Where each tensor that a checkpoint may have goes, fused or in parts."""
+    places: dict[str, Place] = {}
     for name, _ in model.named_parameters():
-        module = name.split(".")[-2]
-        parts = [
-            (part, shard_id)
-            for part, (fused, shard_id) in model.packed_modules_mapping.items()
-            if fused == module
-        ]
-        for part, shard_id in parts:
-            places[name.replace(f".{module}.", f".{part}.")] = (name, shard_id)
-        if not parts:
-            places[name] = (name, None)
+        *above, parent, leaf = name.split(".")
+        module = model.get_submodule(".".join([*above, parent]))
+        if isinstance(module, Experts):
+            ends = [[parent, part] for part in module.parts(leaf)]
+        else:
+            packed = model.packed_modules_mapping.items()
+            ends = [[part, leaf] for part, (fused, _) in packed if fused == parent]
+        parts = tuple(".".join([*above, *end]) for end in ends)
+        places[name] = Place(name, None, parts or (name,))
+        places |= {part: Place(name, shard_id, (part,)) for shard_id, part in enumerate(parts)}
     return places
 
 
 def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: Loaded) -> None:
     module, param = model.get_submodule(target.rpartition(".")[0]), model.get_parameter(target)
-    if isinstance(module, LinearBase | VocabParallelEmbedding):
+    if isinstance(module, LinearBase | VocabParallelEmbedding | Experts):
         module.weight_loader(param, tensor, shard_id)
     else:
         copy_whole(param, tensor)
 
 
-def load_dummy(model: Qwen3ForCausalLM, whole: Qwen3ForCausalLM, seed: int) -> None:
+def load_dummy(model: CausalLM, whole: CausalLM, seed: int) -> None:
     """Give every matrix of `model` random weights, the same however many ranks there are.
 
     `whole` is the model of one rank by itself, for its shapes; it may stand on the meta device.
@@ -150,12 +170,8 @@ def load_dummy(model: Qwen3ForCausalLM, whole: Qwen3ForCausalLM, seed: int) -> N
     for index, (name, shape) in enumerate((n, p.shape) for n, p in whole.named_parameters()):
         if len(shape) == 1:  # norms' weights are ones, biases zeros, from the start
             continue
-        param, module = model.get_parameter(name), whole.get_submodule(name.rpartition(".")[0])
+        param = model.get_parameter(name)
         generator = torch.Generator(device=param.device).manual_seed(seed + index)
         matrix = torch.empty(shape, dtype=param.dtype, device=param.device)
         matrix.normal_(0.0, 0.02, generator=generator)
-        if isinstance(module, MergedColumnParallelLinear):
-            for shard_id, part in enumerate(torch.split(matrix, module.out_features)):
-                _fill(model, name, shard_id, part)
-        else:
-            _fill(model, name, None, matrix)
+        _fill(model, name, None, matrix)

@@ -4,7 +4,8 @@ Plain arithmetic over a model's shape and the lengths of requests: it knows no t
 nothing. All requests run at once. Counted is what no engine gets around:
 
 - prefill: each prompt token through the decoder's linear layers and causal attention;
-- decode: each step reads the weights once, and every running sequence's KV once.
+- decode: each step reads the weights once, and every running sequence's KV once. Of experts, those
+  that some token takes: as many as there are on average if each is as likely as the others.
 
 The head is counted for rows that are sampled. Norms, activations, embedding rows, logits and the
 host are not counted: they are small, or can be hidden.
@@ -38,13 +39,31 @@ class Floor:
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 
-def decoder_params(config: ModelConfig) -> int:
-    """Weights of the decoder's linear layers: each is one multiply-add per token."""
+def decoder_params(config: ModelConfig, num_experts: float | None = None) -> float:
+    """Weights of the decoder's linear layers: each is one multiply-add per token that goes by it.
+
+    Of a layer's experts count `num_experts`, or as many as a token takes.
+    """
+    hidden = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
-    attention = config.hidden_size * (heads + 2 * kv_heads) + heads * config.hidden_size
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    return config.num_hidden_layers * (attention + mlp)
+    attention = hidden * (heads + 2 * kv_heads) + heads * hidden
+    dense = config.num_hidden_layers
+    total: float = config.num_hidden_layers * attention
+    if experts := config.experts:
+        dense -= len(experts.layers)
+        counted = experts.per_token if num_experts is None else num_experts
+        of_experts = 3 * hidden * experts.intermediate_size * counted
+        total += len(experts.layers) * (hidden * experts.num_experts + of_experts)
+    return total + dense * 3 * hidden * config.intermediate_size
+
+
+def touched_experts(config: ModelConfig, rows: int) -> float:
+    """How many experts of a layer some of `rows` tokens take, on average, if all are as likely."""
+    if config.experts is None:
+        return 0
+    num_experts, per_token = config.experts.num_experts, config.experts.per_token
+    return num_experts * (1 - (1 - per_token / num_experts) ** rows)
 
 
 def head_params(config: ModelConfig) -> int:
@@ -56,15 +75,18 @@ def num_params(config: ModelConfig) -> int:
     """All parameters of the model; a table that embedding and head share counts once."""
     tables = 1 if config.tie_word_embeddings else 2
     heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    biases = (heads + config.hidden_size) * config.attention_bias
-    norms = 2 * config.hidden_size + 2 * config.head_dim
+    biases = heads * config.qkv_bias + config.hidden_size * config.o_bias
+    biases += (2 * config.intermediate_size + config.hidden_size) * config.mlp_bias
+    norms = 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
     small = config.num_hidden_layers * (norms + biases) + config.hidden_size
-    return decoder_params(config) + tables * head_params(config) + small
+    all_experts = config.experts.num_experts if config.experts else None
+    return int(decoder_params(config, all_experts)) + tables * head_params(config) + small
 
 
-def step_weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of weights that a step reads, its head included."""
-    return (decoder_params(config) + head_params(config)) * itemsize
+def step_weight_bytes(config: ModelConfig, itemsize: int, rows: int) -> float:
+    """Bytes of weights that a step of `rows` tokens reads, its head included."""
+    touched = touched_experts(config, rows)
+    return (decoder_params(config, touched) + head_params(config)) * itemsize
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
@@ -74,11 +96,12 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     )  # fmt: skip
 
 
-def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> int:
+def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     """FLOPs of prefilling prompts of these lengths; each samples from its last row alone."""
-    pairs = sum(n * (n + 1) // 2 for n in input_lens)  # a query and a key that it attends to
     heads = config.num_attention_heads * config.head_dim
-    attention = 4 * config.num_hidden_layers * heads * pairs
+    attention = sum(
+        4 * heads * seen_keys(0, n, window) for window in config.sliding_windows for n in input_lens
+    )
     linear = 2 * decoder_params(config) * sum(input_lens)
     return attention + linear + 2 * head_params(config) * len(input_lens)
 
@@ -88,10 +111,21 @@ def decode_batches(output_lens: Sequence[int]) -> list[int]:
     return [sum(n > step for n in output_lens) for step in range(1, max(output_lens))]
 
 
-def decode_kv_tokens(input_lens: Sequence[int], output_lens: Sequence[int]) -> int:
-    """How often decode reads some token's KV: step j of a request attends to input + j tokens."""
-    return sum(
-        num_in * (num_out - 1) + num_out * (num_out - 1) // 2
+def seen_keys(before: int, num_queries: int, window: int | None) -> int:
+    """Pairs of a query and a key that it attends to, for queries that `before` tokens precede."""
+    growing = num_queries if window is None else min(max(window - before, 0), num_queries)
+    pairs = growing * before + growing * (growing + 1) // 2
+    return pairs + (num_queries - growing) * (window or 0)
+
+
+def decode_kv_bytes(
+    config: ModelConfig, itemsize: int, input_lens: Sequence[int], output_lens: Sequence[int]
+) -> int:
+    """Bytes of KV that decode reads: the first token of each request comes from its prefill."""
+    per_layer = kv_bytes_per_token(config, itemsize) // config.num_hidden_layers
+    return per_layer * sum(
+        seen_keys(num_in, num_out - 1, window)
+        for window in config.sliding_windows
         for num_in, num_out in zip(input_lens, output_lens, strict=True)
     )
 
@@ -104,15 +138,19 @@ def floor(
     machine: Machine,
 ) -> Floor:
     """The least time for requests of these lengths, with weights and KV of `itemsize` bytes."""
-    weight_seconds = step_weight_bytes(config, itemsize) / machine.bytes_per_second
+
+    def weight_seconds(rows: int) -> float:
+        return step_weight_bytes(config, itemsize, rows) / machine.bytes_per_second
+
     row_seconds = 2 * (decoder_params(config) + head_params(config)) / machine.flops_per_second
-    kv_bytes = decode_kv_tokens(input_lens, output_lens) * kv_bytes_per_token(config, itemsize)
+    kv_bytes = decode_kv_bytes(config, itemsize, input_lens, output_lens)
     return Floor(
         prefill_seconds=max(
-            weight_seconds, prefill_flops(config, input_lens) / machine.flops_per_second
+            weight_seconds(sum(input_lens)),
+            prefill_flops(config, input_lens) / machine.flops_per_second,
         ),
         decode_gemm_seconds=sum(
-            max(weight_seconds, rows * row_seconds) for rows in decode_batches(output_lens)
+            max(weight_seconds(rows), rows * row_seconds) for rows in decode_batches(output_lens)
         ),
         decode_kv_seconds=kv_bytes / machine.bytes_per_second,
     )

@@ -88,26 +88,34 @@ def silu_and_mul(size: int) -> None:
     silu_and_mul(bf16(TOKENS, 2 * size))
 
 
-def norm_rope_store(heads: Heads, norm: bool, tokens: int) -> None:
+def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: int) -> None:
+    from nanovllm.kernels.experts import experts
+
+    ids = torch.zeros(tokens, per_token, dtype=torch.long)
+    weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
+    experts(bf16(tokens, hidden), *weights, ids, torch.empty(tokens, per_token))
+
+
+def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:
     from nanovllm.kernels.norm_rope_store import norm_rope_store
 
     num_heads, num_kv_heads, head_dim = heads
     qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
-    cos, sin = torch.empty(tokens, 2, head_dim // 2).unsqueeze(2).unbind(1)
+    cos, sin = torch.empty(tokens, 2, (rotated or head_dim) // 2).unsqueeze(2).unbind(1)
     norms = (bf16(head_dim), bf16(head_dim)) if norm else None
     slots = torch.empty(tokens, dtype=torch.long)
     norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, *caches(heads), slots)
 
 
-def decode_attention(heads: Heads, block_size: int) -> None:
+def decode_attention(heads: Heads, block_size: int, window: int | None = None) -> None:
     from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 
     q = bf16(ROWS, heads[0], heads[2])
     plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1])
-    decode_attention(q, *caches(heads, block_size), plan, scale=0.125)
+    decode_attention(q, *caches(heads, block_size), plan, 0.125, window)
 
 
-def prefill_attention(heads: Heads, block_size: int) -> None:
+def prefill_attention(heads: Heads, block_size: int, window: int | None = None) -> None:
     """A block size of 0: no part of a sequence is in the cache."""
     from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention, tile_queries
 
@@ -116,7 +124,7 @@ def prefill_attention(heads: Heads, block_size: int) -> None:
     ends = int32(ROWS + 1)
     queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
     plan = plan_prefill(ends, ends, tables, TOKENS, queries)
-    prefill_attention(q, k, v, *caches(heads, block_size), plan, scale=0.125)
+    prefill_attention(q, k, v, *caches(heads, block_size), plan, 0.125, window)
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
@@ -153,11 +161,20 @@ CALLS: dict[str, Callable[[], object]] = {
         )
         for tokens in (ROWS, 8 * TOKENS)
     },
+    "norm_rope_store, Phi-4-mini": partial(norm_rope_store, (24, 8, 128), False, ROWS, 96),
+    **{
+        f"experts, Qwen3-30B-A3B, {tokens} tokens": partial(experts, 128, 8, 2048, 768, tokens)
+        for tokens in (ROWS, 8 * TOKENS)
+    },
     **{
         f"{call.__name__}, {name}, block size {size}": partial(call, h, size)
         for name, h in ATTENTION_HEADS.items()
         for call, sizes in ((decode_attention, (16, 64)), (prefill_attention, (0, 16, 64)))
         for size in (sizes if name in HEADS else sizes[:-1])
+    },
+    **{
+        f"{call.__name__}, Mistral's window, block size {size}": partial(call, QWEN3_8B, size, 4096)
+        for call, size in ((decode_attention, 64), (prefill_attention, 0), (prefill_attention, 64))
     },
     **{
         f"sample, {name}, {dtype}": partial(sample, name == "race", dtype)
@@ -168,11 +185,13 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
 # 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version. Decode with
-# small heads and blocks keeps four numbers there under Triton 3.6, and none under 3.7.
+# small heads and blocks keeps four numbers there under Triton 3.6, and none under 3.7; with a
+# window it keeps two.
 SPILLS = {
     "prefill_attention": 128,
     "prefill_attention, head_dim 256": 256,
     "decode_attention, head_dim 64, block size 16": 16,
+    "decode_attention, Mistral's window": 16,
 }
 
 

@@ -108,7 +108,7 @@ def test_place_in_the_cache_is_computed_in_32_bits(
 GROWING = {
     "q_ptr", "k_ptr", "v_ptr", "out_ptr", "tables_ptr", "x_ptr", "residual_ptr", "sum_ptr",
     "qkv_ptr", "key_ptr", "value_ptr", "k_cache_ptr", "v_cache_ptr", "cos_ptr", "sin_ptr",
-    "logits_ptr",
+    "logits_ptr", "experts_ptr",
 }  # fmt: skip
 
 

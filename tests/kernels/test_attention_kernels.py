@@ -48,6 +48,7 @@ class Shape:
     dtype: torch.dtype = FP32
     strided: bool = True
     programs: int = 7  # of each key head, in decode
+    window: int | None = None
     seed: int = 0
 
     @property
@@ -112,7 +113,11 @@ class Paged:
         assert len(plan.starts) == self.shape.programs
         outs = []
         for _ in range(2):
-            outs.append(kernels.decode_attention(self.q, *self.caches, plan, self.shape.scale))
+            outs.append(
+                kernels.decode_attention(
+                    self.q, *self.caches, plan, self.shape.scale, self.shape.window
+                )
+            )
             assert not plan.arrivals.any(), "the next layer finds programs that are not there"
         assert not outs[0].isnan().any(), "read what is nobody's, or left a result out"
         assert torch.equal(*outs), "the second layer differs from the first"
@@ -135,7 +140,7 @@ class Paged:
         else:
             assert self.shape.queries == self.shape.contexts
             keys = (self.k, self.v, torch.empty(0), torch.empty(0))
-        return prefill_attention(self.q, *keys, plan, self.shape.scale)
+        return prefill_attention(self.q, *keys, plan, self.shape.scale, self.shape.window)
 
     # The twins.
 
@@ -145,7 +150,9 @@ class Paged:
         outs = []
         for rows in torch.arange(len(q), device=self.device).split(8):
             plan = paged_attention.plan_decode(self.lens[rows], self.tables[rows], size)
-            outs.append(paged_attention.decode_attention(q[rows], k, v, plan, scale))
+            outs.append(
+                paged_attention.decode_attention(q[rows], k, v, plan, scale, self.shape.window)
+            )
         return torch.cat(outs)
 
     def twin_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -154,7 +161,7 @@ class Paged:
         plan = paged_attention.plan_prefill(self.cu_q, self.cu_k, self.tables, size)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(paged_attention, "MAX_MASK_ELEMENTS", 1 << 21)
-            return paged_attention.prefill_attention(q, q, q, k, v, plan, scale)
+            return paged_attention.prefill_attention(q, q, q, k, v, plan, scale, self.shape.window)
 
 
 Twin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -207,6 +214,7 @@ HEADS = dict(
     block_size=st.sampled_from([16, 32, 48, 64, 128, 256]),
     dtype=st.sampled_from([FP32, FP32, BF16, FP16]),
     strided=st.booleans(),
+    window=st.one_of(st.none(), st.none(), AROUND_TILES, st.integers(1, 100)),
     seed=st.integers(0, 2**31),
 )
 
@@ -229,6 +237,24 @@ def batches(draw: st.DrawFn) -> list[int]:
 @given(st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **HEADS))
 def test_decode_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
+
+
+@pytest.mark.parametrize("window", [1, 64, 65, 200])
+def test_decode_sees_past_its_window(kernel_device: str, window: int) -> None:
+    """Shares that lie before the window whole, and windows that begin or end at a tile."""
+    contexts = [640, 1, 0, 64, 65, 129, 700]
+    for programs in (1, 5, 13):
+        shape = Shape(contexts, programs=programs, window=window)
+        assert_decodes_as_its_twin(shape, kernel_device)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("window", [1, 64, 65, 200])
+def test_prefill_sees_past_its_window(kernel_device: str, window: int, use_cache: bool) -> None:
+    """Queries to which the first tile of their neighbours shows nothing."""
+    queries = [200, 1, 64, 130]
+    contexts = [n + 170 * i for i, n in enumerate(queries)] if use_cache else queries
+    assert_prefills_as_its_twin(Shape(contexts, queries, window=window), use_cache, kernel_device)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 13])

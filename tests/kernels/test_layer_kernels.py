@@ -159,6 +159,7 @@ class Heads:
     group: int
     head_dim: int
     norm: bool = True
+    rotated: float = 1.0  # the part of a head that is
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     strided: bool = False
@@ -174,6 +175,7 @@ HEADS = st.builds(
     group=st.sampled_from([1, 2, 4, 7]),
     head_dim=st.sampled_from([64, 80, 96, 128, 256]),
     norm=st.booleans(),
+    rotated=st.sampled_from([1.0, 1.0, 0.75, 0.5, 0.25]),
     block_size=st.sampled_from([16, 48, 256]),
     dtype=st.sampled_from(DTYPES),
     strided=st.booleans(),
@@ -196,7 +198,8 @@ def assert_norms_rotates_and_stores_as_its_twin(
         tokens, num_heads * head_dim, shape.dtype, shape.strided, shape.scale, shape.seed
     ).make(device)
     qkv = fused.unflatten(1, (num_heads, head_dim))
-    angles = torch.rand(tokens, head_dim // 2) * 1000
+    rotated = int(head_dim * shape.rotated)
+    angles = torch.rand(tokens, rotated // 2) * 1000
     table = torch.stack([angles.cos(), angles.sin()], dim=1).to(device)
     rope = cos, sin = table.unsqueeze(2).unbind(1)
     norms = [make_weight(head_dim, shape.dtype, device) for _ in range(2)]
@@ -227,8 +230,9 @@ def assert_norms_rotates_and_stores_as_its_twin(
     # Rounding of a pair's norms, then of their products; sums that cancel leave it as it was.
     eps = torch.finfo(shape.dtype).eps if shape.norm else FLOAT32_SLACK
     for out, twin in ((q, twins[0]), (k, twins[1])):
-        pair = twin.float().unflatten(2, (2, -1)).norm(dim=2)
-        slack = max(eps, FLOAT32_SLACK) * 2 * torch.cat([pair, pair], dim=2)
+        turned, rest = twin.float().tensor_split([rotated], dim=2)
+        pair = turned.unflatten(2, (2, -1)).norm(dim=2)
+        slack = max(eps, FLOAT32_SLACK) * 2 * torch.cat([pair, pair, rest.abs()], dim=2)
         assert_rounded_alike(out, twin, slack)
     assert v.data_ptr() == qkv[:, num_q + num_kv :].data_ptr(), "values are copied"
     assert torch.equal(v, twins[2])
@@ -246,6 +250,8 @@ def assert_norms_rotates_and_stores_as_its_twin(
 @given(HEADS, st.sampled_from([True, True, True, False]))
 @example(Heads([True], 1, 1, 64), True)
 @example(Heads([True], 1, 1, 80, norm=False), False)
+@example(Heads([True, False], 8, 3, 128, norm=False, rotated=0.75), True)
+@example(Heads([True] * 3, 2, 2, 80, rotated=0.25, dtype=torch.float32), True)
 @example(Heads([False] * 5, 4, 7, 128, dtype=torch.float16, strided=True), True)
 @example(Heads([True, False] * 20, 1, 32, 256, dtype=torch.float32, many=True), True)
 def test_norm_rope_store_differs_from_its_twin(

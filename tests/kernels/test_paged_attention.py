@@ -43,6 +43,7 @@ class Shape:
     head_dim: int
     block_size: int
     seed: int
+    window: int | None = None
 
     @property
     def num_heads(self) -> int:
@@ -62,6 +63,7 @@ def shapes(lens: st.SearchStrategy[list[tuple[int, int]]]) -> st.SearchStrategy[
         head_dim=st.sampled_from([8, 16, 40, 64, 128]),
         block_size=st.sampled_from([1, 4, 16]),
         seed=st.integers(0, 2**31),
+        window=st.one_of(st.none(), st.integers(1, 120)),
     )
 
 
@@ -112,8 +114,9 @@ class Paged:
         for (cached, new), keys, values in zip(shape.lens, self.keys, self.values, strict=True):
             for position in range(cached, cached + new):
                 query = next(queries)
-                seen_k = keys[: position + 1].double()
-                seen_v = values[: position + 1].double()
+                first = max(0, position + 1 - shape.window) if shape.window else 0
+                seen_k = keys[first : position + 1].double()
+                seen_v = values[first : position + 1].double()
                 heads = []
                 for head in range(shape.num_heads):
                     kv_head = head // shape.group
@@ -139,12 +142,16 @@ class Paged:
         else:
             k_cache, v_cache = self.k_cache, self.v_cache
             k, v = torch.full_like(k, HUGE), torch.full_like(v, HUGE)  # the cache has them all
-        return prefill_attention(self.q, k, v, k_cache, v_cache, plan, self.shape.scale)
+        return prefill_attention(
+            self.q, k, v, k_cache, v_cache, plan, self.shape.scale, self.shape.window
+        )
 
     def decode(self) -> torch.Tensor:
         context_lens = torch.tensor(self.totals, dtype=torch.int32)
         plan = plan_decode(context_lens, self.block_tables, self.shape.block_size)
-        return decode_attention(self.q, self.k_cache, self.v_cache, plan, self.shape.scale)
+        return decode_attention(
+            self.q, self.k_cache, self.v_cache, plan, self.shape.scale, self.shape.window
+        )
 
 
 # Prefill
@@ -154,6 +161,8 @@ class Paged:
 @given(shapes(ragged(NOTHING, CHUNK)))
 @example(Shape([(0, 1)], 1, 1, 8, 1, 0))
 @example(Shape([(0, 200), (0, 1), (0, 65), (0, 64)], 2, 7, 16, 16, 0))
+@example(Shape([(0, 90), (0, 70)], 2, 7, 16, 16, 0, window=1))
+@example(Shape([(0, 90), (0, 70)], 2, 7, 16, 16, 0, window=89))
 def test_fresh_prefill_attends_to_its_future_or_its_neighbours(shape: Shape) -> None:
     paged = Paged(shape)
     torch.testing.assert_close(paged.prefill(use_cache=False), paged.twin(), **TOLERANCE)
@@ -163,6 +172,7 @@ def test_fresh_prefill_attends_to_its_future_or_its_neighbours(shape: Shape) -> 
 @given(shapes(ragged(PREFIX, CHUNK)))
 @example(Shape([(0, 1), (1, 1)], 1, 1, 8, 1, 0))
 @example(Shape([(96, 1), (0, 200), (15, 16), (16, 17), (150, 3)], 1, 8, 64, 16, 0))
+@example(Shape([(96, 1), (0, 200), (15, 16), (16, 17), (150, 3)], 1, 8, 64, 16, 0, window=16))
 def test_chunks_and_prefixes_lose_or_gain_a_key(shape: Shape) -> None:
     """Fresh, chunked and cached sequences in one batch: all of them read the cache."""
     paged = Paged(shape)
@@ -198,6 +208,8 @@ def test_slices_of_the_mask_do_not_fit_together(
 @given(shapes(st.lists(st.tuples(CONTEXT, st.just(1)), min_size=1, max_size=9)))
 @example(Shape([(0, 1)], 1, 1, 8, 1, 0))
 @example(Shape([(199, 1), (0, 1), (63, 1), (64, 1), (65, 1)], 2, 7, 128, 16, 0))
+@example(Shape([(199, 1), (0, 1), (63, 1), (64, 1), (65, 1)], 2, 7, 128, 16, 0, window=64))
+@example(Shape([(199, 1), (0, 1), (3, 1)], 2, 7, 128, 16, 0, window=1))
 def test_decode_loses_or_gains_a_key(shape: Shape) -> None:
     paged = Paged(shape)
     torch.testing.assert_close(paged.decode(), paged.twin(), **TOLERANCE)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
@@ -21,6 +22,7 @@ from nanovllm.layers.attention_backends import (
     BUILDERS,
     AttentionSpec,
     TorchBackend,
+    TritonBackend,
     get_backend,
 )
 
@@ -178,6 +180,15 @@ def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) 
         get_backend("triton", spec(kernel_device))
 
 
+def test_backend_without_windows_attends_to_everything(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TritonBackend, "has_windows", False)
+    assert get_backend("triton", spec(kernel_device)).name == "triton"
+    with pytest.raises(ValueError, match=r"attention_backend='triton'.* knows no sliding windows"):
+        get_backend("triton", spec(kernel_device, windows=True))
+
+
 def test_choice_is_not_in_the_log(
     kernel_device: str, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,8 +250,20 @@ def test_scheduling_changes_what_triton_computes(
     assert run(model_dir, "triton", kernel_device, prompts, params, **options) == expected
 
 
-def test_static_buffers_change_what_triton_computes(kernel_device: str, model_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        dict(family="Phi3", partial_rotary_factor=0.5, sliding_window=20),
+        dict(family="Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32),
+    ],
+    ids=["Qwen3", "Phi3", "Qwen3Moe"],
+)
+def test_static_buffers_change_what_triton_computes(
+    shape: dict[str, Any], kernel_device: str, tmp_path: Path
+) -> None:
     """Padded as a captured graph is: 3 rows in a bucket of 4, whose last row is empty."""
+    model_dir = make_model(tmp_path, **shape)
     prompts = [[1, 2, 3], [(5 * i) % 259 for i in range(40)], [9]]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     expected = run(model_dir, "torch", kernel_device, prompts, params)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Phi3Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from nanovllm.kernels.plain import rotate
@@ -20,11 +21,23 @@ from nanovllm.layers.rotary_embedding import (
     RotaryEmbedding,
     get_rope,
     max_rope_positions,
+    rope_frequencies,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+Reference = Phi3RotaryEmbedding | Qwen3RotaryEmbedding
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def longrope(pairs: int, trained: int, **others: float) -> dict[str, Any]:
+    """Factors that differ from pair to pair and from each other, as published ones do."""
+    return dict(
+        rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=trained,
+        short_factor=[1.0 + 0.03 * i for i in range(pairs)],
+        long_factor=[1.0 + 0.02 * i * i for i in range(pairs)], **others,
+    )  # fmt: skip
+
 
 # head_dim, max_position_embeddings, rope parameters with their theta
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -77,14 +90,26 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
         64, 131072,
         dict(LLAMA3, rope_theta=5e5, factor=32.0, original_max_position_embeddings=8192),
     ),
+    "longrope, long, as Phi-3-mini-128k asks for it": (96, 131072, longrope(48, 4096)),
+    "longrope, long, three quarters of a head": (
+        128, 131072, longrope(48, 4096, partial_rotary_factor=0.75),
+    ),
+    "longrope, short": (64, 4096, longrope(32, 4096)),
+    "longrope, attention_factor": (64, 8192, longrope(32, 4096, attention_factor=1.25)),
+    "longrope, factor": (64, 8192, longrope(32, 4096, factor=16.0)),
+    "default, half of a head": (
+        128, 131072, dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+    ),
 }  # fmt: skip
 
 
-def reference(head_dim: int, longest: int, parameters: dict[str, Any]) -> Qwen3RotaryEmbedding:
+def reference(head_dim: int, longest: int, parameters: dict[str, Any]) -> Reference:
     """transformers' embedding; this spelling of its config is read by its versions 4 and 5."""
     scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     if "truncate" in scaling and "truncate" not in inspect.getsource(ROPE_INIT_FUNCTIONS["yarn"]):
         pytest.skip("this version of transformers always truncates yarn's ramp")
+    if scaling["rope_type"] == "longrope" or "partial_rotary_factor" in scaling:
+        return longrope_reference(head_dim, longest, parameters)
     config = Qwen3Config(
         head_dim=head_dim, hidden_size=4 * head_dim, num_attention_heads=4,
         max_position_embeddings=longest, rope_theta=parameters["rope_theta"],
@@ -93,9 +118,26 @@ def reference(head_dim: int, longest: int, parameters: dict[str, Any]) -> Qwen3R
     return Qwen3RotaryEmbedding(config)
 
 
-def reference_table(rope: Qwen3RotaryEmbedding, positions: torch.Tensor) -> torch.Tensor:
+def longrope_reference(
+    head_dim: int, longest: int, parameters: dict[str, Any]
+) -> Phi3RotaryEmbedding:
+    """Phi 3's, after it has seen a context of the full length: its frequencies are for that."""
+    trained = parameters.get("original_max_position_embeddings", longest)
+    config = Phi3Config(
+        hidden_size=4 * head_dim, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=longest, original_max_position_embeddings=trained,
+        rope_theta=parameters["rope_theta"], pad_token_id=0,
+        rope_scaling={name: value for name, value in parameters.items() if name != "rope_theta"},
+    )  # fmt: skip
+    rope = Phi3RotaryEmbedding(config)
+    rope(torch.zeros(1), torch.tensor([[longest - 1]]))
+    return rope
+
+
+def reference_table(rope: Reference, positions: torch.Tensor) -> torch.Tensor:
     """Its cosines and sines in our layout: [P, 2, D / 2]."""
-    cos, sin = rope(torch.zeros(1), positions[None])
+    last = torch.tensor([rope.config.max_position_embeddings - 1])  # the length is asked each time
+    cos, sin = (x[:, :-1] for x in rope(torch.zeros(1), torch.cat([positions, last])[None]))
     assert torch.equal(*cos[0].chunk(2, dim=-1)) and torch.equal(*sin[0].chunk(2, dim=-1))
     half = cos.shape[-1] // 2
     return torch.stack([cos[0, :, :half], sin[0, :, :half]], dim=1)
@@ -105,7 +147,7 @@ def reference_table(rope: Qwen3RotaryEmbedding, positions: torch.Tensor) -> torc
 def test_frequencies_differ_from_transformers(name: str) -> None:
     head_dim, longest, parameters = CASES[name]
     theirs = reference(head_dim, longest, parameters)
-    inv_freq, scaling = ROPE_TYPES[parameters["rope_type"]](head_dim, parameters)
+    inv_freq, scaling = rope_frequencies(head_dim, longest, longest, parameters)
     assert inv_freq.dtype == torch.float32
     # Two roundings of a product may stand in another order: 4 units of the last place.
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=4 * 2**-23, atol=0)
@@ -130,7 +172,8 @@ def test_get_rope_builds_another_table_than_transformers(name: str) -> None:
     head_dim, longest, parameters = CASES[name]
     theirs = reference(head_dim, longest, parameters)
     ours = get_rope(head_dim, longest, longest, parameters).table
-    assert ours.shape == (longest, 2, head_dim // 2) and ours.dtype == torch.float32
+    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    assert ours.shape == (longest, 2, rotated // 2) and ours.dtype == torch.float32
     positions = torch.cat([torch.arange(min(longest, 2048)), torch.tensor([longest - 1])])
     error = (ours[positions] - reference_table(theirs, positions)).abs().amax(dim=(1, 2))
     assert (error <= 1e-6 + positions * 4 * 2**-23 * theirs.attention_scaling).all()
@@ -141,7 +184,7 @@ def test_table_leaves_the_real_cosine(name: str) -> None:
     """Against float64, with the error that float32 angles must have."""
     head_dim, longest, parameters = CASES[name]
     table = get_rope(head_dim, longest, longest, parameters).table.double()
-    inv_freq = ROPE_TYPES[parameters["rope_type"]](head_dim, parameters)[0].double()
+    inv_freq = rope_frequencies(head_dim, longest, longest, parameters)[0].double()
     positions = torch.tensor([0, 1, 2, 100, 4095, 40000, longest - 1])
     angles = positions[:, None] * inv_freq
     exact = torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -152,7 +195,7 @@ def test_table_leaves_the_real_cosine(name: str) -> None:
 def test_rope_scaling_is_ignored() -> None:
     """Each type's table is its own; `dynamic` alone is the default's up to the trained length."""
     parameters = dict(
-        rope_theta=1e6, factor=4.0, original_max_position_embeddings=256,
+        longrope(32, 256), rope_theta=1e6, factor=4.0, original_max_position_embeddings=256,
         low_freq_factor=1.0, high_freq_factor=4.0,
     )  # fmt: skip
     tables = {t: get_rope(64, 64, 1024, dict(parameters, rope_type=t)).table for t in ROPE_TYPES}
@@ -216,7 +259,7 @@ def test_relative_distance_is_not_what_a_score_depends_on() -> None:
     assert score(10, 0) != pytest.approx(score(0, 10), abs=1e-1)
 
 
-@pytest.mark.parametrize("rope_type", ["longrope", "su", "mrope", "Yarn", ""])
+@pytest.mark.parametrize("rope_type", ["ntk-by-parts", "su", "mrope", "Yarn", ""])
 def test_unknown_rope_type_is_taken_for_another(rope_type: str) -> None:
     with pytest.raises(ValueError, match=f"rope_type '{rope_type}'.*yarn"):
         get_rope(64, 128, 128, dict(rope_type=rope_type, rope_theta=1e4, factor=2.0))
@@ -224,22 +267,39 @@ def test_unknown_rope_type_is_taken_for_another(rope_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("rope_type", "field"),
-    [("linear", "factor"), ("yarn", "factor"), ("llama3", "factor"), ("llama3", "low_freq_factor"),
+    [("longrope", "short_factor"), ("longrope", "long_factor"),
+     ("linear", "factor"), ("yarn", "factor"), ("llama3", "factor"), ("llama3", "low_freq_factor"),
      ("llama3", "high_freq_factor")],
 )  # fmt: skip
 def test_missing_factor_gets_a_default(rope_type: str, field: str) -> None:
-    parameters = dict(LLAMA3, rope_type=rope_type, rope_theta=1e4)
+    parameters = {**LLAMA3, **longrope(32, 100), "rope_type": rope_type, "factor": 8.0}
     del parameters[field]
     with pytest.raises(ValueError, match=f"'{rope_type}' needs '{field}'"):
-        get_rope(64, 128, 128, parameters)
+        get_rope(64, 50 if field == "short_factor" else 128, 128, parameters)
 
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 def test_partial_rotary_factor_is_ignored(rope_type: str) -> None:
-    parameters = dict(LLAMA3, rope_type=rope_type, rope_theta=1e4)
-    get_rope(64, 128, 128, dict(parameters, partial_rotary_factor=1.0))
-    with pytest.raises(ValueError, match="partial_rotary_factor"):
-        get_rope(64, 128, 128, dict(parameters, partial_rotary_factor=0.5))
+    """Frequencies are those of a head as wide as the part that is rotated."""
+    parameters = dict(LLAMA3, rope_theta=1e4) | longrope(16, 128) | dict(rope_type=rope_type)
+    part = get_rope(64, 128, 128, dict(parameters, partial_rotary_factor=0.5)).table
+    assert torch.equal(part, get_rope(32, 128, 128, parameters).table)
+
+
+def test_what_is_not_rotated_is_changed() -> None:
+    """Of eight elements the first four turn a quarter, as pairs (0, 2) and (1, 3)."""
+    x = torch.arange(1.0, 9.0).view(1, 1, 8)
+    turned = rotate(x, (torch.zeros(1, 1, 2), torch.ones(1, 1, 2)))
+    assert turned.tolist() == [[[-3.0, -4.0, 1.0, 2.0, 5.0, 6.0, 7.0, 8.0]]]
+
+
+def test_longrope_factors_change_in_the_middle_of_a_context() -> None:
+    """One set for all: by the longest context that there can be, not by the one that there is."""
+    parameters = longrope(32, 256)
+    up_to = {n: get_rope(64, n, 1024, parameters).table for n in (100, 256, 257, 1024)}
+    assert torch.equal(up_to[100], up_to[256][:100])
+    assert torch.equal(up_to[257], up_to[1024][:257])
+    assert (up_to[257][:256] - up_to[256]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
@@ -257,6 +317,7 @@ def test_trained_length_is_guessed_where_it_is_not_given(rope_type: str) -> None
         (dict(rope_type="default"), 1000),
         (dict(rope_type="dynamic", factor=4.0), 1000),
         (dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=125), 1000),
+        (dict(rope_type="longrope", original_max_position_embeddings=250), 1000),
         (dict(rope_type="linear", factor=4.0), 4000),
         (dict(rope_type="yarn", factor=4.0), 4000),
         (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=250), 1000),

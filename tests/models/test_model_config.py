@@ -81,11 +81,15 @@ def test_published_config_is_misread(tmp_path: Path, size: str) -> None:
         head_dim=128,
         rms_norm_eps=1e-6,
         max_position_embeddings=40960,
-        attention_bias=False,
         tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000},
         dtype="bfloat16",
         eos_token_ids=frozenset({151645}),
+        qk_norm=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        sliding_windows=(None,) * layers,
     )
     assert read(tmp_path, published(size)) == expected
     assert read(tmp_path, spelt_as_5(published(size))) == expected
@@ -134,9 +138,10 @@ def test_what_this_transformers_writes_is_misread(tmp_path: Path) -> None:
     written.save_pretrained(tmp_path)
     config = ModelConfig.from_dir(tmp_path)
     names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
-             "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "attention_bias",
+             "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
              "max_position_embeddings", "tie_word_embeddings"]  # fmt: skip
     assert {n: getattr(config, n) for n in names} == {n: getattr(written, n) for n in names}
+    assert config.qkv_bias and config.o_bias and not config.mlp_bias
     assert config.rope_parameters["rope_theta"] == 12345.0
     assert config.rope_parameters["rope_type"] == "default"
     assert config.eos_token_ids == {7, 9}
@@ -145,7 +150,8 @@ def test_what_this_transformers_writes_is_misread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "name", "default"),
     [
-        ("attention_bias", "attention_bias", False),
+        ("attention_bias", "qkv_bias", False),
+        ("attention_bias", "o_bias", False),
         ("tie_word_embeddings", "tie_word_embeddings", False),
         ("torch_dtype", "dtype", "float32"),
         ("eos_token_id", "eos_token_ids", frozenset()),

@@ -1,0 +1,168 @@
+"""The decoder that all architectures share; `ModelConfig` has what differs, as flags.
+
+T tokens of a step stand in one row, whatever sequences they belong to.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.plain import Rope
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.models.config import ExpertsConfig, ModelConfig
+from nanovllm.utils.ranks import ALONE, Ranks
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention, in some models with a norm on each query and key head."""
+
+    def __init__(self, config: ModelConfig, window: int | None, ranks: Ranks) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, config.head_dim, config.num_attention_heads,
+            config.num_key_value_heads, bias=config.qkv_bias, ranks=ranks,
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, config.o_bias, ranks)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+        self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim, window)
+
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 * KVH, D]
+        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
+        attended = self.attn(qkv, rope, norms)  # [T, H, D]
+        out: torch.Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+
+class MLP(nn.Module):
+    """The gated feed-forward layer."""
+
+    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], bias, ranks)
+        self.down_proj = RowParallelLinear(inner, hidden, bias, ranks)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class SparseMLP(nn.Module):
+    """Experts, and the router that says which of them a token takes and in which shares."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, ranks: Ranks) -> None:
+        super().__init__()
+        self.per_token = config.per_token
+        self.norm_topk_prob = config.norm_topk_prob
+        # In float32 whatever the model's type: rounding must not decide between experts.
+        self.gate = ReplicatedLinear(hidden_size, config.num_experts).float()
+        self.experts = Experts(config.num_experts, hidden_size, config.intermediate_size, ranks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = self.gate(x.float()).softmax(dim=-1)  # [T, E]
+        shares, expert_ids = probabilities.topk(self.per_token, dim=-1)  # [T, K]
+        if self.norm_topk_prob:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        out: torch.Tensor = self.experts(x, expert_ids, shares)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Norm, attend, add; norm, feed forward, add. An add is done by the norm that follows it."""
+
+    def __init__(self, config: ModelConfig, index: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, config.sliding_windows[index], ranks)
+        self.mlp: nn.Module
+        if config.experts and index in config.experts.layers:
+            self.mlp = SparseMLP(config.hidden_size, config.experts, ranks)
+        else:
+            self.mlp = MLP(config, ranks)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rope)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """The decoder: token ids and positions [T] -> hidden states [T, hidden]."""
+
+    def __init__(self, config: ModelConfig, max_positions: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, ranks)
+        self.rotary_emb = get_rope(
+            config.head_dim, max_positions, config.max_position_embeddings, config.rope_parameters
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, ranks) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        rope = self.rotary_emb(positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope)
+        assert residual is not None
+        return self.norm.add(x, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """The decoder with its head. `packed_modules_mapping` says what a checkpoint's parts became."""
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, int]]] = {
+        "q_proj": ("qkv_proj", 0),
+        "k_proj": ("qkv_proj", 1),
+        "v_proj": ("qkv_proj", 2),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, config: ModelConfig, max_positions: int, ranks: Ranks = ALONE) -> None:
+        super().__init__()
+        self.model = Decoder(config, max_positions, ranks)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks)
+        # Tensors that a checkpoint may hold and this model does not need.
+        self.spare_weights: tuple[str, ...] = ()
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+            self.spare_weights = ("lm_head.weight",)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden] of a step's tokens."""
+        hidden: torch.Tensor = self.model(input_ids, positions)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocab] of the rows that sample."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
