@@ -29,6 +29,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     ),
     "nanovllm.models": ("nanovllm.engine", "nanovllm.llm", "nanovllm.utils.loader", "transformers"),
     "nanovllm.models.config": ("torch",),
+    "nanovllm.models.registry": (*HEAVY, "nanovllm.layers", "nanovllm.models.decoder"),
     "nanovllm.utils": ("nanovllm.engine", "nanovllm.llm"),
     "nanovllm.utils.checks": HEAVY,
     "nanovllm.engine": ("nanovllm.llm", "transformers"),
