@@ -42,3 +42,12 @@ def triton_kernels() -> Kernels:
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
     return Kernels("Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample)
+
+
+def compiled_kernels() -> Kernels:
+    """The CPU's kernels in C++; a RuntimeError where they cannot be compiled."""
+    from nanovllm.kernels import cpu_kernels as cpu
+
+    return Kernels(
+        "C++", cpu.rms_norm, cpu.add_rms_norm, cpu.silu_and_mul, cpu.norm_rope_store, cpu.sample
+    )
