@@ -16,7 +16,7 @@ from nanovllm.utils.checks import check_bool, check_choice, check_float, check_i
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
 SCHEDULINGS = ("prefill-first", "mixed")
 MAX_RANKS = 8
 INT_RANGES = {

@@ -29,6 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch
+from nanovllm.kernels.compiled import load
+from nanovllm.kernels.cpu_kernels import SOURCE
 from nanovllm.outputs import RequestOutput
 
 SHAPE: dict[str, Any] = dict(
@@ -156,6 +158,15 @@ def kernel_device() -> str:
 
     interpreter._convert_float = rounding
     return "cpu"
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """What needs the CPU's compiled kernels is skipped where nothing compiles them."""
+    try:
+        load(SOURCE)
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

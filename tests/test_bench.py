@@ -229,7 +229,7 @@ class TestCommandLine:
         assert json.loads(file.read_text()) == result
         assert result["device"] == "cpu" and result["dtype"] == "float32"
         assert result["torch"] == torch.__version__ and "cores" in result["machine"]
-        assert result["attention_backend"] == "torch" and result["preemptions"] == 0
+        assert result["attention_backend"] in ("cpu", "torch") and result["preemptions"] == 0
         load, floor = result["workload"], result["roofline"]
         assert 12 <= load["input_tokens"] <= 27 and 6 <= load["output_tokens"] <= 15
         seconds = result["seconds"]

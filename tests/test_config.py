@@ -31,7 +31,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     ),
     "load_format": ("'auto', 'dummy'", [("gguf", ValueError), (None, ValueError)]),
     "attention_backend": (
-        "'auto', 'flash_attn', 'triton', 'torch'",
+        "'auto', 'flash_attn', 'triton', 'cpu', 'torch'",
         [("flash", ValueError), (None, ValueError)],
     ),
     "max_num_batched_tokens": (">= 1", [*INT_FROM_1, (None, TypeError)]),

@@ -34,6 +34,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "all at once": {},
+    "plain PyTorch": dict(attention_backend="torch"),
+    "plain PyTorch, small pool, budget 16": dict(HARD, attention_backend="torch"),
     "budget 7": dict(max_num_batched_tokens=7),
     "budget 16": dict(max_num_batched_tokens=16),
     "budget 16, blocks of 1": dict(max_num_batched_tokens=16, kvcache_block_size=1),
@@ -287,8 +289,9 @@ def test_float32_on_the_device_differs_from_the_cpu(
 # Every variant of the model, plain and under the hardest scenario
 
 
-def test_variant_differs_from_transformers(variant: Case) -> None:
-    check_logits(variant)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_variant_differs_from_transformers(backend: str, variant: Case) -> None:
+    check_logits(variant, attention_backend=backend)
 
 
 def test_variant_differs_from_transformers_with_chunks_and_preemptions(variant: Case) -> None:

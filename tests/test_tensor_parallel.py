@@ -61,7 +61,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def parallel_options(device: str, size: int) -> dict[str, Any]:
-    """Plain PyTorch, whose sums in float32 differ from transformers' by their order alone."""
+    """Kernels whose sums in float32 differ from transformers' by their order alone."""
     if device == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, there are {torch.cuda.device_count()}")
     options: dict[str, Any] = dict(device=device, tensor_parallel_size=size)
@@ -145,6 +145,18 @@ def test_ranks_cannot_add(options: dict[str, Any], size: int, device: str) -> No
             )
             answers = zip(outputs, problems, strict=True)
             assert sum(out["text"] == answer for out, (_, answer) in answers) >= 299
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("backend", ["auto", "cpu", "torch"])
+def test_ranks_on_another_backend_differ_from_transformers(
+    backend: str, cases: dict[str, Case]
+) -> None:
+    case = cases["biased"]
+    options = dict(HARD, tensor_parallel_size=2, attention_backend=backend)
+    with make_llm(case.path, **options) as llm:
+        assert llm.config.attention_backend == ("torch" if backend == "torch" else "cpu")
+        assert_same(generate(llm, case), case.expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

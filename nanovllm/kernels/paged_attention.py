@@ -1,4 +1,4 @@
-"""The paged KV cache in plain PyTorch: the definition, and the CPU's fast path.
+"""The paged KV cache in plain PyTorch: the definition, and what runs where nothing is compiled.
 
 Letters: T query tokens, B sequences, Q and K padded query and key lengths, H query heads, KVH key
 heads, G = H / KVH, D head dimension. Sequences of like length are padded into one group, so that a

@@ -1,6 +1,6 @@
-"""What the layers compute, in plain PyTorch: the definition of the Triton kernels.
+"""What the layers compute, in plain PyTorch: the definition of the kernels, Triton's and the CPU's.
 
-It is also what runs where there is no Triton, so it is written for the CPU. T tokens, B rows, V
+It is also what runs where there are none, so it is written for the CPU. T tokens, B rows, V
 tokens of the vocabulary, H query heads, KVH key heads, D head dimension.
 """
 

@@ -1,7 +1,7 @@
 """Which implementation of each operation the layers call: decided once, when the runner starts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -50,4 +50,19 @@ def triton_kernels() -> Kernels:
 
     return Kernels(
         "Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw, experts
+    )
+
+
+def compiled_kernels() -> Kernels:
+    """The CPU's kernels in C++; a RuntimeError where they cannot be compiled."""
+    from nanovllm.kernels import cpu_kernels as cpu
+
+    return replace(
+        PLAIN,
+        name="C++",
+        rms_norm=cpu.rms_norm,
+        add_rms_norm=cpu.add_rms_norm,
+        silu_and_mul=cpu.silu_and_mul,
+        norm_rope_store=cpu.norm_rope_store,
+        sample=cpu.sample,
     )

@@ -2,8 +2,8 @@
 
 A backend reads and writes one cache layout, `[blocks, block_size, KVH, D]` per layer for K and for
 V, so that backends can be swapped and compared on the same cache. It brings the kernels of the
-other layers along: Triton's beside the fast ones, where Triton works; the torch backend is plain
-PyTorch throughout, and syncs.
+other layers along: Triton's beside the fast ones of a GPU, where Triton works; compiled ones in the
+cpu backend; the torch backend is plain PyTorch throughout, and syncs.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels import paged_attention
-from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
+from nanovllm.kernels import cpu_kernels, paged_attention
+from nanovllm.kernels.table import PLAIN, Kernels, compiled_kernels, triton_kernels
 from nanovllm.utils.context import Context
 
 logger = logging.getLogger("nanovllm")
@@ -96,7 +96,7 @@ class PlannedBackend(AttentionBackend):
 
 
 class TorchBackend(PlannedBackend):
-    """Plain PyTorch on any device: the definition of the others, and fast on the CPU."""
+    """Plain PyTorch on any device: the definition of the others."""
 
     name = "torch"
     preferred_block_size = 16
@@ -121,6 +121,35 @@ class TorchBackend(PlannedBackend):
             )
 
 
+class CpuBackend(PlannedBackend):
+    """Our own kernels for the CPU, compiled here: float32 and bfloat16, any block size."""
+
+    name = "cpu"
+    preferred_block_size = 16
+    graph_safe = False
+    copied_layers = 0
+    prefill_attention = staticmethod(cpu_kernels.prefill_attention)
+    decode_attention = staticmethod(cpu_kernels.decode_attention)
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec.block_size)
+        self.kernels = _tried(compiled_kernels(), spec)
+        self.heads = (spec.num_heads // spec.num_kv_heads, spec.head_dim)
+
+    def plan(self, context: Context) -> None:
+        """Cut the work of a layer up into tasks for the threads."""
+        if context.is_prefill:
+            assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+            context.plan = cpu_kernels.plan_prefill(
+                context.cu_seqlens_q, context.cu_seqlens_k, context.block_tables, *self.heads
+            )
+        else:
+            assert context.context_lens is not None and context.block_tables is not None
+            context.plan = cpu_kernels.plan_decode(
+                context.context_lens, context.block_tables, *self.heads
+            )
+
+
 class TritonBackend(PlannedBackend):
     """Our own kernels: CUDA, any type and block size; on the CPU under Triton's interpreter."""
 
@@ -134,7 +163,7 @@ class TritonBackend(PlannedBackend):
         super().__init__(spec.block_size)
         from nanovllm.kernels import decode_attention, prefill_attention
 
-        self.kernels = _tried(triton_kernels(), spec)
+        self.kernels = _tried(_triton_kernels(spec), spec)
         self.num_kv_heads = spec.num_kv_heads
         self.tile_queries = prefill_attention.tile_queries(
             spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.dtype
@@ -174,7 +203,7 @@ class FlashAttnBackend(AttentionBackend):
         self.varlen_func: Any = flash_attn_varlen_func
         self.kvcache_func: Any = flash_attn_with_kvcache
         try:
-            self.kernels = _tried(triton_kernels(), spec)
+            self.kernels = _tried(_triton_kernels(spec), spec)
         except Exception as error:
             logger.warning("no Triton, and so no decode graphs: %s", _in_short(error))
             self.kernels = PLAIN
@@ -225,16 +254,33 @@ def get_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
             logger.info("auto passes on: %s", error)
             reasons.append(str(error))
     if reasons:
-        logger.warning("auto: attention in plain PyTorch, slowly; %s", "; ".join(reasons))
+        level = logging.INFO if spec.device.type == "cpu" else logging.WARNING  # where it is slow
+        logger.log(level, "auto: all in plain PyTorch; %s", "; ".join(reasons))
     return TorchBackend(spec.block_size)
 
 
 def fastest_first(device: torch.device) -> tuple[str, ...]:
     """What "auto" tries before plain PyTorch."""
     if device.type != "cuda":
-        return ()
+        return ("cpu",)
     major, _ = torch.cuda.get_device_capability(device)
     return ("triton", "flash_attn") if major in TRITON_FIRST else ("flash_attn", "triton")
+
+
+def _build_cpu(spec: AttentionSpec) -> AttentionBackend:
+    refusal, instead = "attention_backend='cpu'", "'torch' works everywhere"
+    device, dtype = spec.device.type, str(spec.dtype).removeprefix("torch.")
+    if device != "cpu":
+        raise ValueError(f"{refusal} needs device='cpu', got {device!r}; {instead}")
+    if spec.dtype not in cpu_kernels.DTYPES:
+        raise ValueError(f"{refusal} needs dtype 'float32' or 'bfloat16', got {dtype!r}; {instead}")
+    step, most = cpu_kernels.HEAD_DIM_STEP, cpu_kernels.MAX_HEAD_DIM
+    if spec.head_dim % step or spec.head_dim > most:
+        raise ValueError(
+            f"{refusal} needs a head_dim that is a multiple of {step} and at most {most}, got"
+            f" {spec.head_dim}; {instead}"
+        )
+    return _probed("cpu", CpuBackend, spec)
 
 
 def _build_triton(spec: AttentionSpec) -> AttentionBackend:
@@ -281,6 +327,7 @@ def _build_flash_attn(spec: AttentionSpec) -> AttentionBackend:
 
 
 BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
+    "cpu": _build_cpu,
     "triton": _build_triton,
     "flash_attn": _build_flash_attn,
 }
@@ -328,12 +375,17 @@ def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:
     backend.decode(q, cache, cache, decode, 1.0)
 
 
-def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
-    """Run each of the layers' kernels on a token, to see that they compile here."""
+def _triton_kernels(spec: AttentionSpec) -> Kernels:
+    """Triton's kernels, if they are compiled for the device."""
     from nanovllm.kernels.common import INTERPRETED
 
     if spec.device.type == "cuda" and INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, and kernels are interpreted on the CPU")
+    return triton_kernels()
+
+
+def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
+    """Run each of the layers' kernels on a token, to see that they compile here."""
     options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
     x = torch.zeros(1, 2 * spec.head_dim, **options)
     weight = torch.ones(2 * spec.head_dim, **options)

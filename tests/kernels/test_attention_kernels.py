@@ -190,8 +190,8 @@ def assert_near(out: torch.Tensor, twin: Twin, paged: Paged) -> None:
     assert worst.max() <= 1, f"{worst.max():.3g} times what is allowed, in row {worst.argmax()}"
 
 
-def assert_decodes_as_its_twin(shape: Shape, device: str) -> None:
-    paged = Paged(shape, device)
+def assert_decodes_as_its_twin(shape: Shape, device: str, make: type[Paged] = Paged) -> None:
+    paged = make(shape, device)
     paged.q[paged.lens == 0] = torch.nan  # what an earlier batch left there
     out = paged.decode()
     paged.q[paged.lens == 0] = 0
@@ -199,8 +199,10 @@ def assert_decodes_as_its_twin(shape: Shape, device: str) -> None:
     assert_near(out, paged.twin_decode, paged)
 
 
-def assert_prefills_as_its_twin(shape: Shape, use_cache: bool, device: str) -> None:
-    paged = Paged(shape, device)
+def assert_prefills_as_its_twin(
+    shape: Shape, use_cache: bool, device: str, make: type[Paged] = Paged
+) -> None:
+    paged = make(shape, device)
     assert_near(paged.prefill(use_cache), paged.twin_prefill, paged)
 
 

@@ -1,6 +1,6 @@
-"""Norm, activation and norm_rope_store as Triton kernels, against their twins in `plain`.
+"""Norm, activation and norm_rope_store as kernels, against their twins in `plain`.
 
-On a device, or interpreted where there is none.
+Triton's on a device, or interpreted where there is none; and those that are compiled for the CPU.
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import kernel_settings
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from nanovllm.kernels import plain
+from nanovllm.kernels.table import Kernels, compiled_kernels, triton_kernels
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -21,6 +22,31 @@ pytestmark = [
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
 FLOAT32_SLACK = 2.0**-20  # sums in another order, fused multiply-adds, another exponential
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Kernels, where their tensors stand, and the types that they have."""
+
+    kernels: Kernels
+    device: str
+    dtypes: list[torch.dtype]
+
+
+@pytest.fixture(scope="session")
+def on_triton(kernel_device: str) -> Implementation:
+    return Implementation(triton_kernels(), kernel_device, DTYPES)
+
+
+@pytest.fixture(scope="session")
+def compiled(compiler: None) -> Implementation:
+    return Implementation(compiled_kernels(), "cpu", DTYPES[:2])
+
+
+@pytest.fixture(scope="session", params=["on_triton", "compiled"])
+def tested(request: pytest.FixtureRequest) -> Implementation:
+    found: Implementation = request.getfixturevalue(request.param)
+    return found
 
 
 def assert_rounded_alike(
@@ -80,14 +106,13 @@ def make_weight(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.empty(size).uniform_(0.5, 1.5).to(dtype=dtype, device=device)
 
 
-def assert_norms_as_its_twin(shape: Rows, device: str) -> None:
-    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-
+def assert_norms_as_its_twin(shape: Rows, tested: Implementation) -> None:
+    kernels, device = tested.kernels, tested.device
     x, residual = shape.make(device), shape.make(device, part=1)
     weight = make_weight(shape.size, shape.dtype, device)
     before = [t.clone() for t in (x, residual, weight)]
-    assert_rounded_alike(rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
-    normed, total = add_rms_norm(x, residual, weight, EPS)
+    assert_rounded_alike(kernels.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
+    normed, total = kernels.add_rms_norm(x, residual, weight, EPS)
     expected, expected_total = plain.add_rms_norm(x, residual, weight, EPS)
     assert total.is_contiguous() and torch.equal(total, expected_total), "the sum is exact"
     assert_rounded_alike(normed, expected)
@@ -98,27 +123,24 @@ def assert_norms_as_its_twin(shape: Rows, device: str) -> None:
 @given(ROWS)
 @example(Rows(1, 1))
 @example(Rows(40, 3072, torch.float16, strided=True))
-def test_norm_differs_from_its_twin(kernel_device: str, shape: Rows) -> None:
-    assert_norms_as_its_twin(shape, kernel_device)
+def test_norm_differs_from_its_twin(tested: Implementation, shape: Rows) -> None:
+    assume(shape.dtype in tested.dtypes)
+    assert_norms_as_its_twin(shape, tested)
 
 
-def test_norm_squares_in_16_bits(kernel_device: str) -> None:
+def test_norm_squares_in_16_bits(on_triton: Implementation) -> None:
     """65,504 is float16's largest: the square of 300 is more."""
-    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-
-    x = torch.full((2, 80), 300.0, dtype=torch.float16, device=kernel_device)
+    x = torch.full((2, 80), 300.0, dtype=torch.float16, device=on_triton.device)
     ones = torch.ones_like(x)
-    assert torch.equal(rms_norm(x, ones[0], EPS), ones)
-    normed, total = add_rms_norm(x, x, ones[0], EPS)
+    assert torch.equal(on_triton.kernels.rms_norm(x, ones[0], EPS), ones)
+    normed, total = on_triton.kernels.add_rms_norm(x, x, ones[0], EPS)
     assert torch.equal(normed, ones) and torch.equal(total, 2 * x)
 
 
-def assert_activates_as_its_twin(shape: Rows, device: str) -> None:
-    from nanovllm.kernels.silu_and_mul import silu_and_mul
-
-    x = shape.make(device)
+def assert_activates_as_its_twin(shape: Rows, tested: Implementation) -> None:
+    x = shape.make(tested.device)
     before = x.clone()
-    out, expected = silu_and_mul(x), plain.silu_and_mul(x)
+    out, expected = tested.kernels.silu_and_mul(x), plain.silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     # `silu(gate)` is rounded to the type before the product, and may have gone to its neighbour;
     # where it is a subnormal number, neighbours are far apart for their size. A GPU takes exp(g) by
@@ -134,20 +156,19 @@ def assert_activates_as_its_twin(shape: Rows, device: str) -> None:
 @given(ROWS.filter(lambda shape: shape.size % 2 == 0))
 @example(Rows(1, 2))
 @example(Rows(40, 2 * 3072, torch.float16, strided=True))
-def test_activation_differs_from_its_twin(kernel_device: str, shape: Rows) -> None:
-    assert_activates_as_its_twin(shape, kernel_device)
+def test_activation_differs_from_its_twin(tested: Implementation, shape: Rows) -> None:
+    assume(shape.dtype in tested.dtypes)
+    assert_activates_as_its_twin(shape, tested)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_of_a_huge_gate_is_no_number(kernel_device: str, dtype: torch.dtype) -> None:
+def test_activation_of_a_huge_gate_is_no_number(tested: Implementation) -> None:
     """exp(300) is infinite in float32; at -300, silu must be 0 and not inf / inf."""
-    from nanovllm.kernels.silu_and_mul import silu_and_mul
-
-    gate = torch.tensor([[-300.0, 300.0, -88.8, 0.0]], dtype=dtype, device=kernel_device)
-    up = torch.full_like(gate, 2.0)
-    expected = torch.tensor([[0.0, 600.0, 0.0, 0.0]], dtype=dtype, device=kernel_device)
-    out = silu_and_mul(torch.cat([gate, up], dim=1))
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
+    for dtype in tested.dtypes:
+        gate = torch.tensor([[-300.0, 300.0, -88.8, 0.0]], dtype=dtype, device=tested.device)
+        up = torch.full_like(gate, 2.0)
+        expected = torch.tensor([[0.0, 600.0, 0.0, 0.0]], dtype=dtype, device=tested.device)
+        out = tested.kernels.silu_and_mul(torch.cat([gate, up], dim=1))
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
 
 
 @dataclass(frozen=True)
@@ -186,11 +207,10 @@ HEADS = st.builds(
 
 
 def assert_norms_rotates_and_stores_as_its_twin(
-    shape: Heads, device: str, cached: bool = True
+    shape: Heads, tested: Implementation, cached: bool = True
 ) -> None:
     """All of the caches' memory is compared, and a block at either end that is no part of them."""
-    from nanovllm.kernels import norm_rope_store as kernel
-
+    device = tested.device
     tokens, num_kv, head_dim = len(shape.has_slot), shape.kv_heads, shape.head_dim
     num_q = num_kv * shape.group
     num_heads = num_q + 2 * num_kv
@@ -222,9 +242,9 @@ def assert_norms_rotates_and_stores_as_its_twin(
         return function(qkv, num_kv, rope, weights, EPS, k_cache, v_cache, slots)  # type: ignore
 
     with pytest.MonkeyPatch.context() as patch:
-        if shape.many:
-            patch.setattr(kernel, "FEW_TOKENS", 0)
-        q, k, v = call(kernel.norm_rope_store, caches)
+        if shape.many and tested.kernels.name == "Triton":
+            patch.setattr("nanovllm.kernels.norm_rope_store.FEW_TOKENS", 0)
+        q, k, v = call(tested.kernels.norm_rope_store, caches)
     twins = call(plain.norm_rope_store, expected_caches)
 
     # Rounding of a pair's norms, then of their products; sums that cancel leave it as it was.
@@ -255,23 +275,24 @@ def assert_norms_rotates_and_stores_as_its_twin(
 @example(Heads([False] * 5, 4, 7, 128, dtype=torch.float16, strided=True), True)
 @example(Heads([True, False] * 20, 1, 32, 256, dtype=torch.float32, many=True), True)
 def test_norm_rope_store_differs_from_its_twin(
-    kernel_device: str, shape: Heads, cached: bool
+    tested: Implementation, shape: Heads, cached: bool
 ) -> None:
-    assert_norms_rotates_and_stores_as_its_twin(shape, kernel_device, cached)
+    assume(shape.dtype in tested.dtypes)
+    assert_norms_rotates_and_stores_as_its_twin(shape, tested, cached)
 
 
-def test_norm_of_heads_squares_in_16_bits(kernel_device: str) -> None:
+def test_norm_of_heads_squares_in_16_bits(on_triton: Implementation) -> None:
     """Unturned, a head of equal numbers becomes ones, and zeros stay zeros."""
-    from nanovllm.kernels.norm_rope_store import norm_rope_store
-
-    qkv = torch.full((2, 3, 80), 300.0, dtype=torch.float16, device=kernel_device)
+    device = on_triton.device
+    qkv = torch.full((2, 3, 80), 300.0, dtype=torch.float16, device=device)
     qkv[1] = 0
-    ones, zeros = (f(2, 1, 40, device=kernel_device) for f in (torch.ones, torch.zeros))
-    weight = torch.ones(80, dtype=torch.float16, device=kernel_device)
+    ones, zeros = (f(2, 1, 40, device=device) for f in (torch.ones, torch.zeros))
+    weight = torch.ones(80, dtype=torch.float16, device=device)
     cache = qkv.new_zeros(1, 16, 1, 80)
-    slots = torch.tensor([3, 4], device=kernel_device)
-    norms = (weight, weight)
-    q, k, _ = norm_rope_store(qkv, 1, (ones, zeros), norms, EPS, cache, cache.clone(), slots)
+    slots = torch.tensor([3, 4], device=device)
+    q, k, _ = on_triton.kernels.norm_rope_store(
+        qkv, 1, (ones, zeros), (weight, weight), EPS, cache, cache.clone(), slots
+    )
     for out in (q, k, cache[0, 3:5]):
         assert torch.equal(out[:, 0], torch.stack([weight, torch.zeros_like(weight)]))
 
@@ -283,11 +304,30 @@ MODELS = {"Qwen3-0.6B": (1024, 3072, 8, 2), "Qwen3-8B": (4096, 12288, 8, 4)}
 @pytest.mark.cuda
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [1, 64, 256, 16384])
-def test_kernels_differ_from_their_twins_in_a_model(tokens: int, model: str) -> None:
+def test_kernels_differ_from_their_twins_in_a_model(
+    tokens: int, model: str, on_triton: Implementation
+) -> None:
+    assert_as_their_twins_in_a_model(tokens, model, on_triton)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_compiled_kernels_differ_from_their_twins_in_a_model(
+    tokens: int, compiled: Implementation
+) -> None:
+    """On two threads, among which the larger of these are shared out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_as_their_twins_in_a_model(tokens, "Qwen3-0.6B", compiled)
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_as_their_twins_in_a_model(tokens: int, model: str, tested: Implementation) -> None:
     hidden, intermediate, kv_heads, group = MODELS[model]
-    assert_norms_as_its_twin(Rows(tokens, hidden), "cuda")
-    assert_activates_as_its_twin(Rows(tokens, 2 * intermediate), "cuda")
+    assert_norms_as_its_twin(Rows(tokens, hidden), tested)
+    assert_activates_as_its_twin(Rows(tokens, 2 * intermediate), tested)
     has_slot = [i % 5 != 3 for i in range(tokens)]
     for norm in (True, False):
         shape = Heads(has_slot, kv_heads, group, 128, norm, block_size=256)
-        assert_norms_rotates_and_stores_as_its_twin(shape, "cuda")
+        assert_norms_rotates_and_stores_as_its_twin(shape, tested)

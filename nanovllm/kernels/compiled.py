@@ -1,0 +1,112 @@
+"""C++ that is compiled on the machine that runs it, once, and kept in the user's cache.
+
+Nothing here is required: where there is no compiler, or none that does, `load` raises and says why.
+The libraries have no OpenMP runtime of their own. They use the one that PyTorch has loaded, and so
+its threads: two pools would spin against each other.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch  # noqa: F401  (it loads the OpenMP runtime)
+
+logger = logging.getLogger("nanovllm")
+
+COMPILERS = ("c++", "g++")  # $CXX, if it is set, instead
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno",
+    "-fno-trapping-math",
+)  # fmt: skip
+X86_FLAGS = ("-mprefer-vector-width=512",)  # where there are such vectors
+MAX_SECONDS = 30  # to compile in
+
+
+@functools.cache  # of what succeeded
+def load(source: Path) -> ctypes.CDLL:
+    """The library of a source file: from the cache, or compiled in some seconds.
+
+    A RuntimeError says why there is none. Any number of processes may do this at a time.
+    """
+    flags = FLAGS + (X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
+    made_of = [source.read_text(encoding="utf-8"), *flags, os.environ.get("CXX", ""), _processor()]
+    name = f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    kept = cache_dir()
+    if kept is not None:
+        with contextlib.suppress(OSError):  # not there yet, or not whole
+            return ctypes.CDLL(str(kept / name))
+    start = time.perf_counter()
+    with _scratch(kept) as folder:
+        built = Path(folder) / name
+        library = _compile(source, built, flags)
+        if kept is not None and built.parent.parent == kept:
+            built.replace(kept / name)  # whole at once, whoever looks and whoever does the same
+    logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
+    return library
+
+
+def cache_dir() -> Path | None:
+    """Where libraries are kept: $XDG_CACHE_HOME/nanovllm, or ~/.cache/nanovllm, if there is one."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "nanovllm"
+    try:
+        return Path.home() / ".cache" / "nanovllm"
+    except RuntimeError:
+        return None
+
+
+def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
+    """A folder of this process alone, in the cache if that can be written."""
+    if kept is not None:
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryDirectory(dir=kept)
+        except OSError as error:
+            logger.info("compiled kernels are not kept: %s", error)
+    return tempfile.TemporaryDirectory()
+
+
+def _compile(source: Path, built: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of the first compiler that makes one which loads."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    reasons = []
+    for compiler in [asked] if asked else [[name] for name in COMPILERS]:
+        # Linked without -fopenmp, which would bring the compiler's own runtime.
+        unlinked = str(built.with_suffix(".o"))
+        try:
+            _run([*compiler, *flags, "-c", str(source), "-o", unlinked])
+            _run([*compiler, "-shared", unlinked, "-o", str(built)])
+            return ctypes.CDLL(str(built))
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.splitlines() or [f"status {error.returncode}"]
+            reasons.append(f"{shlex.join(compiler)}: {said[0]}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reasons.append(f"{shlex.join(compiler)}: {error}")
+    raise RuntimeError("no C++ compiler that works: " + "; ".join(reasons))
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
+        timeout=MAX_SECONDS,
+    )  # fmt: skip
+
+
+def _processor() -> str:
+    """What `-march=native` looks at: several kinds of machine may share a home."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    first = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    names = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+    return "\n".join([platform.machine(), *(first.get(name, "") for name in names)])

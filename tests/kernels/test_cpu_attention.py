@@ -1,0 +1,151 @@
+"""The CPU's compiled attention against its twins, as Triton's is tested, NaN and all."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_attention_kernels import (
+    BF16,
+    FP32,
+    Paged,
+    Shape,
+    assert_decodes_as_its_twin,
+    assert_prefills_as_its_twin,
+    batches,
+    uninitialized_memory_is_nan,  # noqa: F401  (for this module too)
+)
+
+from nanovllm.kernels import cpu_kernels
+
+pytestmark = pytest.mark.usefixtures("one_thread", "compiler")
+
+SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
+
+
+class Compiled(Paged):
+    """The same tensors, on the CPU's kernels."""
+
+    def heads(self) -> tuple[int, int]:
+        return self.shape.group, self.shape.head_dim
+
+    def decode(self) -> torch.Tensor:
+        plan = cpu_kernels.plan_decode(self.lens, self.tables, *self.heads())
+        out = cpu_kernels.decode_attention(self.q, *self.caches, plan, self.shape.scale)
+        assert not out.isnan().any(), "read what is nobody's, or left a result out"
+        return out
+
+    def prefill(self, use_cache: bool) -> torch.Tensor:
+        tables = self.tables if use_cache else None
+        plan = cpu_kernels.plan_prefill(self.cu_q, self.cu_k, tables, *self.heads())
+        if use_cache:
+            unread = torch.full_like(self.k, torch.nan)
+            keys = (unread, unread, *self.caches)
+        else:
+            keys = (self.k, self.v, torch.empty(0), torch.empty(0))
+        return cpu_kernels.prefill_attention(self.q, *keys, plan, self.shape.scale)
+
+
+HEADS = dict(
+    kv_heads=st.integers(1, 4),
+    group=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 24]),
+    head_dim=st.sampled_from([8, 40, 64, 80, 96, 128, 256]),
+    block_size=st.sampled_from([1, 2, 7, 16, 48, 256]),
+    dtype=st.sampled_from([FP32, FP32, BF16]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+SPLITS = st.sampled_from([5, 32, 100, 1024])
+
+
+@SETTINGS
+@given(st.builds(Shape, contexts=batches(), **HEADS), SPLITS)
+@example(Shape([0, 1, 31, 32, 33, 64, 65], block_size=1), 1024)
+@example(Shape([700, 0, 40], group=16, dtype=BF16), 32)
+@example(Shape([200], group=24, head_dim=256), 32)
+def test_decode_differs_from_its_twin(shape: Shape, split: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "SPLIT_KEYS", split)
+        assert_decodes_as_its_twin(shape, "cpu", Compiled)
+
+
+@st.composite
+def prefills(draw: st.DrawFn, cached: bool) -> Shape:
+    """New tokens behind what is cached; among them sequences of one, as in a mixed step."""
+    queries = draw(st.lists(st.integers(1, 5) | st.integers(1, 90), min_size=1, max_size=6))
+    prefix = st.integers(0, 20) | st.integers(0, 150)
+    before = [draw(prefix) if cached else 0 for _ in queries]
+    contexts = [old + new for old, new in zip(before, queries, strict=True)]
+    return draw(st.builds(Shape, contexts=st.just(contexts), queries=st.just(queries), **HEADS))
+
+
+@SETTINGS
+@given(prefills(cached=False))
+@example(Shape([1], [1], 1, 1, 8))
+@example(Shape([200, 1, 65, 64, 33], [200, 1, 65, 64, 33], group=7, dtype=BF16))
+def test_fresh_prefill_differs_from_its_twin(shape: Shape) -> None:
+    assert_prefills_as_its_twin(shape, False, "cpu", Compiled)
+
+
+@SETTINGS
+@given(prefills(cached=True), SPLITS)
+@example(Shape([97, 200, 31, 33, 153], [1, 200, 16, 17, 3], group=8, head_dim=128), 32)
+@example(Shape([40], [8], group=2), 5)  # as many rows as go without a tile
+@example(Shape([40], [9], group=2), 5)
+def test_chunks_and_prefixes_differ_from_their_twin(shape: Shape, split: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "SPLIT_KEYS", split)
+        assert_prefills_as_its_twin(shape, True, "cpu", Compiled)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("group", [2, 16, 24])
+def test_neighbours_or_threads_change_a_decode(group: int, dtype: torch.dtype) -> None:
+    """To the last bit: 2,500 keys are split where the sequence is alone too, on one thread too."""
+    contexts = [1, 2500, 33, 0, 1024, 1025, 64]
+    paged = Compiled(Shape(contexts, group=group, dtype=dtype), "cpu")
+    together = paged.decode()
+    torch.set_num_threads(2)
+    assert torch.equal(paged.decode(), together)
+    torch.set_num_threads(1)
+    for row in range(len(contexts)):
+        alone = Compiled(paged.shape, "cpu")
+        for name in ("q", "lens", "tables"):
+            setattr(alone, name, getattr(paged, name)[row : row + 1])
+        alone.caches = paged.caches
+        assert torch.equal(alone.decode(), together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_where_a_chunk_begins_changes_its_attention(dtype: torch.dtype) -> None:
+    """A lane of a tile never looks at another: chunks of one prompt agree to the last bit."""
+    whole = Compiled(Shape([300], [300], group=4, dtype=dtype), "cpu")
+    expected = whole.prefill(use_cache=True)
+    assert torch.equal(whole.prefill(use_cache=False), expected)
+    for start in (0, 7, 130, 295):
+        end = min(start + 64, 300)
+        chunk = Compiled(replace(whole.shape, contexts=[end], queries=[end - start]), "cpu")
+        chunk.caches, chunk.tables = whole.caches, whole.tables
+        chunk.q, chunk.k = whole.q[start:end], whole.k[start:end]
+        if end - start > 4:  # so many rows that it takes tiles
+            assert torch.equal(chunk.prefill(use_cache=True), expected[start:end])
+
+
+def test_stale_tables_are_read_behind_a_context() -> None:
+    """As wide as the longest context that there can ever be, and full of an earlier step's ids."""
+    paged = Compiled(Shape([3, 70, 20], block_size=4), "cpu")
+    expected = paged.decode()
+    stale = torch.full((3, 200), 2**31 - 1, dtype=torch.int32)
+    for row, length in enumerate([3, 70, 20]):
+        count = -(-length // 4)
+        stale[row, :count] = paged.tables[row, :count]
+    paged.tables = stale
+    assert torch.equal(paged.decode(), expected)
+
+
+def test_weights_are_rounded_to_16_bits() -> None:
+    """257 equal values of 1: weights of 1/257 that bf16 rounded would not add up to 1 again."""
+    paged = Compiled(Shape([257], dtype=BF16), "cpu")
+    paged.caches[1] = 1.0
+    assert torch.equal(paged.decode(), torch.ones_like(paged.q))
