@@ -301,6 +301,14 @@ def test_variant_differs_from_transformers_with_chunks_and_preemptions(variant: 
         audit_at_rest(llm)
 
 
+@pytest.mark.cuda
+def test_variant_differs_on_a_device(variant: Case) -> None:
+    """On what is fast there and can compute it; near-ties are left out of the case."""
+    with make_llm(variant.path, device="cuda", num_kvcache_blocks=2000) as llm:
+        assert_same(generate(llm, variant), variant.expected)
+        audit_at_rest(llm)
+
+
 # What a checkpoint may look like on disk
 
 
