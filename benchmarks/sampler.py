@@ -38,6 +38,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "penalties": dict(repetition_penalty=1.1, presence_penalty=0.5),
     "penalties top_p=0.9": dict(repetition_penalty=1.1, top_p=0.9),
     "100 allowed": dict(allowed_token_ids=list(range(100, 200))),
+    "2 allowed top_k=20 top_p=0.9": dict(allowed_token_ids=[9, 99], top_k=20, top_p=0.9),
     "10 biases": dict(logit_bias=dict.fromkeys(range(10), 1.0)),
 }
 LAUNCH_CYCLES = 10_000_000  # some milliseconds

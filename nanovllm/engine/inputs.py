@@ -132,5 +132,13 @@ def upload(array: Array, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def download(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that is made when the device gets there; the tensor itself on the CPU."""
+    if x.device.type == "cpu":
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
+
+
 def _upload_any(array: Array | None, device: torch.device) -> torch.Tensor | None:
     return None if array is None else upload(array, device)

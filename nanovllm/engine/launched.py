@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.inputs import Array, upload
+from nanovllm.engine.inputs import Array, download, upload
 from nanovllm.engine.logprobs import Telling
 from nanovllm.engine.sequence import PENDING, Sequence
 
@@ -21,8 +21,7 @@ class Launched:
         self.num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
         self.token_ids = token_ids
         self.tellings = tellings
-        self._host = _to_host(token_ids)
-        self._columns = [tuple(map(_to_host, telling.columns)) for telling in tellings]
+        self._host = download(token_ids)
         self._copied: torch.cuda.Event | None = None
         if token_ids.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -50,15 +49,7 @@ class Launched:
     def wait(self) -> list[int]:
         """The token ids, when they are there. Tells sequences what was likely, too."""
         self.synchronize()
-        for telling, columns in zip(self.tellings, self._columns, strict=True):
-            telling.tell(columns)
+        for telling in self.tellings:
+            telling.tell()
         token_ids: list[int] = self._host.tolist()
         return token_ids
-
-
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy that is made when the device gets there; the tensor itself on the CPU."""
-    if x.device.type == "cpu":
-        return x
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return host.copy_(x, non_blocking=True)

@@ -156,8 +156,6 @@ class LLMEngine:
         if self._generating:
             self._close_asked = True
             return
-        if self._launched is not None and self._finalizer.alive:
-            self._launched.synchronize()
         self._launched = None
         self._finalizer()
 

@@ -1,7 +1,7 @@
 """What was likely: log-probabilities of the logits as the model has them, in float32.
 
 They are told to the sequences that ask, of the tokens that these generate and of those of their
-prompts. What is computed stays on the device until a step's tokens are read: then comes `Telling`.
+prompts. What is computed goes to the host at once, and is read with a step's tokens: by `Telling`.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.engine.inputs import upload
+from nanovllm.engine.inputs import download, upload
 from nanovllm.engine.sequence import LikelyToken, Sequence
 from nanovllm.kernels.ranking import most_likely
 
@@ -25,7 +25,7 @@ Taker = Callable[[list[LikelyToken]], None]
 
 @dataclass(slots=True)
 class Telling:
-    """What will be told: `columns` on the device, and who takes what is in a row when it is there.
+    """What will be told: `columns` on their way to the host, and who takes what is in a row.
 
     A row's own token stands first, then the most likely ones; `numbers` says how many are wanted.
     """
@@ -34,9 +34,9 @@ class Telling:
     numbers: list[int]
     takers: list[Taker]
 
-    def tell(self, columns: Columns) -> None:
+    def tell(self) -> None:
         """Hand out the columns, which have come to the host."""
-        rows = zip(self.takers, self.numbers, *(c.tolist() for c in columns), strict=True)
+        rows = zip(self.takers, self.numbers, *(c.tolist() for c in self.columns), strict=True)
         for take, number, ids, values, ranks in rows:
             own, *others = zip(ids, values, ranks, strict=True)
             take([own, *(token for token in others[:number] if token[0] != own[0])])
@@ -48,7 +48,7 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 
 def warm_up_logprobs(logits: torch.Tensor) -> None:
-    """Take the most memory that telling of logits [B, V] takes: of all of them, in order."""
+    """Take the most memory of the device that telling of logits [B, V] takes: all, in order."""
     _likely(logits, logits.new_zeros(len(logits), dtype=torch.long), logits.shape[1])
 
 
@@ -63,7 +63,8 @@ def tell_logprobs(
         rows = upload(np.array(wanted[start : start + size]), logits.device)
         numbers = [seq.params.logprobs or 0 for seq in some]
         takers: list[Taker] = [partial(seq.logprobs.__setitem__, seq.num_tokens) for seq in some]
-        yield Telling(_likely(logits[rows], token_ids[rows], max(numbers)), numbers, takers)
+        columns = _likely(logits[rows], token_ids[rows], max(numbers))
+        yield Telling(tuple(map(download, columns)), numbers, takers)
 
 
 def untold_prompt_tokens(seqs: list[Sequence]) -> Iterator[tuple[Sequence, int]]:
@@ -77,7 +78,8 @@ def tell_prompt_logprobs(untold: Iterator[tuple[Sequence, int]], logits: torch.T
     ids = upload(np.array([seq.token_ids[place] for seq, place in tokens]), logits.device)
     numbers = [seq.params.prompt_logprobs or 0 for seq, _ in tokens]
     takers = [seq.prompt_logprobs.append for seq, _ in tokens if seq.prompt_logprobs is not None]
-    return Telling(_likely(logits, ids, max(numbers)), numbers, takers)
+    columns = _likely(logits, ids, max(numbers))
+    return Telling(tuple(map(download, columns)), numbers, takers)
 
 
 def _likely(logits: torch.Tensor, chosen: torch.Tensor, number: int) -> Columns:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -135,7 +135,7 @@ class ModelRunner:
                 self.decode_graphs().run(1)  # compiles what decode needs
 
     def launch(self, batch: Batch, last: Launched | None = None) -> Launched:
-        """Begin to compute a step; waits only for what filters must know, and for other ranks.
+        """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
 
         Tokens that are on their way to a decode step come from the step before, `last`.
         """
@@ -156,7 +156,8 @@ class ModelRunner:
     def wait(self, launched: Launched) -> list[int]:
         """The tokens of a step, when they are there."""
         with self.workers.waiting() if self.workers else nullcontext():
-            return launched.wait()  # raises if a rank has ended: tokens could be anything then
+            launched.synchronize()  # raises if a rank has ended: tokens could be anything then
+        return launched.wait()
 
     def compute(
         self,
@@ -200,6 +201,9 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give back the device's memory and end the other ranks; the runner is of no more use."""
+        if self.device.type == "cuda" and self.failure is None:
+            with suppress(RuntimeError):  # a device that has failed is left all the same
+                torch.cuda.synchronize(self.device)  # a step may be on its way
         self._drop_graphs()  # first: they hold exchanges
         del self.model, self.pool
         if self.workers:
@@ -301,6 +305,7 @@ class ModelRunner:
         short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
         try:
             ids = [upload(inputs.input_ids, self.device) for inputs in (short, long)]
+            self.ranks.broadcast(ids[0])  # NCCL connects in the first exchange of a kind
             self._forward(short, ids[0])
             hidden = self._forward(long, ids[1])
             told = self.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
@@ -314,8 +319,10 @@ class ModelRunner:
             self.sampler(logits, None, None)
             if self.ranks.rank == 0:  # where sampling is done
                 alike = torch.zeros_like(logits)
+                lists = alike.float()  # what penalties and lists of tokens may take
                 filters = warmup_filters(len(alike), vocab_size, self.device)
                 self.sampler(alike, ones, ones.long(), filters)
+                del lists
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError as error:
             raise MemoryError(

@@ -86,7 +86,8 @@ def _temperatures(seqs: list[Sequence]) -> Array:
 def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list[Filters]:
     """What takes the most memory: nearly all tokens as candidates, of the copies that are largest.
 
-    Penalties need one in float32, which takes the place of another; all rows need no other.
+    Penalties need one in float32, which takes the place of another; all rows need no other. What
+    lists of tokens take comes on top, where kernels take less than plain PyTorch.
     """
     filters = []
     size = _rows_at_a_time(vocab_size, device)

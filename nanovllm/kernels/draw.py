@@ -4,8 +4,7 @@ The twin is `cuts.draw`, and what is left is what `cuts.cut` leaves, but for rou
 sorted, and nothing waits for the device. A program looks at its row until it knows enough:
 
 1. Once, for the best two tokens of each of LANES lanes, which see every LANES-th token. Whatever is
-   larger than every lane's third is at hand then. Mostly that is all that may be left: because
-   min_p leaves nothing else, or it is as much as top_k leaves, or has the share of top_p.
+   larger than every lane's third is at hand then, and mostly that is all that may be left.
 2. What may be left races, and who wins is looked at. If the tokens before it are too many, or have
    too much mass, it is left out, and so is all that comes after it. Those before it race on, until
    one is kept. `cuts` says why that is a draw.
@@ -186,11 +185,87 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _enough(number, mass, k, top_p, least, top, temperature):  # type: ignore[no-untyped-def]
-    """How much mass before a token leaves it out; of those equal to `least`, `k` leaves some."""
-    if number > k:
-        mass -= (number - k) * _weights(least, top, temperature)
+def _enough(top_p, mass):  # type: ignore[no-untyped-def]
+    """How much mass before a token leaves it out."""
     return tl.where(top_p < 1.0, tl.maximum(top_p * mass, TINY), -NOTHING)
+
+
+@triton.jit
+def _draw_at_hand(  # type: ignore[no-untyped-def]
+    row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2, number, mass,
+    third, k, top_p, LANES: tl.constexpr,
+):  # fmt: skip
+    """Draw from lanes' best that are `inside`, where no other token may be left."""
+    weights1 = tl.where(inside1, _weights(x1, top, temperature), 0.0)
+    weights2 = tl.where(inside2, _weights(x2, top, temperature), 0.0)
+    if (number > k) & (top_p < 1.0):  # a share of what top_k leaves: of equal tokens some, maybe
+        kth = _kth(row_ptr, size, x1, x2, third, top, k, False, LANES)
+        above1, above2 = inside1 & (x1 > kth), inside2 & (x2 > kth)
+        above = tl.sum(above1.to(tl.int32) + above2.to(tl.int32), axis=0)
+        some = tl.where(above1, weights1, 0.0) + tl.where(above2, weights2, 0.0)
+        mass = tl.sum(some, axis=0) + (k - above) * _weights(kth, top, temperature)
+        inside1, inside2 = inside1 & (x1 >= kth), inside2 & (x2 >= kth)
+    enough = _enough(top_p, mass)
+    times1, times2 = _log_exponential(key, ids1), _log_exponential(key, ids2)
+    scores1 = tl.where(inside1, x1 - temperature * times1, NOTHING)
+    scores2 = tl.where(inside2, x2 - temperature * times2, NOTHING)
+    winner = NOBODY
+    again = True
+    while again:
+        first = tl.max(tl.maximum(scores1, scores2), axis=0)
+        places1, places2 = scores1 == first, scores2 == first
+        ids = tl.minimum(tl.where(places1, ids1, NOBODY), tl.where(places2, ids2, NOBODY))
+        winner = tl.min(ids, axis=0)
+        value = _load(row_ptr, winner, size)
+        before1 = inside1 & _before(x1, ids1, value, winner)
+        before2 = inside2 & _before(x2, ids2, value, winner)
+        number = tl.sum(before1.to(tl.int32) + before2.to(tl.int32), axis=0)
+        some = tl.where(before1, weights1, 0.0) + tl.where(before2, weights2, 0.0)
+        again = (number >= k) | (tl.sum(some, axis=0) >= enough)
+        scores1 = tl.where(before1, scores1, NOTHING)
+        scores2 = tl.where(before2, scores2, NOTHING)
+    return winner
+
+
+@triton.jit
+def _draw_from_row(  # type: ignore[no-untyped-def]
+    row_ptr, size, key, temperature, top, x1, x2, least, mass, k, top_p,
+    LANES: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Draw from all tokens from `least` on."""
+    if k < tl.minimum(size, 2 * LANES):
+        kth = _kth(row_ptr, size, x1, x2, tl.min(x2, axis=0), top, k, False, LANES)
+        least = tl.maximum(least, kth)
+    if (k < size) & (top_p < 1.0):
+        number, mass = _weigh(row_ptr, size, temperature, top, least, NOTHING, size, LANES)
+        if number > k:
+            least = _kth(row_ptr, size, x1, x2, least, top, k, True, LANES)
+            above, mass = _weigh(row_ptr, size, temperature, top, least, least, 0, LANES)
+            mass += (k - above) * _weights(least, top, temperature)
+    enough = _enough(top_p, mass)
+    limited = (k < size) | (top_p < 1.0)
+    scores, ids = _race(row_ptr, size, key, temperature, least, LANES)
+    value, token = NOTHING, size  # what comes from here on is left out
+    winner = NOBODY
+    again = True
+    while again:
+        first = tl.max(scores, axis=0)
+        winner = tl.min(tl.where(scores == first, ids, NOBODY), axis=0)
+        x = _load(row_ptr, winner, size)
+        again = limited & (first > NOTHING)
+        if again & _before(x, winner, value, token):
+            number, before = _weigh(row_ptr, size, temperature, top, least, x, winner, LANES)
+            again = (number >= k) | (before >= enough)
+            value, token = x, winner
+        if again:  # somebody else wins in its lane
+            lane = winner % LANES
+            score, other = _race_in_lane(
+                row_ptr, size, lane, key, temperature, least, value, token, LANES, TURNS
+            )
+            here = tl.arange(0, LANES) == lane
+            scores = tl.where(here, score, scores)
+            ids = tl.where(here, other, ids)
+    return winner
 
 
 @triton.jit(do_not_specialize=["has_min_p", "has_top_k", "has_top_p"])
@@ -218,76 +293,31 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     if has_top_p:
         top_p = tl.load(top_p_ptr + row)
 
-    third = tl.max(x3, axis=0)  # what is larger is at hand
+    # At hand is what is larger than every lane's third. That is all that may be left if min_p
+    # leaves nothing else, or there is nothing else, or it is as many as top_k leaves, or has the
+    # share of the mass that top_p leaves.
+    third = tl.max(x3, axis=0)
     inside1 = (x1 > third) & (x1 >= least)
     inside2 = (x2 > third) & (x2 >= least)
-    weights1 = tl.where(inside1, _weights(x1, top, temperature), 0.0)
-    weights2 = tl.where(inside2, _weights(x2, top, temperature), 0.0)
     number = tl.sum(inside1.to(tl.int32) + inside2.to(tl.int32), axis=0)
-    mass = tl.sum(weights1 + weights2, axis=0)
-    at_hand = (least > third) | (number >= k)
+    some = tl.where(inside1, _weights(x1, top, temperature), 0.0)
+    some += tl.where(inside2, _weights(x2, top, temperature), 0.0)
+    mass = tl.sum(some, axis=0)
+    at_hand = (least > third) | (third == NOTHING) | (number >= k)
     if (not at_hand) & (k == size) & (top_p < 1.0):
         known = mass
-        number, mass = _weigh(row_ptr, size, temperature, top, least, NOTHING, size, LANES)
+        _, mass = _weigh(row_ptr, size, temperature, top, least, NOTHING, size, LANES)
         at_hand = known >= tl.maximum(top_p * mass, TINY)
 
     if at_hand:
-        if (number > k) & (top_p < 1.0):
-            least = _kth(row_ptr, size, x1, x2, third, top, k, False, LANES)
-            inside1, inside2 = inside1 & (x1 >= least), inside2 & (x2 >= least)
-            weights1 = tl.where(inside1, weights1, 0.0)
-            weights2 = tl.where(inside2, weights2, 0.0)
-            number = tl.sum(inside1.to(tl.int32) + inside2.to(tl.int32), axis=0)
-            mass = tl.sum(weights1 + weights2, axis=0)
-        enough = _enough(number, mass, k, top_p, least, top, temperature)
-        times1, times2 = _log_exponential(key, ids1), _log_exponential(key, ids2)
-        scores1 = tl.where(inside1, x1 - temperature * times1, NOTHING)
-        scores2 = tl.where(inside2, x2 - temperature * times2, NOTHING)
-        winner = NOBODY
-        again = True
-        while again:
-            first = tl.max(tl.maximum(scores1, scores2), axis=0)
-            places1, places2 = scores1 == first, scores2 == first
-            ids = tl.minimum(tl.where(places1, ids1, NOBODY), tl.where(places2, ids2, NOBODY))
-            winner = tl.min(ids, axis=0)
-            value = _load(row_ptr, winner, size)
-            before1 = inside1 & _before(x1, ids1, value, winner)
-            before2 = inside2 & _before(x2, ids2, value, winner)
-            number = tl.sum(before1.to(tl.int32) + before2.to(tl.int32), axis=0)
-            some = tl.where(before1, weights1, 0.0) + tl.where(before2, weights2, 0.0)
-            again = (number >= k) | (tl.sum(some, axis=0) >= enough)
-            scores1 = tl.where(before1, scores1, NOTHING)
-            scores2 = tl.where(before2, scores2, NOTHING)
+        winner = _draw_at_hand(
+            row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2, number,
+            mass, third, k, top_p, LANES,
+        )  # fmt: skip
     else:
-        if k < tl.minimum(size, 2 * LANES):
-            kth = _kth(row_ptr, size, x1, x2, tl.min(x2, axis=0), top, k, False, LANES)
-            least = tl.maximum(least, kth)
-        if (k < size) & (top_p < 1.0):
-            least = _kth(row_ptr, size, x1, x2, least, top, k, True, LANES)
-            number, mass = _weigh(row_ptr, size, temperature, top, least, NOTHING, size, LANES)
-        enough = _enough(number, mass, k, top_p, least, top, temperature)
-        limited = (k < size) | (top_p < 1.0)
-        scores, ids = _race(row_ptr, size, key, temperature, least, LANES)
-        value, token = NOTHING, size  # what comes from here on is left out
-        winner = NOBODY
-        again = True
-        while again:
-            first = tl.max(scores, axis=0)
-            winner = tl.min(tl.where(scores == first, ids, NOBODY), axis=0)
-            x = _load(row_ptr, winner, size)
-            again = limited & (first > NOTHING)
-            if again & _before(x, winner, value, token):
-                number, before = _weigh(row_ptr, size, temperature, top, least, x, winner, LANES)
-                again = (number >= k) | (before >= enough)
-                value, token = x, winner
-            if again:  # somebody else wins in its lane
-                lane = winner % LANES
-                score, other = _race_in_lane(
-                    row_ptr, size, lane, key, temperature, least, value, token, LANES, TURNS
-                )
-                here = tl.arange(0, LANES) == lane
-                scores = tl.where(here, score, scores)
-                ids = tl.where(here, other, ids)
+        winner = _draw_from_row(
+            row_ptr, size, key, temperature, top, x1, x2, least, mass, k, top_p, LANES, TURNS
+        )
     tl.store(out_ptr + row, tl.where(winner < size, winner, 0).to(tl.int64))
 
 
@@ -296,7 +326,8 @@ def draw(
 ) -> torch.Tensor:
     """Token ids [R] for logits [R, V], as `cuts.draw` says, without waiting for the device."""
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1 and vocab_size < 1 << 20
+    assert logits.stride(1) == 1
+    assert vocab_size < 1 << 20, "`_reach` counts in 20 bits"
     out = logits.new_empty(num_rows, dtype=torch.int64)
     columns = ((cuts.min_p, temperatures), (cuts.top_k, keys), (cuts.top_p, temperatures))
     _draw_kernel[(num_rows,)](

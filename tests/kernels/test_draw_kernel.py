@@ -53,6 +53,8 @@ def kernels(lanes: int) -> Kernels:
 @example([dict(top_k=300, top_p=0.5)] * 3, 2000, torch.float32, [], 4.0, 512, 0)
 @example([dict(top_k=300, top_p=0.5)] * 3, 2000, torch.float32, [], 1.0, 64, 0)
 @example([dict(top_k=30, top_p=0.9)] * 6, 200, torch.float32, [-3.0, -0.0, 0.0], 1.0, 64, 0)
+@example([dict(top_k=2, top_p=0.53)] * 6, 640, torch.float32, [0.0, -0.1, -0.1], 1.0, 64, 0)
+@example([dict(top_k=20, top_p=0.9)] * 6, 640, torch.float32, [-INF] * 9 + [1.0], 1.0, 64, 0)
 @example([dict(top_p=1e-46)] * 2, 640, torch.float32, [-3.0, 1.0], 1.0, 64, 0)
 @example([dict(top_k=1, top_p=0.9)] * 6, 5, torch.float32, [-INF, INF], 1.0, 64, 0)
 def test_kernel_draws_other_tokens_than_its_twin(
