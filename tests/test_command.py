@@ -1,16 +1,20 @@
 """The command as users have it: a process, its stdin, stdout and stderr, its status; a terminal."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +193,8 @@ class Terminal:
         if self.pid == 0:
             os.environ.update(ENV)
             os.execv(sys.executable, [*COMMAND, *argv])
+        size = struct.pack("HHHH", 24, 80, 0, 0)  # rows and columns; a new one has none
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, size)
         self.text = ""
 
     def write(self, text: str) -> None:
@@ -207,13 +213,10 @@ class Terminal:
         return seen
 
     def status(self) -> int:
-        """How it ended."""
-        while True:
-            try:
-                if not os.read(self.descriptor, 4096):
-                    break
-            except OSError:
-                break
+        """How it ended; `text` has the rest of what it wrote."""
+        with contextlib.suppress(OSError):
+            while data := os.read(self.descriptor, 4096):
+                self.text += data.decode(errors="replace")
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def close(self) -> None:
@@ -221,20 +224,27 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    options = "--temperature 0 --ignore-eos --max-model-len 4096 --device cpu"
-    terminal = Terminal("chat", *options.split())
-    yield terminal
-    try:
-        os.kill(terminal.pid, signal.SIGKILL)
-        os.waitpid(terminal.pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
-    terminal.close()
+def open_terminal() -> Iterator[Callable[..., Terminal]]:
+    terminals: list[Terminal] = []
+
+    def open_one(*argv: str) -> Terminal:
+        terminals.append(Terminal(*argv))
+        return terminals[-1]
+
+    yield open_one
+    for terminal in terminals:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(terminal.pid, signal.SIGKILL)
+            os.waitpid(terminal.pid, 0)
+        terminal.close()
 
 
-def test_a_conversation_ends_at_the_first_surprise(terminal: Terminal) -> None:
+def test_a_conversation_ends_at_the_first_surprise(
+    open_terminal: Callable[..., Terminal],
+) -> None:
     """Ctrl-C in an answer and at the prompt, arrow keys, commands, Ctrl-D."""
+    options = "--temperature 0 --ignore-eos --max-model-len 4096 --device cpu"
+    terminal = open_terminal("chat", *options.split())
     terminal.wait_for(">>> ")
     terminal.write("12+34=\n")
     terminal.wait_for(r"12\+34=\r\n46")  # and on and on, as the end of text is ignored
@@ -257,3 +267,40 @@ def test_a_conversation_ends_at_the_first_surprise(terminal: Terminal) -> None:
     assert "no command /fly" in terminal.wait_for(">>> ")
     terminal.write("\x04")
     assert terminal.status() == 0
+
+
+def test_a_conversation_is_forgotten_at_each_line() -> None:
+    """What the model is told at each turn."""
+    from nanovllm.command.chat import Conversation
+
+    class Recorder:
+        def chat_prompts(self, conversations: list[list[dict[str, str]]]) -> Any:
+            told.append([(message["role"], message["content"]) for message in conversations[0]])
+            return conversations
+
+        def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, str]]:
+            yield {"text": "an "}
+            yield {"text": "answer"}
+
+    told: list[Any] = []
+    talk = Conversation(Recorder(), SamplingParams(), {}, "be brief")  # type: ignore[arg-type]
+    for line in ("one", "two", "/reset", "three", "/system", "four"):
+        talk.hear(line)
+    system, first = ("system", "be brief"), [("user", "one"), ("assistant", "an answer")]
+    assert told == [
+        [system, ("user", "one")],
+        [system, *first, ("user", "two")],
+        [system, ("user", "three")],
+        [("user", "four")],
+    ]
+
+
+def test_a_batch_hides_how_far_it_is(
+    open_terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    """On a terminal; begun again, it counts what was done."""
+    (tmp_path / "in").write_text('{"prompt": "1+1="}\n{"prompt": 5}\n{"prompt": "1+2="}\n')
+    terminal = open_terminal("run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
+    terminal.wait_for(r"Batch: 100%.* 3/3 .*1 failed, \d+ tok/s")
+    assert terminal.status() == 1
+    assert "2 computed, 1 failed, 0 done before" in terminal.text

@@ -5,7 +5,6 @@ batches. What a line samples hangs on its id and its parameters: not on the line
 on how often the job was begun again.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from nanovllm.batch.lines import Line
 from nanovllm.batch.request import CHAT, BatchRequest, parse_line, parse_request
 from nanovllm.batch.response import error_record, result_record
 from nanovllm.llm import LLM
+from nanovllm.utils.checks import shorten
 
 QUEUED = 2  # how often the engine's running sequences are in it: one half runs, one waits
 
@@ -83,7 +83,9 @@ class Job:
         try:
             if isinstance(value, Exception):
                 raise value
-            self._enqueue(line.number, custom_id, parse_request(value, self.defaults))
+            seed = digest_of(custom_id, self.llm.config.seed) >> 1
+            request = parse_request(value, {"seed": seed, **self.defaults})
+            self._enqueue(Pending(line.number, custom_id, request))
         except (TypeError, ValueError) as error:
             if self.strict:
                 raise ValueError(f"line {line.number}: {error}") from error
@@ -102,23 +104,21 @@ class Job:
             if custom_id is None:
                 custom_id = own_id
             if not isinstance(custom_id, str):
-                raise TypeError(f"custom_id must be a text, got {custom_id!r}")
+                raise TypeError(f"custom_id must be a text, got {shorten(custom_id)}")
             if not self._seen.add(digest_of(custom_id)):
-                raise ValueError(f"custom_id {custom_id!r} is that of an earlier line")
+                raise ValueError(f"custom_id {shorten(custom_id)} is that of an earlier line")
         except (TypeError, ValueError) as error:
             return own_id, error
         return custom_id, value
 
-    def _enqueue(self, number: int, custom_id: str, request: BatchRequest) -> None:
-        prompt, params = request.prompt, request.params
+    def _enqueue(self, pending: Pending) -> None:
+        request = pending.request
+        prompt = request.prompt
         if request.url == CHAT:
             (prompt,) = self.llm.chat_prompts([prompt], **request.template_options)
-        if params.seed is None:
-            seed = digest_of(custom_id, self.llm.config.seed) >> 1
-            params = dataclasses.replace(params, seed=seed)
-        request_id = self.llm.add_request(prompt, params)
-        self._pending[request_id] = Pending(number, custom_id, request)
-        self._room -= params.n
+        request_id = self.llm.add_request(prompt, request.params)
+        self._pending[request_id] = pending
+        self._room -= request.params.n
 
     def _step(self) -> None:
         """Run a step, and write what it finishes."""

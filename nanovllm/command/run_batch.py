@@ -45,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job, and say on stdout what came of it."""
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print("stopped; the same command goes on from here", file=sys.stderr)
+        raise
+
+
+def _run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_options(args)
     with _open_input(args.input) as file:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
