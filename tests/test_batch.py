@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def test_a_field_means_something_else(body: dict[str, Any], expected: dict[str, 
     [
         ({"prompt": "x", "max_token": 5}, "unknown field 'max_token'; did you mean 'max_tokens'?"),
         ({"prompt": "x", "messages": []}, "a line must have a prompt or messages"),
+        ({"prompt": "x", "model": 5}, "model must be a text, got 5"),
         ({"max_tokens": 1}, "a line must have a prompt or messages"),
         ({"prompt": "x", "tools": []}, "unknown field 'tools'"),
         ({"prompt": "x", "stream": True}, "stream must be False here, got True"),
@@ -276,6 +278,16 @@ def test_two_jobs_write_one_output(tmp_path: Path) -> None:
     with Journal(tmp_path / "out"), pytest.raises(OSError, match="another job is writing"):
         Journal(tmp_path / "out")
     Journal(tmp_path / "out").close()
+
+
+def test_the_page_shows_what_is_refused() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "batch.md").read_text()
+    requests = [
+        line for line in page.splitlines() if re.match(r'\{"(prompt|messages|custom)', line)
+    ]
+    assert len(requests) == 3
+    for line in requests:
+        parse_request(json.loads(line), {})
 
 
 def test_logprobs_are_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ def test_a_field_is_no_option(capsys: Any, command: str) -> None:
     assert ("(default: 64)" in text) == (command in ("generate", "run-batch"))
 
 
+def test_an_option_of_a_field_that_is_gone_is_explained() -> None:
+    fields = {field.name for kind in (Config, SamplingParams) for field in dataclasses.fields(kind)}
+    assert set(options.HELP) == fields | {"engine_seed"}
+
+
 def test_an_option_is_read_as_another_type() -> None:
     argv = """generate x --temperature 0.5 --top-k 3 --max-tokens none --stop a --stop b --n 2
         --stop-token-ids 1,2 --ignore-eos --no-skip-special-tokens --logit-bias 5=-100,6=1.5

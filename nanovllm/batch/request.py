@@ -65,6 +65,8 @@ def parse_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> Batch
         _check_name(name, (*INPUTS[url], *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED))
         if name in FIXED and value != FIXED[name]:
             raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten(value)}")
+    if not isinstance(body.get("model", ""), str):
+        raise TypeError(f"model must be a text, got {shorten(body['model'])}")
     prompt_name, *option_names = INPUTS[url]
     if prompt_name not in body:
         raise ValueError(f"{prompt_name} is missing")

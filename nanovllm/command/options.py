@@ -5,10 +5,11 @@ that is not given is left to the class, which also checks the values.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import ATTENTION_BACKENDS, DTYPES, LOAD_FORMATS, SCHEDULINGS, Config
@@ -133,14 +134,13 @@ def open_llm(options: Mapping[str, Any]) -> "LLM":
     return LLM(**options)
 
 
-class _usage:  # noqa: N801 (it reads as a statement)
+@contextlib.contextmanager
+def _usage() -> Iterator[None]:
     """What a field's check refuses is a mistake in the command line."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, TypeError | ValueError):
-            raise UsageError(str(error)) from None
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
 
 
 def _engine_option(name: str) -> str:
