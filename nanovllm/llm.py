@@ -69,16 +69,26 @@ class LLM(LLMEngine):
         vLLM. Otherwise as `generate`.
         """
         self._check_open()
+        prompts = self.chat_prompts(messages, tools, add_generation_prompt, **chat_template_kwargs)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompts(
+        self,
+        messages: Iterable[Any],
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = True,
+        **chat_template_kwargs: Any,
+    ) -> list[list[int]]:
+        """The prompts that `chat` makes of conversations: for `stream` and `add_request`."""
         more = chat_template_kwargs.pop("chat_template_kwargs", None) or {}
         if not isinstance(more, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
         options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
         options |= {**more, **chat_template_kwargs}
-        prompts = [
+        return [
             self._apply_template(index, conversation, options)
             for index, conversation in enumerate(_conversations(messages))
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
 
     def _apply_template(self, index: int, conversation: Any, options: dict[str, Any]) -> list[int]:
         """Token ids of conversation `index`. The template writes the special tokens itself."""

@@ -32,9 +32,12 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.models.registry": (*HEAVY, "nanovllm.layers", "nanovllm.models.decoder"),
     "nanovllm.utils": ("nanovllm.engine", "nanovllm.llm"),
     "nanovllm.utils.checks": HEAVY,
-    "nanovllm.engine": ("nanovllm.llm", "transformers"),
+    "nanovllm.engine": ("nanovllm.llm", "nanovllm.batch", "nanovllm.command", "transformers"),
     "nanovllm.config": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
     "nanovllm.sampling_params": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
+    "nanovllm.llm": ("nanovllm.batch", "nanovllm.command"),
+    "nanovllm.batch": ("nanovllm.command", "transformers"),
+    "nanovllm.command": ("nanovllm.engine.llm_engine", "transformers"),
     "nanovllm.outputs": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
     "nanovllm.embedded": (*HEAVY, "nanovllm.engine", "nanovllm.llm", "nanovllm.models"),
     **{

@@ -111,9 +111,10 @@ class ModelRunner:
         self.sampler.kernels = self.backend.kernels
         self.graphs: DecodeGraphs | None = None
         logger.info(
-            "%s on %s in %s, loaded in %.1f s; attention: %s, other kernels: %s",
+            "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
             model_config.architecture, self.device, str(self.dtype).removeprefix("torch."),
-            time.perf_counter() - start, self.backend.name, self.backend.kernels.name,
+            self.weight_bytes / 1e9, time.perf_counter() - start, self.backend.name,
+            self.backend.kernels.name,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -230,6 +231,7 @@ class ModelRunner:
                 load_dummy(model, whole, config.seed)
             else:
                 load_model(model, path, use_tqdm=self.ranks.rank == 0)
+            self.weight_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
             for module in model.modules():
                 if isinstance(module, LinearBase):
                     module.pack()

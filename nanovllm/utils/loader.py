@@ -1,6 +1,6 @@
 """From a checkpoint's files to a model's parameters, each filled exactly once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
 
 INDEX = "model.safetensors.index.json"
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+CONFIG_FILES = ("config.json", "generation_config.json")
 
 
-def resolve_model(model: str) -> Path:
-    """The directory of `model`: a local one, or a hub id's, downloaded if it is not cached."""
+def resolve_model(model: str, files: Sequence[str] = MODEL_FILES) -> Path:
+    """The directory of `model`: a local one, or that of a hub id, with `files` downloaded."""
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -34,9 +36,7 @@ def resolve_model(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
-        )
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except Exception as error:  # offline, unknown, gated: the hub has a class for each
         raise OSError(
             f"{model!r} is no local directory, and downloading it failed: {error}"

@@ -1,0 +1,137 @@
+"""Talk with a model, in its chat template; answers are written as they come.
+
+Ctrl-C stops an answer, Ctrl-D ends. /help tells of the commands.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.command.options import (
+    UsageError,
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    open_llm,
+    sampling_options,
+)
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+NAME = "chat"
+SUMMARY = "talk with a model"
+OWN_DEFAULTS = {"max_tokens": None}  # an answer ends where the model ends it
+HELP = """\
+/reset          forget the conversation
+/system TEXT    begin another one, with this system message; without TEXT, with none
+/help           this
+Ctrl-C stops an answer, Ctrl-D ends."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("--system", metavar="TEXT", help="the system message (default: none)")
+    parser.add_argument(
+        "--chat-template-kwargs", metavar="JSON", default="{}",
+        help="the template's own options, such as '{\"enable_thinking\": false}'",
+    )  # fmt: skip
+    add_engine_options(parser)
+    add_sampling_options(parser, **OWN_DEFAULTS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the input ends."""
+    options, params = engine_options(args), SamplingParams(**sampling_options(args, **OWN_DEFAULTS))
+    if params.n != 1:
+        raise UsageError(f"n must be 1 in a conversation, got {params.n}")
+    template_options = _json_object(args.chat_template_kwargs)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (arrow keys, for `input`)
+    with open_llm(options) as llm:
+        Conversation(llm, params, template_options, args.system).talk()
+    return 0
+
+
+class Conversation:
+    """The messages so far, and the model that answers."""
+
+    def __init__(
+        self, llm: "LLM", params: SamplingParams, template_options: dict[str, Any],
+        system: str | None,
+    ) -> None:  # fmt: skip
+        self.llm = llm
+        self.params = params
+        self.template_options = template_options
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget what was said; `system` says how to answer from now on."""
+        self.system = system
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def talk(self) -> None:
+        """Read and answer lines until Ctrl-D."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            print(f"{self.llm.config.model}; /help tells of the commands", file=sys.stderr)
+        while True:
+            try:
+                self.hear(input(">>> " if is_terminal else "").strip())
+            except EOFError:
+                if is_terminal:
+                    print()
+                return
+            except KeyboardInterrupt:  # drops the line, as a shell does
+                print()
+
+    def hear(self, line: str) -> None:
+        """Follow a command, answer anything else."""
+        if line.startswith("/"):
+            self.obey(line)
+        elif line:
+            self.answer(line)
+
+    def obey(self, line: str) -> None:
+        """Follow a command."""
+        command, _, text = line.partition(" ")
+        if command == "/reset":
+            self.begin(self.system)
+        elif command == "/system":
+            self.begin(text.strip() or None)
+        elif command == "/help":
+            print(HELP, file=sys.stderr)
+        else:
+            print(f"no command {command}; /help tells of them", file=sys.stderr)
+
+    def answer(self, text: str) -> None:
+        """Write the model's answer. What Ctrl-C leaves of it has been said."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        said = ""
+        try:
+            prompts = self.llm.chat_prompts([messages], **self.template_options)
+            with contextlib.closing(self.llm.stream(prompts, self.params)) as events:  # type: ignore[type-var]
+                for event in events:
+                    said += event["text"]
+                    sys.stdout.write(event["text"])
+                    sys.stdout.flush()
+            print()
+        except KeyboardInterrupt:
+            print(" ...", flush=True)
+        except ValueError as error:  # the conversation has become too long, or has no template
+            print(f"{error}; /reset begins anew", file=sys.stderr)
+            return
+        self.messages = [*messages, {"role": "assistant", "content": said}]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}")
+    return value

@@ -1,0 +1,121 @@
+"""Tell what a model is, what runs it here, and what it takes. Reads its config and no weights."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.command.options import add_engine_options, engine_options
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.config import Config
+    from nanovllm.models.config import ModelConfig
+
+NAME = "info"
+SUMMARY = "tell what a model is and what it takes"
+MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # of common GPUs
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="instead of --model")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    if args.model_name is not None:
+        args.model = args.model_name
+    info = describe(engine_options(args))
+    print(json.dumps(info) if args.json else _text(info))
+    return 0
+
+
+def describe(options: dict[str, Any]) -> dict[str, Any]:
+    """What the config and the machine tell of a model; all figures are of the whole model."""
+    from nanovllm.config import Config
+    from nanovllm.engine.device import resolve_device, resolve_dtype
+    from nanovllm.models.config import ModelConfig
+    from nanovllm.utils import roofline
+    from nanovllm.utils.loader import CONFIG_FILES, resolve_model
+
+    config = Config(**options)
+    model = ModelConfig.from_dir(resolve_model(config.model, CONFIG_FILES))
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, model.dtype, device)
+    kv_bytes = roofline.kv_bytes_per_token(model, dtype.itemsize)
+    weight_bytes = roofline.num_params(model) * dtype.itemsize
+    backend, refusal = _backend(config, model, device, dtype)
+    return {
+        "model": config.model,
+        "architecture": model.architecture,
+        "supported": refusal is None,
+        "refusal": refusal,
+        "attention_backend": backend,
+        "device": str(device),
+        "num_parameters": roofline.num_params(model),
+        "num_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_model_len": model.max_position_embeddings,
+        "checkpoint_dtype": model.dtype,
+        "dtype": str(dtype).removeprefix("torch."),
+        "weight_bytes": weight_bytes,
+        "kv_bytes_per_token": kv_bytes,
+        "kv_tokens_by_gib": {
+            gib: max(0, int(gib * GIB * config.gpu_memory_utilization) - weight_bytes) // kv_bytes
+            for gib in MEMORIES_GIB
+        },
+    }
+
+
+def _backend(
+    config: "Config", model: "ModelConfig", device: "torch.device", dtype: "torch.dtype"
+) -> tuple[str | None, str | None]:
+    """What computes attention on `device`, or why nothing does."""
+    from nanovllm.layers.attention_backends import AttentionSpec, get_backend
+
+    spec = AttentionSpec(
+        device, dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
+        config.kvcache_block_size, windows=any(model.sliding_windows),
+    )  # fmt: skip
+    try:
+        model.check_parallel_size(config.tensor_parallel_size)
+        return get_backend(config.attention_backend, spec).name, None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _text(info: dict[str, Any]) -> str:
+    supported = f"not supported: {info['refusal']}"
+    if info["supported"]:
+        supported = f"supported, by {info['attention_backend']!r} on {info['device']}"
+    longest = info["max_model_len"] * info["kv_bytes_per_token"]
+    lines = [
+        f"{info['model']}: {info['architecture']}, {supported}",
+        f"  {info['num_parameters'] / 1e6:,.1f}M parameters, {info['num_layers']} layers of"
+        f" {info['hidden_size']}, {info['num_attention_heads']} heads and"
+        f" {info['num_key_value_heads']} KV heads of {info['head_dim']},"
+        f" vocabulary {info['vocab_size']:,}",
+        f"  weights: {info['weight_bytes'] / GIB:,.3f} GiB in {info['dtype']}"
+        f" (checkpoint: {info['checkpoint_dtype']})",
+        f"  KV cache: {info['kv_bytes_per_token']:,} bytes a token,"
+        f" {longest / GIB:,.3f} GiB for the longest sequence, {info['max_model_len']:,} tokens",
+        "  KV tokens beside the weights, by memory (activations not counted):",
+    ]
+    fits = info["kv_tokens_by_gib"].items()
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"  {gib:7} GiB {tokens:14,}" if tokens else f"  {gib:7} GiB           none"
+                for gib, tokens in fits
+            ),
+        ]
+    )

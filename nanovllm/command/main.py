@@ -1,0 +1,82 @@
+"""The entry point: it chooses a subcommand, and turns what goes wrong into a line and a status.
+
+0 is success, 1 a failure, 2 a mistake in the command line, 130 Ctrl-C, 141 a reader that has left.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from nanovllm import __version__
+from nanovllm.command import chat, generate, info, run_batch
+from nanovllm.command.options import UsageError
+
+COMMANDS = (generate, chat, run_batch, info)
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """One that reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"nanovllm: error: {message} ({self.prog} --help tells more)\n")
+
+
+def make_parser() -> Parser:
+    """The command line: each subcommand adds its own."""
+    parser = Parser(prog="nanovllm", description="Offline inference of large language models.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.NAME, help=command.SUMMARY, description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        )  # fmt: skip
+        subparser.add_argument(
+            "-v", "--verbose", action="store_true", help="say on stderr what the engine is up to"
+        )
+        subparser.add_argument("--debug", action="store_true", help="show tracebacks")
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its status."""
+    args = make_parser().parse_args(argv)
+    _set_up_logging(args.verbose)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"nanovllm: error: {_in_a_line(error)}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else 1
+    return status
+
+
+def _in_a_line(error: Exception) -> str:
+    """What users can act on speaks for itself; of anything else the type says more."""
+    first, _, rest = (str(error) or type(error).__name__).partition("\n")
+    expected = isinstance(error, UsageError | OSError | ValueError | MemoryError | RuntimeError)
+    name = "" if expected else f"{type(error).__name__}: "
+    return f"{name}{first}" + (" (--debug tells more)" if rest or name else "")
+
+
+def _set_up_logging(verbose: bool) -> None:
+    """Warnings go to stderr, and with `verbose` all that the engine says."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("nanovllm: %(message)s"))
+    logger = logging.getLogger("nanovllm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.propagate = False

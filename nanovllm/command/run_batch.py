@@ -1,0 +1,108 @@
+"""Answer a file of requests; begun again with the same arguments, it goes on where it was ended.
+
+INPUT is JSON Lines in the format of OpenAI's batches, or of lines such as
+  {"prompt": "12+34=", "max_tokens": 8}
+  {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
+Sampling options are for lines that do not say. Results are appended to OUTPUT in the order in which
+they are finished. The status is 1 if there are lines with errors.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from nanovllm.command.options import (
+    UsageError,
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    open_llm,
+    sampling_options,
+)
+
+if TYPE_CHECKING:
+    from nanovllm.batch.job import Tally
+
+NAME = "run-batch"
+SUMMARY = "answer a file of requests, and go on where it was ended"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("input", metavar="INPUT", help="JSON Lines; - is stdin")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="where results go")
+    parser.add_argument(
+        "--strict", action="store_true", help="end at a bad line, not with an error in its place"
+    )
+    add_engine_options(parser)
+    add_sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job, and say on stdout what came of it."""
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print("stopped; the same command goes on from here", file=sys.stderr)
+        raise
+
+
+def _run(args: argparse.Namespace) -> int:
+    options, defaults = engine_options(args), sampling_options(args)
+    with _open_input(args.input) as file:
+        if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
+            raise UsageError("the output must not be the input")
+        from nanovllm.batch.job import Job
+        from nanovllm.batch.journal import Journal
+        from nanovllm.batch.lines import read_lines
+
+        with Journal(args.output) as journal, open_llm(options) as llm:
+            job, start = Job(llm, journal, defaults, args.strict), time.perf_counter()
+            with _progress_bar(file) as bar:
+                for tally in job.run(read_lines(file)):
+                    _show(bar, tally, time.perf_counter() - start)
+            num_failed = journal.num_failed + job.tally.failed
+            print(_summary(job.tally, time.perf_counter() - start))
+    return 1 if num_failed else 0
+
+
+@contextlib.contextmanager
+def _open_input(name: str) -> Iterator[BinaryIO]:
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    with Path(name).open("rb") as file:
+        yield file
+
+
+def _progress_bar(file: BinaryIO) -> Any:
+    """A bar over the input's lines, which are counted for it; none where nobody looks."""
+    from tqdm import tqdm
+
+    from nanovllm.batch.lines import count_lines
+
+    is_shown = sys.stderr.isatty()
+    total = count_lines(file) if is_shown and file.seekable() else None
+    return tqdm(total=total, unit="req", desc="Batch", smoothing=0, disable=not is_shown)
+
+
+def _show(bar: Any, tally: "Tally", seconds: float) -> None:
+    if bar.disable:
+        return
+    bar.initial = tally.skipped  # they do not count for the time that is left
+    rate = f"{tally.tokens / seconds:.0f} tok/s"
+    bar.set_postfix_str(f"{tally.failed} failed, {rate}", refresh=False)
+    bar.update(tally.lines - bar.n)
+
+
+def _summary(tally: "Tally", seconds: float) -> str:
+    return (
+        f"{tally.computed} computed, {tally.failed} failed, {tally.skipped} done before;"
+        f" {tally.tokens} tokens in {seconds:.1f} s, {tally.tokens / seconds:.0f} tok/s"
+    )

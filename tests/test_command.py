@@ -1,0 +1,311 @@
+"""The command as users have it: a process, its stdin, stdout and stderr, its status; a terminal."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams, __version__
+from nanovllm.command import main as command_main
+from nanovllm.command import options
+from nanovllm.command.main import main, make_parser
+from nanovllm.config import Config
+from nanovllm.embedded import EMBEDDED_MODEL
+
+LIMIT = 60
+COMMAND = [sys.executable, "-m", "nanovllm"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+
+
+def run(*argv: str, data: bytes = b"") -> Any:
+    return subprocess.run(
+        [*COMMAND, *argv], input=data, capture_output=True, timeout=LIMIT, env=ENV
+    )
+
+
+def in_process(capsys: Any, *argv: str) -> tuple[int, str, str]:
+    """The status, stdout and stderr of what needs no process."""
+    try:
+        status = main(list(argv))
+    except SystemExit as end:
+        status = int(end.code or 0)
+    return status, *capsys.readouterr()
+
+
+def test_help_imports_torch() -> None:
+    """Seconds for a page of text."""
+    for argv in ("--help", "generate --help", "chat --help", "run-batch --help", "info --help"):
+        script = (
+            "import sys\nfrom nanovllm.command.main import main\n"
+            f"try: main({argv.split()})\nexcept SystemExit: pass\n"
+            "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT)
+        assert done.returncode == 0
+        assert done.stdout.startswith(b"usage: nanovllm")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "info"])
+def test_a_field_is_no_option(capsys: Any, command: str) -> None:
+    """Of either class; each with its default."""
+    _, text, _ = in_process(capsys, command, "--help")
+    text = " ".join(text.split())
+    classes = [Config] if command == "info" else [Config, SamplingParams]
+    for kind in classes:
+        for field in dataclasses.fields(kind):
+            name = "engine_seed" if (kind, field.name) == (Config, "seed") else field.name
+            assert f"--{name.replace('_', '-')} " in text
+            help_text = f"{options.HELP[name]} (default: "
+            assert " ".join(help_text.split()) in text
+    assert "(default: 16384)" in text
+    assert ("(default: 64)" in text) == (command in ("generate", "run-batch"))
+
+
+def test_an_option_of_a_field_that_is_gone_is_explained() -> None:
+    fields = {field.name for kind in (Config, SamplingParams) for field in dataclasses.fields(kind)}
+    assert set(options.HELP) == fields | {"engine_seed"}
+
+
+def test_an_option_is_read_as_another_type() -> None:
+    argv = """generate x --temperature 0.5 --top-k 3 --max-tokens none --stop a --stop b --n 2
+        --stop-token-ids 1,2 --ignore-eos --no-skip-special-tokens --logit-bias 5=-100,6=1.5
+        --bad-words q --seed 3 --engine-seed 4 --no-overlap --max-model-len 100 --device cpu"""
+    args = make_parser().parse_args(argv.split())
+    assert options.sampling_options(args) == dict(
+        temperature=0.5, top_k=3, max_tokens=None, stop=["a", "b"], n=2, stop_token_ids=[1, 2],
+        ignore_eos=True, skip_special_tokens=False, logit_bias={5: -100.0, 6: 1.5},
+        bad_words=["q"], seed=3,
+    )  # fmt: skip
+    assert options.engine_options(args) == dict(
+        model=EMBEDDED_MODEL, seed=4, overlap=False, max_model_len=100, device="cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        ("", 2, "the following arguments are required: COMMAND"),
+        ("fly", 2, "invalid choice: 'fly'"),
+        ("generate x --max-tokens many", 2, "argument --max-tokens: cannot read 'many'"),
+        ("generate x --max-tokens 0", 2, "max_tokens must be >= 1, got 0"),
+        ("generate x --max-num-seqs 0", 2, "max_num_seqs must be >= 1, got 0"),
+        ("generate x --temp 1", 2, "unrecognized arguments: --temp 1"),
+        ("generate x --lines", 2, "exclude each other"),
+        ("chat --n 2", 2, "n must be 1 in a conversation, got 2"),
+        ("chat --chat-template-kwargs 5", 2, "must be a JSON object, got 5"),
+        ("run-batch x", 2, "the following arguments are required: -o/--output"),
+        ("run-batch /nope/x -o y", 1, "No such file or directory: '/nope/x'"),
+        ("generate -f /nope/x", 1, "No such file or directory: '/nope/x'"),
+        ("info /nope", 1, "model directory '/nope' does not exist"),
+    ],
+)
+def test_a_mistake_is_a_traceback(capsys: Any, argv: str, status: int, words: str) -> None:
+    got, out, err = in_process(capsys, *argv.split())
+    assert (got, out) == (status, "")
+    assert err.startswith("nanovllm: error: ") and err.count("\n") == 1
+    assert words in err
+
+
+def test_debug_hides_the_traceback(capsys: Any) -> None:
+    _, _, err = in_process(capsys, "generate", "--debug", "-f", "/nope/x")
+    assert err.startswith("Traceback") and "nanovllm: error: " in err.splitlines()[-1]
+
+
+def test_a_bug_looks_like_a_mistake(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an error of the program itself the text alone says nothing."""
+
+    def broken(*_: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(command_main.generate, "open_llm", broken)
+    status, _, err = in_process(capsys, "generate", "x")
+    assert status == 1
+    assert err == "nanovllm: error: KeyError: 'x' (--debug tells more)\n"
+
+
+def test_version_is_another(capsys: Any) -> None:
+    assert in_process(capsys, "--version")[:2] == (0, f"nanovllm {__version__}\n")
+
+
+def test_a_pipe_gets_more_than_the_answer() -> None:
+    done = run("generate", "--temperature", "0", data=b"12+34=\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"46\n", b"")
+
+
+def test_json_holds_less_than_an_output() -> None:
+    """And lines that Windows wrote are prompts without its line ends; -v tells of the engine."""
+    argv = ("generate", "--lines", "--json", "-v", "--temperature", "0", "--logprobs", "1")
+    done = run(*argv, data=b"\xef\xbb\xbf12+34=\r\n7+8=\r\n")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["prompt"], line["text"]) for line in lines] == [("12+34=", "46"), ("7+8=", "15")]
+    assert {"token_ids", "finish_reason", "logprobs", "metrics", "outputs"} <= set(lines[0])
+    told = done.stderr.decode()
+    assert re.search(r"nanovllm: Qwen3ForCausalLM on \w+ in \w+, 0\.\d+ GB loaded in", told)
+    assert re.search(r"nanovllm: KV cache: \d+ tokens in", told)
+
+
+def test_a_reader_that_leaves_gets_a_traceback() -> None:
+    """More text than a pipe holds."""
+    argv = ["generate", *["12+34="] * 50, "--json", "--logprobs", "100", "--ignore-eos"]
+    process = subprocess.Popen(
+        [*COMMAND, *argv, "--temperature", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=ENV,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(10) == b'{"prompt":'
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(LIMIT) == 141
+
+
+def test_info_loads_weights(capsys: Any, tmp_path: Path) -> None:
+    """Of a model without any it tells as much."""
+    config = json.loads((Path(EMBEDDED_MODEL) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = ("info", str(tmp_path), "--device", "cpu", "--dtype", "float32")
+    status, text, _ = in_process(capsys, *argv, "--attention-backend", "torch")
+    assert status == 0
+    assert "supported, by 'torch' on cpu" in text and "4,096 bytes a token" in text
+    info = json.loads(in_process(capsys, *argv, "--json")[1])
+    assert info["num_parameters"] == 821_888
+    assert info["kv_bytes_per_token"] == 2 * 4 * 2 * 64 * 4
+    free = int(8 * 2**30 * 0.9) - info["weight_bytes"]
+    assert info["kv_tokens_by_gib"]["8"] == free // info["kv_bytes_per_token"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Other"]}))
+    assert "not supported: architecture 'Other'" in in_process(capsys, *argv)[1]
+
+
+class Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, *argv: str) -> None:
+        self.pid, self.descriptor = pty.fork()
+        if self.pid == 0:
+            os.environ.update(ENV)
+            os.execv(sys.executable, [*COMMAND, *argv])
+        size = struct.pack("HHHH", 24, 80, 0, 0)  # rows and columns; a new one has none
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, size)
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        os.write(self.descriptor, text.encode())
+
+    def wait_for(self, pattern: str) -> str:
+        """Read on until `pattern` comes; what came up to its end."""
+        end = time.monotonic() + LIMIT
+        while (found := re.search(pattern, self.text)) is None:
+            assert select.select([self.descriptor], [], [], end - time.monotonic())[0], self.text
+            try:
+                self.text += os.read(self.descriptor, 4096).decode(errors="replace")
+            except OSError:  # the other end is closed
+                pytest.fail(f"it has ended: {self.text}")
+        seen, self.text = self.text[: found.end()], self.text[found.end() :]
+        return seen
+
+    def status(self) -> int:
+        """How it ended; `text` has the rest of what it wrote."""
+        with contextlib.suppress(OSError):
+            while data := os.read(self.descriptor, 4096):
+                self.text += data.decode(errors="replace")
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@pytest.fixture
+def open_terminal() -> Iterator[Callable[..., Terminal]]:
+    terminals: list[Terminal] = []
+
+    def open_one(*argv: str) -> Terminal:
+        terminals.append(Terminal(*argv))
+        return terminals[-1]
+
+    yield open_one
+    for terminal in terminals:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(terminal.pid, signal.SIGKILL)
+            os.waitpid(terminal.pid, 0)
+        terminal.close()
+
+
+def test_a_conversation_ends_at_the_first_surprise(
+    open_terminal: Callable[..., Terminal],
+) -> None:
+    """Ctrl-C in an answer and at the prompt, arrow keys, commands, Ctrl-D."""
+    options = "--temperature 0 --ignore-eos --max-model-len 4096 --device cpu"
+    terminal = open_terminal("chat", *options.split())
+    terminal.wait_for(">>> ")
+    terminal.write("12+34=\n")
+    terminal.wait_for(r"12\+34=\r\n46")  # and on and on, as the end of text is ignored
+    terminal.write("\x03")
+    terminal.wait_for(r" \.\.\.\r\n>>> ")
+    terminal.write("abc")
+    terminal.wait_for("abc")
+    time.sleep(0.2)  # Python's `input` misses a signal just before it begins to wait
+    terminal.write("\x03")
+    terminal.wait_for(r"\n>>> ")
+    terminal.write("/reset\n")
+    terminal.wait_for(">>> ")
+    terminal.write("\x1b[A\x1b[A\n")  # up, twice
+    terminal.wait_for(r"12\+34=\r\n46")
+    terminal.write("\x03")
+    terminal.wait_for(r" \.\.\.\r\n>>> ")
+    terminal.write("/help\n")
+    assert "/system TEXT" in terminal.wait_for(">>> ")
+    terminal.write("/fly\n")
+    assert "no command /fly" in terminal.wait_for(">>> ")
+    terminal.write("\x04")
+    assert terminal.status() == 0
+
+
+def test_a_conversation_is_forgotten_at_each_line() -> None:
+    """What the model is told at each turn."""
+    from nanovllm.command.chat import Conversation
+
+    class Recorder:
+        def chat_prompts(self, conversations: list[list[dict[str, str]]]) -> Any:
+            told.append([(message["role"], message["content"]) for message in conversations[0]])
+            return conversations
+
+        def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, str]]:
+            yield {"text": "an "}
+            yield {"text": "answer"}
+
+    told: list[Any] = []
+    talk = Conversation(Recorder(), SamplingParams(), {}, "be brief")  # type: ignore[arg-type]
+    for line in ("one", "two", "/reset", "three", "/system", "four"):
+        talk.hear(line)
+    system, first = ("system", "be brief"), [("user", "one"), ("assistant", "an answer")]
+    assert told == [
+        [system, ("user", "one")],
+        [system, *first, ("user", "two")],
+        [system, ("user", "three")],
+        [("user", "four")],
+    ]
+
+
+def test_a_batch_hides_how_far_it_is(
+    open_terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    """On a terminal; begun again, it counts what was done."""
+    (tmp_path / "in").write_text('{"prompt": "1+1="}\n{"prompt": 5}\n{"prompt": "1+2="}\n')
+    terminal = open_terminal("run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
+    terminal.wait_for(r"Batch: 100%.* 3/3 .*1 failed, \d+ tok/s")
+    assert terminal.status() == 1
+    assert "2 computed, 1 failed, 0 done before" in terminal.text

@@ -1,0 +1,24 @@
+"""An engine in a notebook or a server: beside an event loop that runs."""
+
+import asyncio
+
+from reference import make_llm
+
+from nanovllm import SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL
+
+
+def test_an_event_loop_is_in_the_way() -> None:
+    """Made and used within one, and in a thread of its own while the loop goes on."""
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+
+    async def use() -> list[str]:
+        with make_llm(EMBEDDED_MODEL, max_model_len=64) as llm:
+            (here,) = llm.generate("12+34=", greedy)
+            (there,), _ = await asyncio.gather(
+                asyncio.to_thread(llm.generate, "7+8=", greedy), asyncio.sleep(0)
+            )
+            last = "".join(event["text"] for event in llm.stream("1+1=", greedy))
+        return [here["text"], there["text"], last]
+
+    assert asyncio.run(use()) == ["46", "15", "2"]

@@ -1,0 +1,182 @@
+"""`nanovllm run-batch` in processes of its own, which are killed.
+
+A server forks them after PyTorch has been imported: what is killed is the work, not the imports.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.command.main import main
+from nanovllm.embedded import sample_problems
+
+NUM_REQUESTS = int(os.environ.get("NANOVLLM_KILL_REQUESTS", "300"))
+NUM_KILLS = int(os.environ.get("NANOVLLM_KILLS", "10"))
+LIMIT = 60.0
+# Few at a time, so that a job takes long enough to be killed; float32, so that batches round alike.
+OPTIONS = ["--max-num-seqs", "8", "--max-model-len", "64", "--dtype", "float32", "--device", "cpu"]
+
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["nanovllm.batch.job", "transformers"])
+
+
+def work(argv: list[str], log: Path) -> None:
+    """What a process does."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.exit(main(argv))
+
+
+class Runs:
+    """Starts the command; `log` has what all runs have said."""
+
+    def __init__(self, path: Path) -> None:
+        self.input, self.output, self.log = path / "in.jsonl", path / "out.jsonl", path / "log"
+
+    def start(self, *options: str, output: Path | None = None) -> Any:
+        target = str(output or self.output)
+        argv = ["run-batch", str(self.input), "-o", target, *OPTIONS, *options]
+        process = forkserver.Process(target=work, args=(argv, self.log))
+        process.start()
+        return process
+
+    def finish(self, process: Any) -> int:
+        process.join(LIMIT)
+        if process.exitcode is None:
+            process.kill()
+            pytest.fail("the command does not end")
+        return int(process.exitcode)
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    runs = Runs(tmp_path)
+    with contextlib.suppress(FileNotFoundError):
+        yield runs
+
+
+def write_requests(path: Path, count: int) -> None:
+    """Sums, some of them in several samples."""
+    with path.open("w") as file:
+        for index, (prompt, _) in enumerate(sample_problems(count)):
+            hot = dict(temperature=2.0, n=2) if index % 5 == 0 else dict(temperature=0)
+            body = dict(prompt=prompt, max_tokens=8, **hot)
+            line = dict(custom_id=f"r{index}", method="POST", url="/v1/completions", body=body)
+            file.write(json.dumps(line) + "\n")
+
+
+def answers(output: Path) -> dict[str, Any]:
+    """What each request came to; no id twice, and nothing that is no record."""
+    answers: dict[str, Any] = {}
+    for line in output.read_bytes().splitlines(keepends=True):
+        assert line.endswith(b"\n")
+        record = json.loads(line)
+        assert record["custom_id"] not in answers, "a request was repeated"
+        assert record["error"] is None
+        body = record["response"]["body"]
+        usage = {k: v for k, v in body["usage"].items() if k != "prompt_tokens_details"}
+        answers[record["custom_id"]] = (record["id"], body["choices"], usage)
+    return answers
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def wait_for_growth(path: Path, growth: int, process: Any) -> None:
+    """Wait until the job has written so much."""
+    goal, end = size(path) + growth, time.monotonic() + LIMIT
+    while size(path) < goal and process.is_alive():
+        assert time.monotonic() < end, "the job writes nothing"
+        time.sleep(0.0005)
+
+
+def test_a_killed_job_repeats_or_loses_a_request(runs: Runs) -> None:
+    """Killed at random moments, its last record sometimes cut in the middle, and begun again."""
+    write_requests(runs.input, NUM_REQUESTS)
+    undisturbed = runs.output.with_name("undisturbed.jsonl")
+    assert runs.finish(runs.start(output=undisturbed)) == 0, runs.said()
+    rng, total, kills = random.Random(11), size(undisturbed), 0
+    while kills < NUM_KILLS:
+        process = runs.start()
+        wait_for_growth(runs.output, rng.randrange(max(1, total // NUM_KILLS)), process)
+        time.sleep(rng.random() * 0.02)
+        process.kill()
+        process.join(LIMIT)
+        assert process.exitcode in (-signal.SIGKILL, 0), runs.said()
+        kills += 1
+        if rng.random() < 0.5 and size(runs.output):
+            last = runs.output.read_bytes().splitlines(keepends=True)[-1]
+            os.truncate(runs.output, size(runs.output) - rng.randrange(1, len(last)))
+    done = runs.output.read_bytes().count(b"\n")
+    assert done > 0, "every kill came too soon"
+    assert runs.finish(runs.start()) == 0, runs.said()
+    got = answers(runs.output)
+    assert got == answers(undisturbed)
+    assert len(got) == NUM_REQUESTS
+
+
+def test_ctrl_c_loses_what_is_done(runs: Runs) -> None:
+    write_requests(runs.input, 200)
+    process = runs.start()
+    wait_for_growth(runs.output, 1000, process)
+    os.kill(process.pid, signal.SIGINT)
+    assert runs.finish(process) == 130, runs.said()
+    assert "Traceback" not in runs.said()
+    assert 0 < len(answers(runs.output)) < 200
+    assert runs.finish(runs.start()) == 0, runs.said()
+    assert len(answers(runs.output)) == 200
+
+
+def test_two_commands_write_one_output(runs: Runs) -> None:
+    write_requests(runs.input, 400)
+    first = runs.start()
+    wait_for_growth(runs.output, 1, first)
+    assert runs.finish(runs.start()) == 1
+    assert "nanovllm: error: another job is writing" in runs.said()
+    assert runs.finish(first) == 0, runs.said()
+    assert len(answers(runs.output)) == 400
+
+
+def test_the_output_is_the_input(runs: Runs) -> None:
+    runs.input.write_text('{"prompt": "1+1="}\n')
+    os.link(runs.input, runs.output)
+    assert runs.finish(runs.start()) == 2
+    assert runs.said() == "nanovllm: error: the output must not be the input\n"
+    assert runs.input.read_text() == '{"prompt": "1+1="}\n'
+
+
+def test_errors_are_no_failure(runs: Runs) -> None:
+    """Begun again, the job has still failed, though it computes nothing."""
+    runs.input.write_text('{"prompt": "1+1="}\n{"prompt": 5}\n')
+    assert runs.finish(runs.start("--strict")) == 1
+    assert "nanovllm: error: line 2: prompt must be" in runs.said()
+    assert runs.finish(runs.start()) == 1
+    assert "1 computed, 1 failed, 0 done before" in runs.said()
+    assert runs.finish(runs.start()) == 1
+    assert "0 computed, 0 failed, 2 done before" in runs.said()
+
+
+def test_an_empty_input_is_a_failure(runs: Runs) -> None:
+    runs.input.write_bytes(b"")
+    assert runs.finish(runs.start()) == 0
+    assert runs.output.read_bytes() == b""
+    assert runs.said().startswith("0 computed, 0 failed, 0 done before")
