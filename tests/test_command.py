@@ -187,7 +187,8 @@ def test_info_loads_weights(capsys: Any, tmp_path: Path) -> None:
     free = int(8 * 2**30 * 0.9) - info["weight_bytes"]
     assert info["kv_tokens_by_gib"]["8"] == free // info["kv_bytes_per_token"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Other"]}))
-    assert "not supported: architecture 'Other'" in in_process(capsys, *argv)[1]
+    status, _, error = in_process(capsys, *argv)
+    assert status == 1 and "architecture 'Other' is not supported" in error
 
 
 class Terminal:
