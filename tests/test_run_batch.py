@@ -32,6 +32,7 @@ forkserver.set_forkserver_preload(["nanovllm.batch.job", "transformers"])
 
 def work(argv: list[str], log: Path) -> None:
     """What a process does."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that a shell has started
     os.environ["OMP_NUM_THREADS"] = "1"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
