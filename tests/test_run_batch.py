@@ -3,7 +3,6 @@
 A server forks them after PyTorch has been imported: what is killed is the work, not the imports.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +66,8 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    runs = Runs(tmp_path)
-    with contextlib.suppress(FileNotFoundError):
-        yield runs
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
 
 
 def write_requests(path: Path, count: int) -> None:
