@@ -3,7 +3,6 @@
 A server forks them after PyTorch has been imported: what is killed is the work, not the imports.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ forkserver.set_forkserver_preload(["nanovllm.batch.job", "transformers"])
 
 def work(argv: list[str], log: Path) -> None:
     """What a process does."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that a shell has started
     os.environ["OMP_NUM_THREADS"] = "1"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -67,10 +66,8 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    runs = Runs(tmp_path)
-    with contextlib.suppress(FileNotFoundError):
-        yield runs
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
 
 
 def write_requests(path: Path, count: int) -> None:

@@ -138,8 +138,9 @@ class Seen:
 
     def add(self, digest: int) -> bool:
         """Take `digest` in; whether it is new."""
-        place = int(np.searchsorted(self._sorted, np.uint64(digest)))
-        is_old = place < len(self._sorted) and self._sorted[place] == digest
+        wanted = np.uint64(digest)  # beside an int NumPy may compare as floats
+        place = int(np.searchsorted(self._sorted, wanted))
+        is_old = place < len(self._sorted) and self._sorted[place] == wanted
         if is_old or digest in self._recent:
             return False
         self._recent.add(digest)

@@ -162,9 +162,8 @@ def _add_option(
         read, metavar = READERS[kind]
         more = dict(type=_reader(read, _takes_none(field.type)), metavar=metavar)
         more |= dict(action="append") if kind == Iterable[str] else {}
-    group.add_argument(
-        flag, dest=name, default=argparse.SUPPRESS, help=f"{HELP[name]} (default: {shown})", **more
-    )
+    action = group.add_argument(flag, dest=name, default=argparse.SUPPRESS, **more)
+    action.help = f"{HELP[name]} (default: {shown})"  # to which some versions add one of their own
 
 
 def _main_type(annotation: Any) -> Any:
