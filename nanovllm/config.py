@@ -103,6 +103,7 @@ class Config:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise TypeError(f"unknown option {name!r}; did you mean {near!r}?")
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.58)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+                raise TypeError(f"unknown option {name!r}; {hint}")
         return cls(model=model, **options)  # type: ignore[arg-type]

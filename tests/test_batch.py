@@ -265,13 +265,45 @@ def test_another_inputs_results_are_mixed_in(llm: LLM, tmp_path: Path) -> None:
         run(llm, output, jsonl(completion("c"), completion("b")))
 
 
-@pytest.mark.parametrize("data", [b"notes", b"notes\n", b'{"id": 1}\n', b'{"id": "batch_req_0"}\n'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"notes", b"notes\n", b'{"id": 1}\n', b'{"id": "batch_req_0"}\n',
+        b'{"id": "batch_req_6a", "custom_id": "x", "response": 1}',
+        b'{"id": "batch_req_7", "x": 1}',
+    ],
+)  # fmt: skip
 def test_another_file_is_overwritten(tmp_path: Path, data: bytes) -> None:
     output = tmp_path / "notes"
     output.write_bytes(data)
     with pytest.raises(ValueError, match="line 1, is no record of a batch job"):
         Journal(output)
     assert output.read_bytes() == data
+
+
+def test_a_device_is_read_to_its_end() -> None:
+    with pytest.raises(OSError, match="/dev/zero is not a regular file; choose another output"):
+        Journal(Path("/dev/zero"))
+
+
+def test_a_job_without_a_chat_template_burns_its_lines(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every line would fail for is no line's error: begun again, the job must go on."""
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    with pytest.raises(RuntimeError, match="no chat template for line 1"):
+        run(llm, tmp_path / "out", jsonl(chat()))
+    assert (tmp_path / "out").read_bytes() == b""
+    monkeypatch.undo()
+    assert len(run(llm, tmp_path / "out", jsonl(chat()))) == 1
+
+
+def test_an_id_comes_twice(llm: LLM, tmp_path: Path) -> None:
+    """The second line's own, which the first has taken, and one that an error has."""
+    lines = [{"prompt": "1+1=", "custom_id": "line-2"}, {"prompt": "2+2="}]
+    records = run(llm, tmp_path / "out", jsonl(*lines))
+    assert sorted(record["custom_id"] for record in records) == ["line-1", "line-2"]
+    assert [record["custom_id"] for record in records if record["error"]] == ["line-1"]
 
 
 def test_two_jobs_write_one_output(tmp_path: Path) -> None:

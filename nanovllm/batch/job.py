@@ -5,6 +5,7 @@ batches. What a line samples hangs on its id and its parameters: not on the line
 on how often the job was begun again.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from nanovllm.batch.response import error_record, result_record
 from nanovllm.llm import LLM
 from nanovllm.utils.checks import shorten
 
+LINE_ID = re.compile("line-[0-9]+")  # what lines without an id get
 QUEUED = 2  # how often the engine's running sequences are in it: one half runs, one waits
 
 
@@ -53,6 +55,8 @@ class Job:
     def __init__(
         self, llm: LLM, journal: Journal, defaults: Mapping[str, Any], strict: bool = False
     ) -> None:
+        if llm.tokenizer is None:
+            raise RuntimeError(f"{llm.config.model} has no tokenizer; --tokenizer names one")
         self.llm = llm
         self.journal = journal
         self.defaults = defaults
@@ -105,6 +109,8 @@ class Job:
                 custom_id = own_id
             if not isinstance(custom_id, str):
                 raise TypeError(f"custom_id must be a text, got {shorten(custom_id)}")
+            if LINE_ID.fullmatch(custom_id) and custom_id != own_id:
+                raise ValueError(f"custom_id {custom_id!r} is what another line gets without one")
             if not self._seen.add(digest_of(custom_id)):
                 raise ValueError(f"custom_id {shorten(custom_id)} is that of an earlier line")
         except (TypeError, ValueError) as error:
@@ -115,6 +121,8 @@ class Job:
         request = pending.request
         prompt = request.prompt
         if request.url == CHAT:
+            if not self.llm.tokenizer.chat_template:
+                raise RuntimeError(f"the tokenizer has no chat template for line {pending.number}")
             (prompt,) = self.llm.chat_prompts([prompt], **request.template_options)
         request_id = self.llm.add_request(prompt, request.params)
         self._pending[request_id] = pending

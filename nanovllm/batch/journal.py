@@ -8,11 +8,14 @@ process, however that ends.
 import fcntl
 import json
 import os
+import re
+import stat
 import time
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 import xxhash
@@ -20,6 +23,7 @@ import xxhash
 from nanovllm.batch.response import ID, START
 
 SYNC_SECONDS = 1.0  # of work that a power failure may cost
+TORN = re.compile(re.escape(START) + rb'[0-9]*($|"($|, "custom_id": ))')  # how a record begins
 
 
 class Journal:
@@ -33,6 +37,8 @@ class Journal:
         self.num_failed = 0
         self._digests = array("Q")  # by line: the digest of its id once it is done, 0 before
         self._synced = time.monotonic()
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(f"{path} is not a regular file; choose another output")
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             self._lock()
@@ -56,9 +62,12 @@ class Journal:
 
         Records are of lines that are not done, and of no line twice: `has` says which are.
         """
-        for record in records:
-            self._file.write(record)
-        self._file.flush()
+        try:
+            for record in records:
+                self._file.write(record)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
 
@@ -94,8 +103,11 @@ class Journal:
     def _read(self) -> None:
         """Take in the records that are there, and cut off what an end left half written."""
         end = 0
+        if not START.startswith(self._file.read(len(START))):
+            self._refuse(1)
+        self._file.seek(0)
         for number, data in enumerate(self._file, 1):
-            if not data.endswith(b"\n") and START.startswith(data[: len(START)]):
+            if not data.endswith(b"\n") and (TORN.match(data) or START.startswith(data)):
                 break
             self._take_in(number, data)
             end += len(data)
@@ -110,13 +122,16 @@ class Journal:
             if line < 1:
                 raise ValueError(line)
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(
-                f"{self.path}, line {number}, is no record of a batch job; choose another output"
-            ) from None
+            self._refuse(number)
         if line >= len(self._digests):
             self._digests.frombytes(bytes(8 * (line + 1 - len(self._digests))))
         self._digests[line] = digest
         self.num_failed += failed
+
+    def _refuse(self, number: int) -> NoReturn:
+        raise ValueError(
+            f"{self.path}, line {number}, is no record of a batch job; choose another output"
+        ) from None
 
 
 def digest_of(custom_id: str, seed: int = 0) -> int:

@@ -48,10 +48,14 @@ def run(args: argparse.Namespace) -> int:
     options, params = engine_options(args), SamplingParams(**sampling_options(args, **OWN_DEFAULTS))
     if params.n != 1:
         raise UsageError(f"n must be 1 in a conversation, got {params.n}")
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        raise UsageError("a conversation shows no log-probabilities")
     template_options = _json_object(args.chat_template_kwargs)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (arrow keys, for `input`)
     with open_llm(options) as llm:
+        if llm.tokenizer is None or not llm.tokenizer.chat_template:
+            raise ValueError(f"{llm.config.model} has no chat template; see nanovllm generate")
         Conversation(llm, params, template_options, args.system).talk()
     return 0
 

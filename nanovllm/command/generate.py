@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Complete the prompts."""
     options, params = engine_options(args), SamplingParams(**sampling_options(args))
+    asks = params.logprobs is not None or params.prompt_logprobs is not None
+    if asks and not args.json:
+        raise UsageError("log-probabilities are in the output of --json alone")
     texts = _prompts(args)
     with open_llm(options) as llm:
         prompts: list[Any] = texts
@@ -87,7 +90,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         raise ValueError(f"the prompt is not valid UTF-8: {error}") from None
     text = text.replace("\r\n", "\n")
     text = text.removesuffix("\n")
-    return text.split("\n") if args.lines else [text]
+    prompts = [line for line in text.split("\n") if line] if args.lines else [text]
+    if not any(prompts):
+        raise ValueError("the prompt is empty")
+    return prompts
 
 
 def _write_as_it_comes(llm: "LLM", prompts: list[Any], params: SamplingParams) -> None:

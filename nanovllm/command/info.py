@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_name
     info = describe(engine_options(args))
     print(json.dumps(info) if args.json else _text(info))
-    return 0
+    return 0 if info["supported"] else 1
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:

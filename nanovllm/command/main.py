@@ -46,6 +46,9 @@ def make_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its status."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed before we began
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
     args = make_parser().parse_args(argv)
     _set_up_logging(args.verbose)
     try:

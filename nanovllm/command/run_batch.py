@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_options(args)
+    if str(args.output) == "-":
+        raise UsageError("OUTPUT must be a file: it is what the job goes on from")
     with _open_input(args.input) as file:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
             raise UsageError("the output must not be the input")
@@ -68,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
                 for tally in job.run(read_lines(file)):
                     _show(bar, tally, time.perf_counter() - start)
             num_failed = journal.num_failed + job.tally.failed
-            print(_summary(job.tally, time.perf_counter() - start))
+            print(_summary(job.tally, journal.num_failed, time.perf_counter() - start))
     return 1 if num_failed else 0
 
 
@@ -101,8 +103,9 @@ def _show(bar: Any, tally: "Tally", seconds: float) -> None:
     bar.update(tally.lines - bar.n)
 
 
-def _summary(tally: "Tally", seconds: float) -> str:
+def _summary(tally: "Tally", failed_before: int, seconds: float) -> str:
+    of_them = f" ({failed_before} failed)" if failed_before else ""
     return (
-        f"{tally.computed} computed, {tally.failed} failed, {tally.skipped} done before;"
+        f"{tally.computed} computed, {tally.failed} failed, {tally.skipped} done before{of_them};"
         f" {tally.tokens} tokens in {seconds:.1f} s, {tally.tokens / seconds:.0f} tok/s"
     )

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shlex
+import struct
 import subprocess
 import tempfile
 import time
@@ -29,6 +30,7 @@ FLAGS = (
 )  # fmt: skip
 X86_FLAGS = ("-mprefer-vector-width=512",)  # where there are such vectors
 MAX_SECONDS = 30  # to compile in
+ELF_HEADER = struct.Struct("<4s 36x Q 10x H H 2x")  # where section headers are, their size, number
 
 
 @functools.cache  # of what succeeded
@@ -42,8 +44,9 @@ def load(source: Path) -> ctypes.CDLL:
     name = f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     kept = cache_dir()
     if kept is not None:
-        with contextlib.suppress(OSError):  # not there yet, or not whole
-            return ctypes.CDLL(str(kept / name))
+        with contextlib.suppress(OSError):  # not there yet
+            if _is_whole(kept / name):
+                return ctypes.CDLL(str(kept / name))
     start = time.perf_counter()
     with _scratch(kept) as folder:
         built = Path(folder) / name
@@ -56,12 +59,22 @@ def load(source: Path) -> ctypes.CDLL:
 
 def cache_dir() -> Path | None:
     """Where libraries are kept: $XDG_CACHE_HOME/nanovllm, or ~/.cache/nanovllm, if there is one."""
-    if folder := os.environ.get("XDG_CACHE_HOME"):
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(folder).is_absolute():  # others are to be ignored, says who defines it
         return Path(folder) / "nanovllm"
     try:
         return Path.home() / ".cache" / "nanovllm"
     except RuntimeError:
         return None
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether nothing is cut off: the headers of its sections, which come last, are there."""
+    data = library.read_bytes()
+    if len(data) < ELF_HEADER.size:
+        return False
+    magic, start, size, number = ELF_HEADER.unpack_from(data)
+    return bool(magic == b"\x7fELF") and start + size * number <= len(data)
 
 
 def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
@@ -77,7 +90,10 @@ def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
 
 def _compile(source: Path, built: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library of the first compiler that makes one which loads."""
-    asked = shlex.split(os.environ.get("CXX", ""))
+    try:
+        asked = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise RuntimeError(f"CXX={os.environ['CXX']!r}: {error}") from None
     reasons = []
     for compiler in [asked] if asked else [[name] for name in COMPILERS]:
         # Linked without -fopenmp, which would bring the compiler's own runtime.

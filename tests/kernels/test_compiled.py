@@ -83,6 +83,19 @@ def test_library_of_another_source_or_processor_is_taken(
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("part", [0.3, 0.5, 0.99])
+def test_library_that_is_cut_off_kills_the_process(part: float, cache: Path, source: Path) -> None:
+    """Mapped, a file that ends too soon is a SIGBUS, which nobody can catch."""
+    load(source)
+    (library,) = cache.glob("*.so")
+    data = library.read_bytes()
+    library.unlink()  # as it is mapped by us
+    library.write_bytes(data[: int(len(data) * part)])
+    assert load(source).count(3) == 3
+    assert library.read_bytes() != data[: int(len(data) * part)]
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("left", [b"", b"not a library"])
 def test_broken_library_in_the_cache_breaks_the_start(
     left: bytes, cache: Path, source: Path

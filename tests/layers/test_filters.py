@@ -199,8 +199,8 @@ FIELDS = st.fixed_dictionaries(
         "top_p": st.sampled_from([0.01, 0.3, 0.55, 0.9, 0.999]),
         "min_p": st.sampled_from([0.01, 0.11, 0.7]),
         "repetition_penalty": st.sampled_from([0.5, 1.1, 2.0]),
-        "presence_penalty": st.sampled_from([-2.0, 0.3]),
-        "frequency_penalty": st.sampled_from([-0.1, 1.5]),
+        "presence_penalty": st.sampled_from([-2.0, 0.25]),  # exact, so that sums tie in both
+        "frequency_penalty": st.sampled_from([-0.125, 1.5]),
         "logit_bias": st.dictionaries(st.integers(0, 30), st.sampled_from([-9.0, 4.0]), max_size=4),
         "allowed_token_ids": st.lists(st.integers(0, 30), min_size=1, max_size=20),
         "min_tokens": st.integers(0, 4),

@@ -199,8 +199,10 @@ def test_absent_field_has_another_default(tmp_path: Path, architecture: str) -> 
     assert config.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
     assert config.eos_token_ids == {theirs.eos_token_id} - {None}
     assert set(config.sliding_windows) == {getattr(theirs, "sliding_window", None)}
-    assert not config.o_bias and not config.mlp_bias
-    assert config.qkv_bias == (architecture == "Qwen2ForCausalLM")
+    for name in ("qkv_bias", "o_bias", "mlp_bias"):
+        says = getattr(ARCHITECTURES[architecture], name)
+        expected = getattr(theirs, says) if isinstance(says, str) else says
+        assert getattr(config, name) == expected
 
 
 # Windows
