@@ -281,6 +281,17 @@ def test_another_file_is_overwritten(tmp_path: Path, data: bytes) -> None:
     assert output.read_bytes() == data
 
 
+def test_a_record_cut_off_anywhere_is_another_tools(llm: LLM, tmp_path: Path) -> None:
+    """Wherever its beginning ends; later on nobody can tell."""
+    output, data = tmp_path / "out", jsonl(completion("a"), completion("b"))
+    run(llm, output, data)
+    first, second = output.read_bytes().splitlines(keepends=True)
+    for length in range(60):
+        output.write_bytes(first + second[:length])
+        Journal(output).close()
+        assert output.read_bytes() == first, second[:length]
+
+
 def test_a_device_is_read_to_its_end() -> None:
     with pytest.raises(OSError, match="/dev/zero is not a regular file; choose another output"):
         Journal(Path("/dev/zero"))

@@ -23,7 +23,8 @@ import xxhash
 from nanovllm.batch.response import ID, START
 
 SYNC_SECONDS = 1.0  # of work that a power failure may cost
-TORN = re.compile(re.escape(START) + rb'[0-9]*($|"($|, "custom_id": ))')  # how a record begins
+NUMBERED = re.compile(re.escape(START) + rb"[0-9]*")
+AFTER_NUMBER = b'", "custom_id": '
 
 
 class Journal:
@@ -107,7 +108,7 @@ class Journal:
             self._refuse(1)
         self._file.seek(0)
         for number, data in enumerate(self._file, 1):
-            if not data.endswith(b"\n") and (TORN.match(data) or START.startswith(data)):
+            if not data.endswith(b"\n") and _begins_a_record(data):
                 break
             self._take_in(number, data)
             end += len(data)
@@ -132,6 +133,14 @@ class Journal:
         raise ValueError(
             f"{self.path}, line {number}, is no record of a batch job; choose another output"
         ) from None
+
+
+def _begins_a_record(data: bytes) -> bool:
+    """Whether `data` may be what is left of a record that was cut off."""
+    if (match := NUMBERED.match(data)) is None:
+        return START.startswith(data)
+    rest = data[match.end() :]
+    return AFTER_NUMBER.startswith(rest[: len(AFTER_NUMBER)])
 
 
 def digest_of(custom_id: str, seed: int = 0) -> int:
