@@ -72,6 +72,11 @@ class LLM(LLMEngine):
         prompts = self.chat_prompts(messages, tools, add_generation_prompt, **chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be made into prompts."""
+        return getattr(self.tokenizer, "chat_template", None) is not None
+
     def chat_prompts(
         self,
         messages: Iterable[Any],
@@ -92,7 +97,7 @@ class LLM(LLMEngine):
 
     def _apply_template(self, index: int, conversation: Any, options: dict[str, Any]) -> list[int]:
         """Token ids of conversation `index`. The template writes the special tokens itself."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        if not self.has_chat_template:
             owner = (
                 "the model directory has no tokenizer"
                 if self.tokenizer is None

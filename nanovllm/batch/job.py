@@ -121,7 +121,7 @@ class Job:
         request = pending.request
         prompt = request.prompt
         if request.url == CHAT:
-            if not self.llm.tokenizer.chat_template:
+            if not self.llm.has_chat_template:
                 raise RuntimeError(f"the tokenizer has no chat template for line {pending.number}")
             (prompt,) = self.llm.chat_prompts([prompt], **request.template_options)
         request_id = self.llm.add_request(prompt, request.params)

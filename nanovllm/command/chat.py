@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (arrow keys, for `input`)
     with open_llm(options) as llm:
-        if llm.tokenizer is None or not llm.tokenizer.chat_template:
+        if not llm.has_chat_template:
             raise ValueError(f"{llm.config.model} has no chat template; see nanovllm generate")
         Conversation(llm, params, template_options, args.system).talk()
     return 0

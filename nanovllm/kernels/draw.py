@@ -192,12 +192,10 @@ def _enough(top_p, mass):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _draw_at_hand(  # type: ignore[no-untyped-def]
-    row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2, number, mass,
-    third, k, top_p, LANES: tl.constexpr,
+    row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2,
+    weights1, weights2, number, mass, third, k, top_p, LANES: tl.constexpr,
 ):  # fmt: skip
     """Draw from lanes' best that are `inside`, where no other token may be left."""
-    weights1 = tl.where(inside1, _weights(x1, top, temperature), 0.0)
-    weights2 = tl.where(inside2, _weights(x2, top, temperature), 0.0)
     if (number > k) & (top_p < 1.0):  # a share of what top_k leaves: of equal tokens some, maybe
         kth = _kth(row_ptr, size, x1, x2, third, top, k, False, LANES)
         above1, above2 = inside1 & (x1 > kth), inside2 & (x2 > kth)
@@ -300,9 +298,9 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     inside1 = (x1 > third) & (x1 >= least)
     inside2 = (x2 > third) & (x2 >= least)
     number = tl.sum(inside1.to(tl.int32) + inside2.to(tl.int32), axis=0)
-    some = tl.where(inside1, _weights(x1, top, temperature), 0.0)
-    some += tl.where(inside2, _weights(x2, top, temperature), 0.0)
-    mass = tl.sum(some, axis=0)
+    weights1 = tl.where(inside1, _weights(x1, top, temperature), 0.0)
+    weights2 = tl.where(inside2, _weights(x2, top, temperature), 0.0)
+    mass = tl.sum(weights1 + weights2, axis=0)
     at_hand = (least > third) | (third == NOTHING) | (number >= k)
     if (not at_hand) & (k == size) & (top_p < 1.0):
         known = mass
@@ -311,8 +309,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
     if at_hand:
         winner = _draw_at_hand(
-            row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2, number,
-            mass, third, k, top_p, LANES,
+            row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2,
+            weights1, weights2, number, mass, third, k, top_p, LANES,
         )  # fmt: skip
     else:
         winner = _draw_from_row(
