@@ -87,12 +87,14 @@ def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list
     """What takes the most memory: nearly all tokens as candidates, of the copies that are largest.
 
     Penalties need one in float32, which takes the place of another; all rows need no other. What
-    lists of tokens take comes on top, where kernels take less than plain PyTorch.
+    lists of tokens take comes on top, where kernels take less than plain PyTorch. The last row is
+    there for its kernel to be compiled.
     """
     filters = []
     size = _rows_at_a_time(vocab_size, device)
-    for number, penalty in ((num_rows, 1.1), (num_rows - 1, 1.0)):
-        params = SamplingParams(top_k=vocab_size - 1, top_p=0.99, repetition_penalty=penalty)
+    many = vocab_size - 1
+    for number, penalty, top_k in ((num_rows, 1.1, many), (num_rows - 1, 1.0, many), (1, 1.0, -1)):
+        params = SamplingParams(top_k=top_k, top_p=0.99, repetition_penalty=penalty)
         seqs = [Sequence([0], params) for _ in range(min(number, size))]
         filters += sampling_inputs(seqs, vocab_size, device).filters
     return filters
@@ -163,10 +165,10 @@ def _penalties(seqs: list[Sequence], device: torch.device) -> Penalties:
 
 
 def _way(params: SamplingParams, vocab_size: int) -> tuple[bool, ...]:
-    """How a row is drawn: whether it is cut, from candidates, that are few."""
+    """How a row is drawn: whether it is cut, from candidates, that are few, by a top_k."""
     has_k = params.cuts and 0 < params.top_k < vocab_size
     few = has_k and are_few(params.top_k, vocab_size)
-    return params.cuts, few or (has_k and params.top_p < 1), few
+    return params.cuts, few or (has_k and params.top_p < 1), few, has_k
 
 
 def _cuts(params: list[SamplingParams], vocab_size: int, device: torch.device) -> Cuts:
