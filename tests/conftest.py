@@ -98,19 +98,18 @@ class LogitRecorder:
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
         self._keys: list[tuple[int, int]] = []
         runner = llm._runner
-        launch, compute_logits = runner.launch, runner.model.compute_logits
+        launch, sample = runner.launch, runner._sample
 
         def recording_launch(batch: Batch, last: Any) -> Any:
             self._keys = [(seq.seq_id, seq.num_tokens) for seq in batch.sampling_seqs]
             return launch(batch, last)
 
-        def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = compute_logits(hidden)
+        def recording_sample(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
             self.logits |= zip(self._keys, logits.float().cpu(), strict=True)
-            return logits
+            return sample(logits, *rest)
 
         runner.launch = recording_launch  # type: ignore[method-assign]
-        runner.model.compute_logits = recording_logits  # type: ignore[method-assign]
+        runner._sample = recording_sample  # type: ignore[method-assign]
 
     def of(self, output: RequestOutput) -> torch.Tensor:
         """Logits [tokens, vocab] of a finished request's tokens."""

@@ -17,6 +17,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
 from nanovllm.engine.inputs import (
+    Array,
     StepInputs,
     decode_inputs,
     prefill_inputs,
@@ -33,7 +34,7 @@ from nanovllm.engine.logprobs import (
     untold_prompt_tokens,
     warm_up_logprobs,
 )
-from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
+from nanovllm.engine.sampling_inputs import plain_choices, sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.activation import SiluAndMul
@@ -150,8 +151,9 @@ class ModelRunner:
 
         with self.workers.step(inputs) if self.workers else nullcontext(), self.computing():
             input_ids = last.fill(inputs.input_ids, batch.seqs) if last is not None else None
-            logits = self.compute(inputs, input_ids, tell)
-            token_ids = self._sample(logits, batch.sampling_seqs, tellings)
+            choices = plain_choices(batch.seqs) if self._replays(inputs) else None
+            logits, token_ids = self.compute(inputs, input_ids, choices, tell)
+            token_ids = self._sample(logits, token_ids, batch.sampling_seqs, tellings)
             return Launched(batch, token_ids, tellings)
 
     def wait(self, launched: Launched) -> list[int]:
@@ -164,17 +166,20 @@ class ModelRunner:
         self,
         inputs: StepInputs,
         input_ids: torch.Tensor | None = None,
+        choices: tuple[Array, Array] | None = None,
         tell: Callable[[torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A step's logits [rows that sample, vocab], whole on rank 0 alone. Within `computing`.
 
-        `input_ids` are those of `inputs` if not given; `tell` takes the logits of the step's
-        `prompt_rows`, a few at a time.
+        And its tokens, if a decode graph has drawn them by `choices`. `input_ids` are those of
+        `inputs` if not given; `tell` takes the logits of the step's `prompt_rows`, a few at a time.
         """
-        if input_ids is None:
-            input_ids = upload(inputs.input_ids, self.device)
         if self.ranks.size > 1 and PENDING in inputs.input_ids:  # tokens that rank 0 alone has
+            if input_ids is None:
+                input_ids = upload(inputs.input_ids, self.device)
             input_ids = self.ranks.broadcast(input_ids)
+        if self.graphs and self._replays(inputs):
+            return self.graphs.replay(inputs, input_ids, choices)
         hidden = self._forward(inputs, input_ids)
         if inputs.copied_blocks is not None:
             for source, target in inputs.copied_blocks.reshape(-1, 2).tolist():
@@ -188,7 +193,7 @@ class ModelRunner:
                     tell(logits)
         if inputs.sample_rows is not None:
             hidden = hidden[upload(inputs.sample_rows, self.device)]
-        return self.model.compute_logits(hidden) if len(hidden) else hidden
+        return self.model.compute_logits(hidden) if len(hidden) else hidden, None
 
     @property
     def failure(self) -> str | None:
@@ -241,11 +246,11 @@ class ModelRunner:
                     module.kernels = self.backend.kernels
         return model.eval()
 
-    def _forward(self, inputs: StepInputs, input_ids: torch.Tensor) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+        if input_ids is None:
+            input_ids = upload(inputs.input_ids, self.device)
         context = inputs.context(self.device)
         positions = upload(inputs.positions, self.device)
-        if self.graphs and not context.is_prefill and len(input_ids) <= self.graphs.max_batch_size:
-            return self.graphs.replay(input_ids, positions, context)
         self.backend.plan(context)
         set_context(context)
         try:
@@ -254,14 +259,44 @@ class ModelRunner:
         finally:
             reset_context()
 
-    def _sample(
-        self, logits: torch.Tensor, seqs: list[Sequence], tellings: list[Telling]
+    def _replays(self, inputs: StepInputs) -> bool:
+        is_decode = inputs.context_lens is not None
+        size = len(inputs.input_ids)
+        return self.graphs is not None and is_decode and size <= self.graphs.max_batch_size
+
+    def _decode(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        temperatures: torch.Tensor,
+        keys: torch.Tensor,
+        out: torch.Tensor,
     ) -> torch.Tensor:
+        """What a decode graph holds: the tokens of a step, and in `out` its logits; on rank 0."""
+        hidden = self.model(input_ids, positions)
+        token_ids = input_ids
+        if self.ranks.rank == 0:
+            logits = self.model.compute_logits(hidden, out)
+            token_ids = self.sampler(logits, temperatures, keys)
+        else:
+            self.model.compute_logits(hidden)
+        return token_ids
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        seqs: list[Sequence],
+        tellings: list[Telling],
+    ) -> torch.Tensor:
+        """The tokens of `seqs`; rows that nothing narrows may have theirs in `token_ids`."""
         if not seqs:
             return torch.empty(0, dtype=torch.long, device=self.device)
-        inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device)
-        token_ids: torch.Tensor
-        token_ids = self.sampler(logits, inputs.temperatures, inputs.keys, inputs.filters)
+        if token_ids is None or any(seq.is_narrowed for seq in seqs):
+            inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device)
+            token_ids = self.sampler(
+                logits, inputs.temperatures, inputs.keys, inputs.filters, token_ids
+            )
         tellings += tell_logprobs(seqs, logits, token_ids)
         return token_ids
 
@@ -306,10 +341,9 @@ class ModelRunner:
         sizes = (1, config.max_num_batched_tokens)
         short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
         try:
-            ids = [upload(inputs.input_ids, self.device) for inputs in (short, long)]
-            self.ranks.broadcast(ids[0])  # NCCL connects in the first exchange of a kind
-            self._forward(short, ids[0])
-            hidden = self._forward(long, ids[1])
+            self.ranks.broadcast(upload(short.input_ids, self.device))  # NCCL connects in the first
+            self._forward(short)  # exchange of a kind
+            hidden = self._forward(long)
             told = self.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
             if self.ranks.rank == 0:
                 warm_up_logprobs(told)
@@ -388,10 +422,12 @@ class ModelRunner:
 
     def decode_graphs(self) -> DecodeGraphs:
         """The static-buffer decode path, not captured: it runs on any device."""
+        top = min(self.max_num_running, MAX_GRAPH_BATCH)
+        vocab_size = self.model_config.vocab_size if self.ranks.rank == 0 else 0
         return DecodeGraphs(
-            forward=self.model,
+            step=self._decode,
             plan=self.backend.plan,
-            sizes=batch_ladder(min(self.max_num_running, MAX_GRAPH_BATCH)),
+            sizes=batch_ladder(top),
             max_blocks=-(-self.max_positions // self.block_size),
-            device=self.device,
+            logits=torch.empty(top, vocab_size, dtype=self.dtype, device=self.device),
         )

@@ -63,7 +63,7 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
     """What the sampler needs for one token of each of `seqs`."""
     temperatures = keys = None
     if any(seq.temperature > 0 for seq in seqs):
-        temperatures = upload(_temperatures(seqs), device)
+        temperatures = upload(_temperatures(seq.temperature for seq in seqs), device)
         keys = upload(np.array([noise_key(seq) for seq in seqs]), device)
     alike: dict[tuple[bool, ...], list[int]] = {}
     for row, seq in enumerate(seqs):
@@ -77,9 +77,17 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
     return SamplingInputs(temperatures, keys, filters)
 
 
-def _temperatures(seqs: list[Sequence]) -> Array:
+def plain_choices(seqs: list[Sequence]) -> tuple[Array, Array]:
+    """Temperatures and keys for the rows that nothing narrows; the others are greedy for now."""
+    drawn = [seq.temperature > 0 and not seq.is_narrowed for seq in seqs]
+    temperatures = (seq.temperature * draw for seq, draw in zip(seqs, drawn, strict=True))
+    keys = [noise_key(seq) if draw else 0 for seq, draw in zip(seqs, drawn, strict=True)]
+    return _temperatures(temperatures), np.array(keys)
+
+
+def _temperatures(values: Iterable[float]) -> Array:
     """In float32, whose products and quotients with logits do not overflow; 0 stays 0."""
-    asked = np.array([seq.temperature for seq in seqs])
+    asked = np.fromiter(values, np.float64)
     return np.where(asked > 0, asked.clip(COLDEST, HOTTEST), 0.0).astype(np.float32)
 
 

@@ -72,5 +72,9 @@ class ParallelLMHead(LinearBase):
         """Use the embedding's table; packing leaves the table as it is and makes a copy."""
         self.weight = embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.gather(super().forward(x))[:, : self.shard.vocab_size]
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits; in `out`, if that is given."""
+        if out is not None and self.ranks.size == 1 and self.weight is not None:
+            return torch.mm(x, self.weight.t(), out=out)
+        logits = self.ranks.gather(super().forward(x))[:, : self.shard.vocab_size]
+        return logits if out is None else out.copy_(logits)

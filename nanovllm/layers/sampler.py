@@ -20,13 +20,17 @@ class Sampler(nn.Module):
         temperatures: torch.Tensor | None,
         keys: torch.Tensor | None,
         filters: Sequence[Filters] = (),
+        token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids [B] for logits [B, V]; `temperatures` None says that every row is greedy.
 
         Temperatures [B] in float32, 0 for greedy; keys [B] in int64, all bits well mixed. Rows that
-        nothing narrows are sampled as they are, whatever the others need.
+        nothing narrows are sampled as they are, whatever the others need; or they have their
+        `token_ids` already, where the others' are put in.
         """
-        if sum(len(part.rows) for part in filters) < len(logits):
+        if token_ids is not None:
+            pass
+        elif sum(len(part.rows) for part in filters) < len(logits):
             token_ids = self.kernels.sample(logits, temperatures, keys)
         else:
             token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)

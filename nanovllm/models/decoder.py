@@ -162,7 +162,7 @@ class CausalLM(nn.Module):
         hidden: torch.Tensor = self.model(input_ids, positions)
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, vocab] of the rows that sample."""
-        logits: torch.Tensor = self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [T, vocab] of the rows that sample; in `out`, if that is given."""
+        logits: torch.Tensor = self.lm_head(hidden, out)
         return logits

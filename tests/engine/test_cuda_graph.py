@@ -16,6 +16,8 @@ from conftest import LogitRecorder, make_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+from nanovllm.engine.inputs import StepInputs, upload
+from nanovllm.engine.sequence import PENDING
 from nanovllm.utils.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -38,13 +40,13 @@ def make_llm(path: Path, **options: Any) -> LLM:
 def use_static_buffers(llm: LLM) -> list[int]:
     """Make decode run over padded buffers; returns the list of sizes that will have run."""
     graphs = llm._runner.graphs = llm._runner.decode_graphs()
-    forward, sizes = graphs.forward, []
+    step, sizes = graphs.step, []
 
-    def recording(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def recording(input_ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         sizes.append(len(input_ids))
-        return forward(input_ids, positions)
+        return step(input_ids, *rest)
 
-    graphs.forward = recording
+    graphs.step = recording
     return sizes
 
 
@@ -87,7 +89,7 @@ def test_ladder_of_the_runner_is_not_that_of_its_config(
 ) -> None:
     with make_llm(model_dir, max_num_seqs=max_num_seqs) as llm:
         graphs = llm._runner.decode_graphs()
-        assert graphs.max_batch_size == top == len(graphs.input_ids)
+        assert graphs.max_batch_size == top == len(graphs.rows.input_ids)
     with make_llm(model_dir, max_num_seqs=max_num_seqs, max_num_batched_tokens=2) as llm:
         assert llm._runner.decode_graphs().max_batch_size == min(top, 2)
 
@@ -167,6 +169,42 @@ def test_seeded_samples_differ_under_graphs(model_dir: Path) -> None:
     assert [out["token_ids"] for out in again] == [out["token_ids"] for out in plain]
 
 
+def test_choices_differ_under_graphs(model_dir: Path) -> None:
+    """Some rows are drawn in the graph, others are narrowed or told of after it."""
+    kinds: list[dict[str, Any]] = [
+        dict(temperature=0.0), {}, dict(top_k=5), dict(top_p=0.8, logprobs=2), dict(logprobs=0),
+        dict(temperature=0.0, repetition_penalty=1.3), dict(presence_penalty=1.0, min_p=0.1),
+    ]  # fmt: skip
+    fields = [dict(temperature=1.0, seed=i, max_tokens=9) | kinds[i % 7] for i in range(30)]
+    params = [SamplingParams(**some) for some in fields]
+    for overlap in (False, True):
+        with make_llm(model_dir, overlap=overlap) as llm:
+            plain = llm.generate(PROMPTS[:30], params, use_tqdm=False)
+            use_static_buffers(llm)
+            again = llm.generate(PROMPTS[:30], params, use_tqdm=False)
+        for out, other in zip(again, plain, strict=True):
+            assert out["token_ids"] == other["token_ids"]
+            assert out["cumulative_logprob"] == pytest.approx(other["cumulative_logprob"])
+
+
+def test_block_tables_move_when_nothing_changed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence, 4 tokens to a block: a table is uploaded for every fourth step."""
+    uploads = []
+
+    def counting(array: Any, device: torch.device) -> torch.Tensor:
+        uploads.append(array)
+        return upload(array, device)
+
+    params = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
+    with make_llm(model_dir) as llm:
+        sizes = use_static_buffers(llm)
+        monkeypatch.setattr("nanovllm.engine.cuda_graph.upload", counting)
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert len(sizes) == 40 and len(uploads) == 10
+
+
 def watch_the_cache(llm: LLM) -> Callable[[], int]:
     """Check after every decode step which slots were written; returns how many steps there were."""
     runner = llm._runner
@@ -213,11 +251,14 @@ def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
 @torch.inference_mode()
 def poison(graphs: DecodeGraphs, num_blocks: int, block_size: int) -> None:
     """Fill the buffers with what a full batch of long requests may have left behind."""
-    graphs.input_ids.random_(0, 259)
-    graphs.positions.random_(0, 100)
-    graphs.slot_mapping.random_(0, num_blocks * block_size)
-    graphs.context_lens.random_(1, 100)
+    rows = graphs.rows
+    rows.input_ids.fill_(PENDING)
+    rows.positions.random_(0, 100)
+    rows.slot_mapping.random_(0, num_blocks * block_size)
+    rows.context_lens.random_(1, 100)
+    rows.temperatures.fill_(2.0)
     graphs.block_tables.random_(0, num_blocks)
+    graphs.known_tables[:] = graphs.block_tables
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 13])
@@ -387,9 +428,9 @@ def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path, fast: str) 
         padded = graphs.replay
         sizes: list[int] = []
 
-        def recording(input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-            sizes.append(len(input_ids))
-            return padded(input_ids, *rest)
+        def recording(inputs: StepInputs, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            sizes.append(len(inputs.input_ids))
+            return padded(inputs, *rest)
 
         graphs.replay = recording  # type: ignore[method-assign]
         generate(llm, 48)
