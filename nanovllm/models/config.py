@@ -81,6 +81,12 @@ class ModelConfig:
             object.__setattr__(config, "eos_token_ids", eos)
         return config
 
+    @property
+    def longest_window(self) -> int | None:
+        """How many tokens back any layer attends; None if some layer attends to all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == self.num_hidden_layers else None
+
     def check_parallel_size(self, size: int) -> None:
         """Refuse a number of ranks that cannot share this model out."""
         if not self._ranks_divide(size):
