@@ -75,6 +75,17 @@ def test_passing_blocks_by_changes_the_output_with(name: str, case: Case) -> Non
         audit_at_rest(llm)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(attention_backend="torch")])
+def test_passing_blocks_by_changes_the_output_on_a_device(
+    options: dict[str, Any], case: Case
+) -> None:
+    """Where steps overlap and tables stay: a block is another's while its number still stands."""
+    with make_llm(case.path, device="cuda", **SMALL, **options) as llm:
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
 @pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
 def test_preemptions_change_the_output(options: dict[str, Any], case: Case) -> None:
     """Sequences that start over, within their window and behind it."""

@@ -118,13 +118,7 @@ class BlockManager:
             num_taken = num_blocks - max(left, len(hits)) + self._num_free(hits[left:])
             if not admits(seq, num_taken):
                 return False
-        for block in reversed(hits[:num_passed]):
-            if self.ref_counts[block] == 0:
-                self.free_queue.move_to_end(block)
-        for block in hits[num_passed:]:
-            if self.ref_counts[block] == 0:
-                del self.free_queue[block]
-            self.ref_counts[block] += 1
+        self._hold(hits, num_passed)
         seq.block_table = hits + [self._take_free() for _ in range(num_fresh)]
         seq.num_published_blocks = len(hits)
         seq.num_passed_blocks = num_passed
@@ -223,6 +217,16 @@ class BlockManager:
 
     def _num_free(self, blocks: list[int]) -> int:
         return sum(self.ref_counts[block] == 0 for block in blocks)
+
+    def _hold(self, hits: list[int], num_passed: int) -> None:
+        """Take hits out of the queue; to it those that were passed by are as if just given back."""
+        for block in reversed(hits[:num_passed]):
+            if self.ref_counts[block] == 0:
+                self.free_queue.move_to_end(block)
+        for block in hits[num_passed:]:
+            if self.ref_counts[block] == 0:
+                del self.free_queue[block]
+            self.ref_counts[block] += 1
 
     def _release(self, blocks: list[int]) -> None:
         for block in reversed(blocks):
