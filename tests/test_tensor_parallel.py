@@ -40,6 +40,9 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Llama": (dict(family="Llama", mlp_bias=True), (2,)),
     "Qwen2": (dict(family="Qwen2"), (2,)),
     "Phi3": (dict(family="Phi3"), (2,)),
+    "Qwen2, a window in one layer": (
+        dict(family="Qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1), (2,)
+    ),
     "MoE": (
         dict(
             family="Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
@@ -116,6 +119,19 @@ def test_hundreds_of_preemptions_confuse_a_rank(model_dir: Path, overlap: bool) 
     with make_llm(model_dir, **SMALL_POOL, **parallel) as llm:
         assert_same(generate(llm, case), case.expected)
         assert llm.scheduler.num_preemptions >= 200
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_reads_what_was_given_back(overlap: bool, tmp_path: Path) -> None:
+    """Behind a window: the longest prompts are three times as long as the pool."""
+    make_model(tmp_path, family="Mistral", seed=1, sliding_window=21, num_hidden_layers=3)
+    case = make_case(tmp_path, make_crowd())
+    options: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=18)
+    options |= dict(max_num_batched_tokens=64, tensor_parallel_size=2, overlap=overlap)
+    with make_llm(tmp_path, **options) as llm:
+        assert_same(generate(llm, case), case.expected)
+        assert llm.scheduler.num_preemptions >= 100
+        audit_at_rest(llm)
 
 
 def test_an_aborted_request_leaves_ranks_behind(cases: dict[str, Case]) -> None:

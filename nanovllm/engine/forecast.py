@@ -6,6 +6,7 @@ others it is guessed from those that have ended. It knows lengths and numbers of
 
 import bisect
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
@@ -58,14 +59,21 @@ class Forecast:
 
     A sequence may join if that moment never comes, or comes so late that to compute its tokens
     again costs less than to wait, which costs a row of all the steps until then. A block that
-    several sequences hold is taken to be free when the first of them ends: that is too soon.
+    several sequences hold is taken to be free when the first of them ends: that is too soon. With
+    windows a sequence grows to `most_blocks`; what a chunk of a prompt takes beside is left out.
     """
 
     def __init__(
-        self, lengths: Lengths, running: Iterable[Sequence], num_free: int, block_size: int
+        self,
+        lengths: Lengths,
+        running: Iterable[Sequence],
+        num_free: int,
+        block_size: int,
+        most_blocks: int = sys.maxsize,
     ) -> None:
         self.lengths = lengths
         self.block_size = block_size
+        self.most_blocks = most_blocks
         self.room = num_free  # and what the sequences hold
         self.wanted = 0  # blocks in the end, if none ended before the others
         self.num_tokens: list[int] = []
@@ -93,26 +101,47 @@ class Forecast:
     def _add(self, seq: Sequence) -> None:
         num_tokens, steps = seq.num_tokens, self.lengths.steps_left(seq)
         for _ in (seq, *seq.followers):
-            self.room += len(seq.block_table) or -(-num_tokens // self.block_size)
-            self.wanted += (num_tokens + steps - 2) // self.block_size + 1
+            num_held = len(seq.block_table) - seq.num_passed_blocks
+            self.room += num_held or self._blocks(num_tokens)
+            self.wanted += self._blocks(num_tokens + steps - 1)
             # What begins has its first token before the next decode step.
             ahead = seq.num_cached_tokens < num_tokens - 1
             self.num_tokens.append(num_tokens + ahead)
             self.steps.append(steps - ahead)
 
+    def _blocks(self, num_tokens: int) -> int:
+        """What a sequence holds that has computed so many."""
+        return min(-(-num_tokens // self.block_size), self.most_blocks)
+
     def _steps_until_full(self) -> float:
         """How many steps the pool is good for; infinity if for all."""
-        pairs = sorted(zip(self.steps, self.num_tokens, strict=True))
-        growing = Growth([num_tokens for _, num_tokens in pairs], self.block_size)
+        room, most = self.room, self.most_blocks
+        lengths: list[int] = []  # of those that grow
+        # When a sequence grows no longer, its length now, and how much room that makes.
+        events: list[tuple[int, int | None, int]] = []
+        for end, num_tokens in zip(self.steps, self.num_tokens, strict=True):
+            grown = (most - 1) * self.block_size + 2 - num_tokens
+            if grown <= 0:
+                room -= most
+                events.append((end, None, most))
+                continue
+            lengths.append(num_tokens)
+            if grown < end:
+                events += [(grown, num_tokens, -most), (end, None, most)]
+            else:
+                events.append((end, num_tokens, 0))
+        growing = Growth(lengths, self.block_size)
         start = 0
-        for end, num_tokens in pairs:  # most is wanted right before some end
-            if growing.blocks(end) > self.room:
+        for end, length, more in sorted(events, key=lambda event: event[0]):
+            if growing.blocks(end) > room:  # most is wanted right before some end
                 while end - start > 1:  # more and more is wanted there
                     middle = (start + end) // 2
-                    is_full = growing.blocks(middle) > self.room
+                    is_full = growing.blocks(middle) > room
                     start, end = (start, middle) if is_full else (middle, end)
                 return start
-            growing.remove(num_tokens)
+            if length is not None:
+                growing.remove(length)
+            room += more
             start = end
         return math.inf
 

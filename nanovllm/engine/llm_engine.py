@@ -94,7 +94,7 @@ class LLMEngine:
         self._runner = start_runner(config, self.model_config, path)
         self._finalizer = weakref.finalize(self, self._runner.close)
         self.config = self._runner.config
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, self.model_config.longest_window)
         self.counter = StepCounter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
         self.eos_token_ids = self._intake.eos_token_ids

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.block_manager import longest_sequence
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
 from nanovllm.engine.inputs import (
@@ -90,7 +91,7 @@ class ModelRunner:
         spec = AttentionSpec(
             self.device, self.dtype, model_config.num_attention_heads // ranks.size,
             max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
-            config.kvcache_block_size, windows=any(model_config.sliding_windows),
+            config.kvcache_block_size,
         )  # fmt: skip
         with self.computing():
             self.backend = get_backend(config.attention_backend, spec)
@@ -379,10 +380,11 @@ class ModelRunner:
         return before - after
 
     def _settle(self, num_blocks: int) -> Config:
-        """The Config with everything settled; `max_model_len` never exceeds the pool."""
+        """The Config with everything settled; the pool can hold any one sequence."""
         config = self.config
         capacity = num_blocks * self.block_size
-        if config.max_model_len is not None and config.max_model_len > capacity:
+        longest = longest_sequence(num_blocks, self.block_size, self.model_config.longest_window)
+        if config.max_model_len is not None and config.max_model_len > longest:
             raise ValueError(
                 f"max_model_len={config.max_model_len} does not fit: the KV pool holds {capacity}"
                 f" tokens ({num_blocks} blocks of {self.block_size})"
@@ -391,7 +393,7 @@ class ModelRunner:
             raise ValueError(
                 "the KV pool holds 1 token; a request needs 2: raise num_kvcache_blocks"
             )
-        max_model_len = min(self.max_positions, capacity)
+        max_model_len = min(self.max_positions, longest)
         if max_model_len < self.max_positions:
             logger.warning(
                 "max_model_len is %d, what the KV pool holds; the model's own is %d",

@@ -4,12 +4,13 @@ Plain Python over integers: it knows no tensors and no text.
 """
 
 import bisect
+import sys
 from collections import deque
 from collections.abc import Iterable
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager, most_held
 from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
@@ -19,16 +20,19 @@ class Scheduler:
 
     Both queues stand in order: by priority, then by age. Every sequence that is admitted finishes:
     blocks go to the first in order, the last gives its own up, and the engine admits only what the
-    whole pool can hold, so the first always advances.
+    whole pool can hold, so the first always advances. `window` is how far back the model attends,
+    if no layer attends to all: blocks behind it are given back.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, window: int | None = None) -> None:
         assert config.num_kvcache_blocks is not None and config.kvcache_block_size is not None
         self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
         self.enable_prefix_caching = config.enable_prefix_caching
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_running = config.max_num_running
+        self.window = window
+        self.most_blocks = sys.maxsize if window is None else most_held(window, self.block_size)
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.num_preemptions = 0
@@ -40,7 +44,7 @@ class Scheduler:
         For use after an interrupt, which may have struck anywhere and left anything half done.
         """
         self.block_manager = BlockManager(
-            self.num_blocks, self.block_size, self.enable_prefix_caching
+            self.num_blocks, self.block_size, self.enable_prefix_caching, self.window
         )
         self.running: deque[Sequence] = deque()
         self.refused: Sequence | None = None
@@ -59,7 +63,7 @@ class Scheduler:
                 seq.token_ids.pop()
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, with its followers; the whole pool can hold any at its full length."""
+        """Queue a sequence, with its followers; none is longer than `longest_sequence` allows."""
         _enter(self.waiting, seq)
 
     def is_finished(self) -> bool:
@@ -70,7 +74,7 @@ class Scheduler:
         """Choose the next step's work; None if all wait for tokens that are on their way."""
         before = self.num_preemptions
         decodes = self._schedule_decode() if self.mixes else []
-        seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes))
+        seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
         # None begins in a step that has sent another back, whose tokens may be on their way.
         if budget and self.waiting and self.num_preemptions == before:
             self._admit(seqs, budget)
@@ -89,6 +93,8 @@ class Scheduler:
             seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             batch.ends.append(end)
+            if self.window is not None:
+                self.block_manager.pass_by(seq)
         for seq in batch.sampling_seqs:
             seq.token_ids.append(PENDING)
             seq.num_pending_tokens += 1
@@ -160,15 +166,27 @@ class Scheduler:
             seq.audit()
             assert all(f.status is SequenceStatus.WAITING for f in seq.followers)
             assert len(seq.block_table) * self.block_size >= seq.num_cached_tokens
-        self.block_manager.audit([seq.block_table for seq in self.running])
+            if seq.num_passed_blocks and self.enable_prefix_caching:
+                assert seq.num_passed_blocks < seq.num_published_blocks, "the next one's parent"
+        self.block_manager.audit([seq.held_blocks for seq in self.running])
 
-    def _schedule_prefill(self, budget: int) -> tuple[list[Sequence], int]:
-        """Those whose prompts have begun, in order, and what is left of the budget."""
-        seqs = [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.followers]
-        for index, seq in enumerate(seqs):
+    def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Those whose prompts have begun, in order, and what is left of the budget.
+
+        One that there is no block for takes those of the last in order, which leave `decodes`.
+        """
+        seqs: list[Sequence] = []
+        for seq in [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.followers]:
             if not budget:
-                return seqs[:index], 0
-            budget -= self._schedule_tokens(seq, budget)
+                break
+            while not self._schedule_tokens(seq, budget):
+                if decodes and decodes[-1] is self.running[-1]:
+                    decodes.pop()
+                self.preempt()
+                if seq.status is SequenceStatus.WAITING:
+                    return seqs, 0
+            budget -= seq.num_scheduled_tokens
+            seqs.append(seq)
         return seqs, budget
 
     def _admit(self, seqs: list[Sequence], budget: int) -> None:
@@ -185,7 +203,9 @@ class Scheduler:
         for seq in seqs:
             in_progress.update(manager.full_block_hashes(seq))
         num_running = sum(1 + len(seq.followers) for seq in self.running)
-        forecast = Forecast(self.lengths, self.running, manager.num_free_blocks, self.block_size)
+        forecast = Forecast(
+            self.lengths, self.running, manager.num_free_blocks, self.block_size, self.most_blocks
+        )
         while budget and self.waiting and num_running < self.max_num_running:
             seq = self.waiting[0]
             if not manager.allocate(seq, in_progress, forecast.admits):
@@ -221,7 +241,10 @@ class Scheduler:
         return forks
 
     def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
-        seq.num_scheduled_tokens = min(seq.num_uncached_tokens, budget)
+        """As many of its tokens as there is budget for, and blocks."""
+        start = seq.num_cached_tokens
+        end = start + min(seq.num_uncached_tokens, budget)
+        seq.num_scheduled_tokens = self.block_manager.grow(seq, end) - start
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:

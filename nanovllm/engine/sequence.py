@@ -35,10 +35,10 @@ class Sequence:
     __slots__ = (
         "bad_words", "block_hashes", "block_table", "eos_token_ids", "finish_reason", "followers",
         "index", "logprobs", "max_num_tokens", "min_num_tokens", "narrows", "num_cached_tokens",
-        "num_hit_tokens", "num_pending_tokens", "num_prompt_tokens", "num_published_blocks",
-        "num_scheduled_tokens", "order", "params", "prompt_logprobs", "request_id", "seed",
-        "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids", "temperature", "text",
-        "token_ids",
+        "num_hit_tokens", "num_passed_blocks", "num_pending_tokens", "num_prompt_tokens",
+        "num_published_blocks", "num_scheduled_tokens", "order", "params", "prompt_logprobs",
+        "request_id", "seed", "seen_tokens", "seq_id", "status", "stop_reason", "stop_token_ids",
+        "temperature", "text", "token_ids",
     )  # fmt: skip
     _ids = count()
 
@@ -70,6 +70,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the leading full blocks, as far as anyone asked
         self.num_published_blocks = 0
+        self.num_passed_blocks = 0  # of the table's first: given back, as no window shows them
         self.params = params
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
@@ -113,6 +114,11 @@ class Sequence:
     def num_uncached_tokens(self) -> int:
         """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
         return len(self.token_ids) - self.num_cached_tokens
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of its table that are its own, or that it shares."""
+        return self.block_table[self.num_passed_blocks :]
 
     @property
     def samples(self) -> bool:
@@ -182,6 +188,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_published_blocks = 0
+        self.num_passed_blocks = 0
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the request; its blocks are the scheduler's to free."""
@@ -196,5 +203,6 @@ class Sequence:
         assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
         assert self.token_ids.count(PENDING) == self.num_pending_tokens, self
         assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
+        assert 0 <= self.num_passed_blocks <= len(self.block_table), self
         assert bool(self.block_table) == (self.status is SequenceStatus.RUNNING), self
         assert not self.followers or self.num_tokens == self.num_prompt_tokens, self

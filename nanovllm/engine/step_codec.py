@@ -1,7 +1,7 @@
 """How a step's arrays travel to the other ranks: bytes of a fixed layout, as pickling takes longer.
 
 A prompt's tokens are told once, as they are computed, and each new token once. Block tables hold
-what a sequence owns from its start: they are told as what differs from the last step's.
+what a sequence was given from its start: they are told as what differs from the last step's.
 """
 
 import struct

@@ -136,11 +136,11 @@ void silu_and_mul(const T* x, int64_t x_stride, T* out, int64_t rows, int64_t si
     });
 }
 
-// One head: the norm, where there is a weight, then the pairs (i, i + D / 2) rotated.
+// One head: the norm, where there is a weight, then the pairs (i, i + half) rotated; what stands
+// behind them is not.
 template <typename T>
 inline void norm_and_rotate(const T* x, const T* weight, float eps, const float* cos,
-                            const float* sin, int64_t head_dim, T* out) {
-    const int64_t half = head_dim / 2;
+                            const float* sin, int64_t half, int64_t head_dim, T* out) {
     const float scale = weight ? norm_scale(x, head_dim, eps) : 1.0f;
 #pragma omp simd
     for (int64_t i = 0; i < half; i++) {
@@ -152,6 +152,8 @@ inline void norm_and_rotate(const T* x, const T* weight, float eps, const float*
         out[i] = narrow<T>(x1 * cos[i] - x2 * sin[i]);
         out[half + i] = narrow<T>(x2 * cos[i] + x1 * sin[i]);
     }
+    for (int64_t i = 2 * half; i < head_dim; i++)
+        out[i] = weight ? narrow<T>(widen(x[i]) * scale * widen(weight[i])) : x[i];
 }
 
 // qkv [tokens, heads, D]: the last 2 * kv_heads of the heads are keys and values.
@@ -159,7 +161,8 @@ template <typename T>
 void norm_rope_store(const T* qkv, int64_t qkv_stride, const float* cos, const float* sin,
                      int64_t rope_stride, const T* q_weight, const T* k_weight, float eps, T* q,
                      T* k, T* k_cache, T* v_cache, const int64_t* slots, int64_t tokens,
-                     int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t threads) {
+                     int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t half,
+                     int64_t threads) {
     const int64_t q_size = q_heads * head_dim, kv_size = kv_heads * head_dim;
     share_out_rows(tokens, q_size + 2 * kv_size, threads, [&](int64_t token) {
         const T* in = qkv + token * qkv_stride;
@@ -167,9 +170,9 @@ void norm_rope_store(const T* qkv, int64_t qkv_stride, const float* cos, const f
         const float* s = sin + token * rope_stride;
         T* keys = k + token * kv_size;
         for (int64_t at = 0; at < q_size; at += head_dim)
-            norm_and_rotate(in + at, q_weight, eps, c, s, head_dim, q + token * q_size + at);
+            norm_and_rotate(in + at, q_weight, eps, c, s, half, head_dim, q + token * q_size + at);
         for (int64_t at = 0; at < kv_size; at += head_dim)
-            norm_and_rotate(in + q_size + at, k_weight, eps, c, s, head_dim, keys + at);
+            norm_and_rotate(in + q_size + at, k_weight, eps, c, s, half, head_dim, keys + at);
         if (!k_cache || slots[token] < 0) return;
         const int64_t to = slots[token] * kv_size;
         std::memcpy(k_cache + to, keys, kv_size * sizeof(T));
@@ -192,6 +195,7 @@ constexpr int FEW = 16;   // rows up to here go through the keys as they lie in 
 constexpr int TILE = 2 * LANES;  // rows of a tile, where there are more
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int CACHE_LINE = 64;
+constexpr float NOTHING = -1e30f;  // the highest score of no keys: to subtract it gives no NaN
 
 typedef float Vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
@@ -246,17 +250,19 @@ struct Context {
         }
     }
 
-    // Call work(near, start, count) for KEYS keys after the other of [first, end).
+    // Call work(near, start, count) for KEYS keys after the other of [first, end). They are cut at
+    // multiples of KEYS, wherever the first one is: a row's sums do not hang on that.
     template <typename Work>
     void go_through(int64_t first, int64_t end, const Work& work) const {
         if (first == end) return;
         Near<T> near;
         find(near.keys + KEYS, near.values + KEYS, first, end);
-        for (int64_t start = first; start < end; start += KEYS) {
+        for (int64_t start = first, next; start < end; start = next) {
+            next = std::min(start / KEYS * KEYS + KEYS, end);
             std::copy(near.keys + KEYS, near.keys + 2 * KEYS, near.keys);
             std::copy(near.values + KEYS, near.values + 2 * KEYS, near.values);
-            find(near.keys + KEYS, near.values + KEYS, std::min(start + KEYS, end - 1), end);
-            work(near, start, int(std::min<int64_t>(KEYS, end - start)));
+            find(near.keys + KEYS, near.values + KEYS, std::min(next, end - 1), end);
+            work(near, start, int(next - start));
         }
     }
 };
@@ -269,7 +275,7 @@ struct alignas(CACHE_LINE) State {
 
     void clear(int64_t head_dim) {
         for (int r = 0; r < FEW; r++) {
-            top[r] = -INFINITY;
+            top[r] = NOTHING;
             total[r] = 0;
             std::fill(sums[r], sums[r] + head_dim, 0.0f);
         }
@@ -321,20 +327,23 @@ inline void weigh(float (*sums)[MAX_HEAD_DIM], const float* shrink, const float 
 }
 
 // Fold the keys first .. end - 1 into the state of a few rows, R at a time. q is scaled by log2(e)
-// too; row r sees the keys before limits[r], of which there is one at least in [first, end).
+// too; row r sees the `window` keys before limits[r].
 template <int R, typename T>
-void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* limits, int64_t rows,
-                const Context<T>& context, int64_t head_dim, int64_t first, int64_t end) {
+void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* limits, int64_t window,
+                int64_t rows, const Context<T>& context, int64_t head_dim, int64_t first,
+                int64_t end) {
     float scores[FEW][KEYS], shrink[FEW];
     context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
         for (int64_t r = 0; r < rows; r += R) {
             for (int j = 0; j < count; j += 4)
                 dots<R>(q + r, near.keys + j, head_dim, (float (*)[KEYS])(scores[r] + j));
             for (int64_t i = r; i < r + R; i++) {
-                const int seen = int(std::min<int64_t>(count, limits[i] - start));
+                const int seen = int(std::clamp<int64_t>(limits[i] - start, 0, count));
+                const int hidden = int(std::clamp<int64_t>(limits[i] - window - start, 0, count));
                 float* row = scores[i];
                 float top = state.top[i], total = 0;
-                for (int j = std::max(seen, 0); j < KEYS; j++) row[j] = -INFINITY;
+                std::fill(row, row + hidden, -INFINITY);
+                std::fill(row + seen, row + KEYS, -INFINITY);
 #pragma omp simd reduction(max : top)
                 for (int j = 0; j < KEYS; j++) top = row[j] > top ? row[j] : top;
 #pragma omp simd reduction(+ : total)
@@ -375,17 +384,21 @@ inline void multiply(float (*c)[TILE], const float* a, int64_t a_row, int64_t a_
     }
 }
 
-// Attention of a tile to the keys 0 .. end - 1, of which row r sees those before limits[r], the
-// first at least. A row is a lane, and no step looks across lanes. q [D, TILE] is scaled by log2(e)
-// too; leaves the sums of weighted values [D, TILE] and of weights.
+// Attention of a tile to the keys first .. end - 1, of which row r sees the `window` before
+// limits[r]. A row is a lane, and no step looks across lanes. q [D, TILE] is scaled by log2(e) too;
+// leaves the sums of weighted values [D, TILE] and of weights.
 template <typename T>
 void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], const int32_t* limits,
-                 const Context<T>& context, int64_t head_dim, int64_t end) {
+                 int64_t window, const Context<T>& context, int64_t head_dim, int64_t first,
+                 int64_t end) {
     alignas(CACHE_LINE) float keys[KEYS * MAX_HEAD_DIM], values[KEYS * MAX_HEAD_DIM];
     alignas(CACHE_LINE) float scores[KEYS][TILE], shrink[TILE], top[TILE];
-    std::fill(top, top + TILE, -INFINITY);
+    std::fill(top, top + TILE, NOTHING);
+    int32_t lows[TILE];
+    for (int r = 0; r < TILE; r++) lows[r] = limits[r] - int32_t(window);
     const int32_t all_see = *std::min_element(limits, limits + TILE);
-    context.go_through(0, end, [&](const Near<T>& near, int64_t start, int count) {
+    const int32_t all_see_from = *std::max_element(lows, lows + TILE);
+    context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
         const int padded = (count + BLOCK - 1) / BLOCK * BLOCK;
         for (int j = 0; j < padded; j++) {
             for (int64_t d = 0; d < head_dim; d += BLOCK) {
@@ -402,6 +415,10 @@ void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], cons
             for (int j = 0; j < count; j++)
                 for (int r = 0; r < TILE; r++)
                     scores[j][r] = start + j < limits[r] ? scores[j][r] : -INFINITY;
+        if (start < all_see_from)
+            for (int j = 0; j < count; j++)
+                for (int r = 0; r < TILE; r++)
+                    scores[j][r] = start + j >= lows[r] ? scores[j][r] : -INFINITY;
         std::copy(top, top + TILE, shrink);
         for (int j = 0; j < count; j++)
             for (int r = 0; r < TILE; r++) top[r] = scores[j][r] > top[r] ? scores[j][r] : top[r];
@@ -433,7 +450,7 @@ struct Step {
     const int32_t* merges;  // [num_merges, 3]: sequence, first slot, end slot
     State* partial;         // [slots, KVH], of keys that others will be added to
     int64_t num_tasks, num_merges, q_stride, k_stride, v_stride, table_stride, block_size;
-    int64_t q_heads, kv_heads, head_dim, threads;
+    int64_t q_heads, kv_heads, head_dim, window, threads;
     float scale;
 
     int64_t group() const { return q_heads / kv_heads; }
@@ -479,7 +496,8 @@ struct Step {
         State& state = slot < 0 ? own : partial[slot * kv_heads + kv_head];
         state.clear(head_dim);
         (rows <= 2 ? attend_few<2, T> : attend_few<4, T>)(
-            state, queries, limits, rows, context(seq, kv_head), head_dim, task[2], task[3]);
+            state, queries, limits, window, rows, context(seq, kv_head), head_dim, task[2],
+            task[3]);
         if (slot < 0) write(state, seq, kv_head);
     }
 
@@ -496,7 +514,8 @@ struct Step {
             limits[r] = limit(seq, row);
             for (int64_t d = 0; d < head_dim; d++) queries[d][r] = widen(from[d]) * (scale * LOG2E);
         }
-        attend_tile(sums, total, queries, limits, context(seq, kv_head), head_dim, task[3]);
+        attend_tile(sums, total, queries, limits, window, context(seq, kv_head), head_dim, task[2],
+                    task[3]);
         for (int64_t r = 0; r < rows; r++) {
             const float share = total[r] != 0 ? 1 / total[r] : 0;
             T* to = out + place(seq, first + r, kv_head, q_heads * head_dim);

@@ -7,13 +7,12 @@ query heads, KVH key heads, D head dimension, V tokens of the vocabulary.
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanovllm.kernels import plain
 from nanovllm.kernels.compiled import load
 from nanovllm.kernels.plain import Rope
 
@@ -24,12 +23,13 @@ HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
 # Keys of a task, where a sequence has so few queries that they fit one: long contexts are shared
 # out too, and by their own length alone, so that the sums are the same in any batch.
 SPLIT_KEYS = 1024
+NO_WINDOW = 2**31 - 1  # longer than any context
 
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 ARGUMENTS = {
     "rms_norm": "pipipppiifi",
     "silu_and_mul": "pipiii",
-    "norm_rope_store": "pippippfpppppiiiii",
+    "norm_rope_store": "pippippfpppppiiiiii",
     "attention": "p",
     "sample": "pipppppiii",
 }
@@ -38,7 +38,7 @@ STEP_POINTERS = (
 )  # fmt: skip
 STEP_INTEGERS = (
     "num_tasks", "num_merges", "q_stride", "k_stride", "v_stride", "table_stride", "block_size",
-    "q_heads", "kv_heads", "head_dim", "threads",
+    "q_heads", "kv_heads", "head_dim", "window", "threads",
 )  # fmt: skip
 
 
@@ -122,10 +122,7 @@ def norm_rope_store(
     """
     num_tokens, num_heads, head_dim = qkv.shape
     cos, sin = rope
-    if 2 * cos.shape[2] != head_dim:  # a part of each head is rotated
-        return plain.norm_rope_store(
-            qkv, num_kv_heads, rope, norms, eps, k_cache, v_cache, slot_mapping
-        )
+    assert 2 * cos.shape[2] <= head_dim
     assert qkv.dtype == k_cache.dtype == v_cache.dtype or not k_cache.numel()
     assert cos.dtype == sin.dtype == torch.float32 and slot_mapping.dtype == torch.int64
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
@@ -141,7 +138,7 @@ def norm_rope_store(
         qkv.data_ptr(), qkv.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
         _address(q_weight), _address(k_weight), eps, q.data_ptr(), k.data_ptr(),
         k_cache.data_ptr() if stores else None, v_cache.data_ptr(), slot_mapping.data_ptr(),
-        num_tokens, num_q_heads, num_kv_heads, head_dim, torch.get_num_threads(),
+        num_tokens, num_q_heads, num_kv_heads, head_dim, cos.shape[2], torch.get_num_threads(),
     )  # fmt: skip
     return q, k, qkv[:, num_q_heads + num_kv_heads :]
 
@@ -169,19 +166,34 @@ def sample(
 
 
 @dataclass(slots=True)
-class AttentionPlan:
-    """A step's attention, cut into tasks that threads take one by one.
+class Tasks:
+    """A layer's attention, cut up for threads that take one task after the other.
 
     Each row of `tasks` is a sequence, its first row (a query of a head), the first key, the end of
     the keys, and which of `num_slots` states it leaves for `merges`, or -1 if it is alone.
     """
 
-    q_ends: torch.Tensor  # [B + 1]
-    k_lens: torch.Tensor  # [B]
-    block_tables: torch.Tensor | None
     tasks: torch.Tensor  # [tasks, 5], the largest first
     merges: torch.Tensor  # [merges, 3]: a sequence, its first slot, and the end of its slots
     num_slots: int
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """A step's sequences, and the tasks of its layers: those of one window have the same."""
+
+    q_ends: torch.Tensor  # [B + 1]
+    k_lens: torch.Tensor  # [B]
+    block_tables: torch.Tensor | None
+    group: int
+    few: int  # rows of a sequence that go without tiles
+    tasks: dict[int, Tasks] = field(default_factory=dict)  # by window
+
+    def tasks_of(self, window: int) -> Tasks:
+        """The tasks of a layer, made for the first one that asks."""
+        if window not in self.tasks:
+            self.tasks[window] = _cut_up(self, window)
+        return self.tasks[window]
 
 
 def plan_attention(
@@ -191,49 +203,53 @@ def plan_attention(
     group: int,
     head_dim: int,
 ) -> AttentionPlan:
-    """Cut up the attention of sequences whose queries, `group` heads each, are their last keys."""
+    """The attention of sequences whose queries, `group` heads each, are their last keys."""
     assert q_ends.dtype == k_lens.dtype == torch.int32
     assert q_ends.is_contiguous() and k_lens.is_contiguous()
     if block_tables is not None:
         assert block_tables.dtype == torch.int32 and block_tables.stride(1) == 1
     few = _constant("few_rows") if head_dim % _constant("lanes") == 0 else 0
-    ends, lens = q_ends.tolist(), k_lens.tolist()
+    return AttentionPlan(q_ends, k_lens, block_tables, group, few)
+
+
+def _cut_up(plan: AttentionPlan, window: int) -> Tasks:
+    """Of each sequence the keys that some query sees, and nothing before them."""
+    ends, lens, group = plan.q_ends.tolist(), plan.k_lens.tolist(), plan.group
     tasks: list[tuple[int, int, int, int, int]] = []
     merges: list[tuple[int, int, int]] = []
     num_slots = 0
     for seq, num_keys in enumerate(lens):
         num_queries = ends[seq + 1] - ends[seq]
-        if num_queries * group > few:
-            tasks += _tiles(seq, num_queries, num_keys, group)
-        elif num_keys <= SPLIT_KEYS:
-            tasks.append((seq, 0, 0, num_keys, -1))
+        first = max(0, num_keys - num_queries + 1 - window)
+        if num_queries * group > plan.few:
+            tasks += _tiles(seq, num_queries, num_keys, group, window)
+        elif num_keys - first <= SPLIT_KEYS:
+            tasks.append((seq, 0, first, num_keys, -1))
         else:
-            # Each part has keys that all queries see.
-            starts = range(0, num_keys - num_queries + 1, SPLIT_KEYS)
+            starts = range(first, num_keys - num_queries + 1, SPLIT_KEYS)
             ends_of = [*starts[1:], num_keys]
             slots = range(num_slots, num_slots + len(starts))
             tasks += [(seq, 0, *part) for part in zip(starts, ends_of, slots, strict=True)]
             merges.append((seq, slots.start, slots.stop))
             num_slots = slots.stop
     tasks.sort(key=lambda task: task[2] - task[3])
-    return AttentionPlan(
-        q_ends, k_lens, block_tables, torch.tensor(tasks, dtype=torch.int32),
-        torch.tensor(merges, dtype=torch.int32), num_slots,
-    )  # fmt: skip
+    return Tasks(
+        torch.tensor(tasks, dtype=torch.int32), torch.tensor(merges, dtype=torch.int32), num_slots
+    )
 
 
 def _tiles(
-    seq: int, num_queries: int, num_keys: int, group: int
+    seq: int, num_queries: int, num_keys: int, group: int, window: int
 ) -> list[tuple[int, int, int, int, int]]:
-    """A sequence's tiles, each with the keys that its last query sees."""
+    """A sequence's tiles, each with the keys from its first query's to its last one's."""
     num_rows, tile_rows = num_queries * group, _constant("tile_rows")
     if num_keys == 0:
         return [(seq, row, 0, 0, -1) for row in range(0, num_rows, tile_rows)]
     last_rows = [min(row + tile_rows, num_rows) - 1 for row in range(0, num_rows, tile_rows)]
-    before = num_keys - num_queries
+    seen = num_keys - num_queries + 1  # by the first query, without a window
     return [
-        (seq, index * tile_rows, 0, before + last // group + 1, -1)
-        for index, last in enumerate(last_rows)
+        (seq, row, max(0, seen + row // group - window), seen + last // group, -1)
+        for row, last in zip(range(0, num_rows, tile_rows), last_rows, strict=True)
     ]
 
 
@@ -244,14 +260,14 @@ def plan_prefill(
     group: int,
     head_dim: int,
 ) -> AttentionPlan:
-    """Cut up a prefill step's attention."""
+    """A prefill step's attention."""
     return plan_attention(cu_seqlens_q, cu_seqlens_k.diff(), block_tables, group, head_dim)
 
 
 def plan_decode(
     context_lens: torch.Tensor, block_tables: torch.Tensor, group: int, head_dim: int
 ) -> AttentionPlan:
-    """Cut up a decode step's attention; rows of length 0 give zeros."""
+    """A decode step's attention; rows of length 0 give zeros."""
     q_ends = torch.arange(len(context_lens) + 1, dtype=torch.int32)
     return plan_attention(q_ends, context_lens, block_tables, group, head_dim)
 
@@ -264,14 +280,16 @@ def prefill_attention(
     v_cache: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
 
-    Scores and weights are float32. Keys and values are read once for the 16 or 32 rows of a tile.
+    With a window a query sees its own key and those right before it, so many in all. Scores and
+    weights are float32. Keys and values are read once for the 16 or 32 rows of a tile.
     """
     if plan.block_tables is not None:
-        return decode_attention(q, k_cache, v_cache, plan, scale)
-    return _attention(q, k, v, plan, 1, scale)
+        return decode_attention(q, k_cache, v_cache, plan, scale, window)
+    return _attention(q, k, v, plan, 1, scale, window)
 
 
 def decode_attention(
@@ -280,36 +298,38 @@ def decode_attention(
     v_cache: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of q [B, H, D], the last of each context; rows without one give zeros.
 
-    Bytes moved: the KV of all contexts, read in place and once.
+    Bytes moved: the KV of all contexts, or what the window shows of it, read in place and once.
     """
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    return _attention(q, k, v, plan, k_cache.shape[1], scale)
+    return _attention(q, k, v, plan, k_cache.shape[1], scale, window)
 
 
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, block_size: int,
-    scale: float,
+    scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """Of q [T, H, D]: k and v [tokens, KVH, D] are the step's own, or the cache's."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k.shape[1]
     for x in (q, k, v):
         assert x.dtype == q.dtype and x.stride(2) == 1 and x.stride(1) == head_dim
-    tables, merges = plan.block_tables, plan.merges
+    tables, reach = plan.block_tables, NO_WINDOW if window is None else window
+    cut = plan.tasks_of(reach)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial = torch.empty(
-        plan.num_slots * num_kv_heads * _constant("state_bytes"), dtype=torch.uint8
+        cut.num_slots * num_kv_heads * _constant("state_bytes"), dtype=torch.uint8
     )
     step = Step(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), plan.q_ends.data_ptr(),
-        plan.k_lens.data_ptr(), _address(tables), plan.tasks.data_ptr(), merges.data_ptr(),
-        partial.data_ptr(), len(plan.tasks), len(merges), q.stride(0), k.stride(0), v.stride(0),
+        plan.k_lens.data_ptr(), _address(tables), cut.tasks.data_ptr(), cut.merges.data_ptr(),
+        partial.data_ptr(), len(cut.tasks), len(cut.merges), q.stride(0), k.stride(0), v.stride(0),
         0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads, head_dim,
-        torch.get_num_threads(), scale,
+        reach, torch.get_num_threads(), scale,
     )  # fmt: skip
     _function("attention", q.dtype)(ctypes.addressof(step))
     return out

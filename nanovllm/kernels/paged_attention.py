@@ -25,8 +25,9 @@ class PrefillGroup:
 
     q_rows: torch.Tensor  # [B, Q] rows of q; padding repeats a row
     k_rows: torch.Tensor | None  # [B, K] rows of k where nothing is cached
-    blocks: torch.Tensor | None  # [B * ceil(K / block_size)] of the cache otherwise
+    tables: torch.Tensor | None  # [B, ceil(K / block_size)] blocks of the cache otherwise
     q_starts: torch.Tensor  # [B] position of each first query
+    k_lens: torch.Tensor  # [B]
     num_keys: int  # K
 
 
@@ -43,7 +44,7 @@ class DecodeGroup:
     """Sequences of like context lengths."""
 
     rows: torch.Tensor  # [B] rows of the batch
-    blocks: torch.Tensor  # [B * blocks each]
+    tables: torch.Tensor  # [B, blocks each]
     lens: torch.Tensor  # [B, 1] context lengths
     hidden: torch.Tensor  # [B, K] True where there is no key
 
@@ -97,15 +98,16 @@ def plan_prefill(
         real = within < lens[:, None]
         out_rows[q_rows[real]] = out[real]
         num_out += q_rows.numel()
-        blocks = None
+        tables = None
         if block_tables is not None:
-            blocks = block_tables[members, : -(-num_keys // block_size)].flatten()
+            tables = block_tables[members, : -(-num_keys // block_size)]
         groups.append(
             PrefillGroup(
                 q_rows=q_rows,
                 k_rows=q_rows if block_tables is None else None,
-                blocks=blocks,
+                tables=tables,
                 q_starts=torch.tensor([k_lens[i] - q_lens[i] for i in members], device=device),
+                k_lens=torch.tensor([k_lens[i] for i in members], device=device),
                 num_keys=num_keys,
             )
         )
@@ -124,15 +126,22 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
 
-    With a window a query sees its own key and those right before it, so many in all.
+    With a window a query sees its own key and those right before it, so many in all. Blocks that no
+    query sees are not read.
     """
     outs = []
     for group in plan.groups:
         queries = q[group.q_rows].transpose(1, 2)  # [B, H, Q, D]
+        k_starts = torch.zeros_like(group.q_starts)
         if group.k_rows is None:
-            assert group.blocks is not None
-            batch_size = len(queries)
-            keys, values = (gather_blocks(x, group.blocks, batch_size) for x in (k_cache, v_cache))
+            assert group.tables is not None
+            tables = group.tables
+            if window is not None:
+                tables, k_starts = seen_blocks(
+                    tables, group.k_lens, group.q_starts + 1 - window,
+                    window - 1 + queries.shape[2], k_cache.shape[1],
+                )  # fmt: skip
+            keys, values = (gather_blocks(x, tables) for x in (k_cache, v_cache))
         else:
             # Padding stands behind the real keys, and the causal mask hides what stands behind.
             keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))
@@ -141,7 +150,7 @@ def prefill_attention(
                 queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
             )
         else:
-            out = _attend_in_slices(queries, keys, values, group.q_starts, scale, window)
+            out = _attend_in_slices(queries, keys, values, group.q_starts, k_starts, scale, window)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
     return torch.cat(outs)[plan.out_rows]
 
@@ -151,12 +160,14 @@ def _attend_in_slices(
     keys: torch.Tensor,
     values: torch.Tensor,
     q_starts: torch.Tensor,
+    k_starts: torch.Tensor,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
     """Queries [B, H, Q, D] that start anywhere in a context, in slices that bound the mask."""
     batch_size, _, num_queries, _ = queries.shape
-    key_positions = torch.arange(keys.shape[2], device=queries.device)
+    offsets = torch.arange(keys.shape[2], device=queries.device)
+    key_positions = k_starts[:, None, None, None] + offsets  # [B, 1, 1, K]
     step = max(1, MAX_MASK_ELEMENTS // (batch_size * keys.shape[2]))
     outs = []
     for start in range(0, num_queries, step):
@@ -190,7 +201,7 @@ def plan_decode(
         groups.append(
             DecodeGroup(
                 rows=member_rows,
-                blocks=block_tables[member_rows, :num_blocks].flatten(),
+                tables=block_tables[member_rows, :num_blocks],
                 lens=member_lens,
                 hidden=keys >= member_lens,
             )
@@ -208,7 +219,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros.
 
-    With a window, to the last so many keys of it; the others are read all the same.
+    With a window, to the last so many keys of it; blocks before them are not read.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
@@ -217,11 +228,16 @@ def decode_attention(
         batch_size = len(group.rows)
         # A KV head's G queries stand as G query positions, so that its keys are read once.
         queries = q[group.rows].view(batch_size, num_kv_heads, -1, head_dim)
-        keys, values = (gather_blocks(x, group.blocks, batch_size) for x in (k_cache, v_cache))
-        hidden = group.hidden
+        tables, hidden = group.tables, group.hidden
         if window is not None:
-            positions = torch.arange(hidden.shape[1], device=hidden.device)
-            hidden = hidden | (positions < group.lens - window)
+            first_keys = group.lens - window
+            tables, starts = seen_blocks(
+                tables, group.lens[:, 0], first_keys[:, 0], window, k_cache.shape[1]
+            )
+            offsets = torch.arange(tables.shape[1] * k_cache.shape[1], device=q.device)
+            positions = starts[:, None] + offsets
+            hidden = (positions < first_keys) | (positions >= group.lens)
+        keys, values = (gather_blocks(x, tables) for x in (k_cache, v_cache))
         mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
         attended = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask[:, None, None], scale=scale
@@ -230,8 +246,26 @@ def decode_attention(
     return out
 
 
-def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, batch_size: int) -> torch.Tensor:
+def seen_blocks(
+    tables: torch.Tensor,
+    lens: torch.Tensor,
+    first_keys: torch.Tensor,
+    num_keys: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of tables [B, blocks] those with `num_keys` keys from `first_keys` [B] on.
+
+    And the positions [B] where they begin. A row's last block stands for those that it has not.
+    """
+    count = min(tables.shape[1], (num_keys - 2) // block_size + 2)  # wherever they begin
+    firsts = first_keys.clamp(min=0) // block_size
+    columns = firsts[:, None] + torch.arange(count, device=tables.device)
+    lasts = (lens[:, None] - 1) // block_size
+    return tables.gather(1, torch.minimum(columns, lasts).long()), firsts * block_size
+
+
+def gather_blocks(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Copy blocks of `cache` [N, block_size, KVH, D] into rows: [B, KVH, K, D]."""
     num_kv_heads, head_dim = cache.shape[2:]
-    rows = cache.flatten(1).index_select(0, blocks)
-    return rows.view(batch_size, -1, num_kv_heads, head_dim).transpose(1, 2)
+    rows = cache.flatten(1).index_select(0, tables.flatten())
+    return rows.view(len(tables), -1, num_kv_heads, head_dim).transpose(1, 2)

@@ -31,8 +31,8 @@ class PrefillPlan:
 
 @triton.jit
 def _fold_tiles(  # type: ignore[no-untyped-def]
-    start, stop, q, position, end, top, total, acc, k_ptr, v_ptr, table_ptr, first_key, kv_head,
-    k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2,
+    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, table_ptr, first_key,
+    kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -51,6 +51,8 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
         v_at = v_ptr + v_at[:, None] + d[None, :]
         if MASKED or D < BLOCK_D:
             loaded = (key + n < end)[:, None] & (d < D)[None, :]
+            if WINDOW:  # what no query sees may be in a block that is another's by now
+                loaded &= (key + n >= begin)[:, None]
             k = tl.load(k_at, mask=loaded, other=0.0)
             v = tl.load(v_at, mask=loaded, other=0.0)
         else:
@@ -93,11 +95,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_at, mask=real, other=0.0)
         first_position = num_keys - num_queries + tile * BLOCK_Q
         end = tl.minimum(first_position + BLOCK_Q, num_keys)
+        begin = 0
         start = 0
         seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_Q * BLOCK_G], -float("inf"), tl.float32)
         if WINDOW:
-            start = tl.maximum(first_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+            begin = tl.maximum(first_position + 1 - WINDOW, 0)
+            start = begin // BLOCK_N * BLOCK_N
             seen_by_all = start  # every tile may be at an edge of some query's window
             top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first may show it nothing
         total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
@@ -105,14 +109,14 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         table = tables_ptr + seq.to(tl.int64) * table_stride
         position = num_keys - num_queries + query
         top, total, acc = _fold_tiles(
-            start, seen_by_all, q, position, end, top, total, acc, k_ptr, v_ptr, table, first_key,
-            kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
-            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, False,
+            start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr, table,
+            first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+            num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, False,
         )  # fmt: skip
         top, total, acc = _fold_tiles(
-            seen_by_all, end, q, position, end, top, total, acc, k_ptr, v_ptr, table, first_key,
-            kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
-            scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, True,
+            seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr, table,
+            first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+            num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, True,
         )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # queries that pad may see nothing

@@ -33,7 +33,6 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int | None  # None: what the backend prefers
-    windows: bool = False  # whether some layer attends to a window of the context only
 
 
 class AttentionBackend(ABC):
@@ -44,7 +43,6 @@ class AttentionBackend(ABC):
     graph_safe: bool  # whether decode reads all that changes from device tensors
     copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
     kernels: Kernels
-    has_windows = False  # whether it takes any
 
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size or self.preferred_block_size
@@ -82,16 +80,12 @@ class PlannedBackend(AttentionBackend):
         k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
         window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if window is None:
-            return self.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale)
         return self.prefill_attention(q, k, v, k_cache, v_cache, ctx.plan, scale, window)
 
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context,
         scale: float, window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if window is None:
-            return self.decode_attention(q, k_cache, v_cache, ctx.plan, scale)
         return self.decode_attention(q, k_cache, v_cache, ctx.plan, scale, window)
 
 
@@ -102,7 +96,6 @@ class TorchBackend(PlannedBackend):
     preferred_block_size = 16
     graph_safe = False
     copied_layers = 2  # one, gathered and padded
-    has_windows = True
     kernels = PLAIN
     prefill_attention = staticmethod(paged_attention.prefill_attention)
     decode_attention = staticmethod(paged_attention.decode_attention)
@@ -157,7 +150,6 @@ class TritonBackend(PlannedBackend):
     preferred_block_size = 64
     graph_safe = True
     copied_layers = 0
-    has_windows = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)
@@ -194,7 +186,6 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash_attn"
     preferred_block_size = 256
     copied_layers = 0
-    has_windows = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)
@@ -341,8 +332,6 @@ def _probed(
     """Build, prefill and decode one token: what is installed may not work together."""
     try:
         backend = build(spec)
-        if spec.windows and not backend.has_windows:
-            raise NotImplementedError("it knows no sliding windows")
         _try_attention(backend, spec)
         if spec.device.type == "cuda":
             torch.cuda.synchronize(spec.device)

@@ -65,6 +65,12 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     experts: ExpertsConfig | None = None
 
+    @property
+    def longest_window(self) -> int | None:
+        """How many tokens back any layer attends; None if some layer attends to all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == self.num_hidden_layers else None
+
     @classmethod
     def from_dir(cls, path: Path) -> "ModelConfig":
         """Read `config.json` (and the EOS ids of `generation_config.json`) in `path`."""

@@ -1,6 +1,7 @@
 """BlockManager: who holds which block, what can be found again, and what is evicted first."""
 
 import copy
+import sys
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import xxhash
 
 from nanovllm.engine import block_manager
 from nanovllm.engine.block_manager import BlockManager, hash_block
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -28,6 +29,7 @@ def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None)
 def run(manager: BlockManager, token_ids: list[int]) -> Sequence:
     """A sequence whose tokens are all computed."""
     seq = admit(manager, token_ids)
+    assert manager.grow(seq, seq.num_tokens) == seq.num_tokens
     compute(manager, seq)
     return seq
 
@@ -437,3 +439,124 @@ def test_a_fork_without_room_changes_nothing() -> None:
     follower = Sequence(list(range(6)), SamplingParams())
     assert not manager.fork(seq, follower)
     assert snapshot(manager) == before and follower.block_table == []
+
+
+# Windows
+
+
+def windowed(num_blocks: int, window: int, block_size: int = 2) -> BlockManager:
+    return BlockManager(num_blocks, block_size, window=window)
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "num_cached", "passed"),
+    [
+        (6, 2, 6, 0),  # token 6 sees 1 and what follows: block 0 ends with it
+        (6, 2, 7, 1),  # token 7 sees 2 and what follows
+        (6, 2, 8, 1),
+        (6, 2, 9, 2),
+        (1, 1, 2, 0),  # three tokens at least: one is the next block's parent
+        (1, 1, 3, 1),
+        (1, 4, 8, 0),  # six at least
+        (1, 4, 9, 1),
+        (4096, 16, 4110, 0),
+        (4096, 16, 4111, 1),
+    ],
+)
+def test_a_block_is_given_back_early_or_late(
+    window: int, block_size: int, num_cached: int, passed: int
+) -> None:
+    """What the next token sees is kept, and what it does not see is not."""
+    manager = windowed(600, window, block_size)
+    seq = admit(manager, list(range(num_cached)))
+    table = list(seq.block_table)
+    seq.num_cached_tokens = num_cached
+    manager.pass_by(seq)
+    assert (seq.num_passed_blocks, seq.block_table) == (passed, table)
+    assert [manager.ref_counts[block] for block in table] == [
+        int(index >= passed) for index in range(len(table))
+    ]
+    manager.audit([seq.held_blocks])
+    manager.free(seq)
+    assert manager.num_free_blocks == 600 and seq.num_passed_blocks == 0
+    manager.audit([])
+
+
+def test_what_was_passed_by_is_found_until_it_is_evicted() -> None:
+    """Given back before it was published, and lost; or not evicted when its turn comes."""
+    manager = windowed(12, window=4)
+    prompt = list(range(9))
+    seq = admit(manager, prompt)
+    seq.num_cached_tokens = 9
+    manager.pass_by(seq)
+    assert (seq.num_passed_blocks, manager.num_free_blocks) == (3, 10)
+    assert num_hits(manager, prompt) == 4
+    evictors = [admit(manager, [token_id]) for token_id in range(90, 98)]
+    assert evictors[7].block_table == [2], "last first: the third of the three"
+    for evictor in evictors[:7]:
+        manager.free(evictor)
+    assert num_hits(manager, prompt) == 2
+
+
+def test_a_token_on_its_way_is_published() -> None:
+    """Its block's hash would be that of a placeholder."""
+    manager = windowed(8, window=1)
+    seq = admit(manager, list(range(5)))
+    seq.token_ids += [PENDING]
+    seq.num_pending_tokens, seq.num_cached_tokens = 1, 6
+    manager.pass_by(seq)
+    assert (seq.num_passed_blocks, seq.num_published_blocks) == (1, 2)
+    assert num_hits(manager, [*range(5), PENDING, 9]) == 2
+
+
+def test_hits_behind_the_window_are_not_taken() -> None:
+    """A pool full of hits has no room for the next block if all of them must be held."""
+    manager = windowed(8, window=4)
+    prompt = list(range(16))
+    run_and_free(manager, prompt)
+    seq = admit(manager, [*prompt, 99])
+    assert (seq.num_cached_tokens, seq.num_passed_blocks) == (16, 6)
+    assert manager.num_free_blocks == 5, "two hits and a block for the last token"
+    manager.audit([seq.held_blocks])
+    assert num_hits(manager, prompt) == 5, "a tail is evicted before its prefix"
+
+
+def test_hits_behind_the_window_count_as_used() -> None:
+    """A busy prefix that is evicted because nobody looks that far back."""
+    manager = windowed(16, window=4)
+    busy, other = list(range(12)), list(range(50, 62))
+    run_and_free(manager, busy)
+    run_and_free(manager, other)
+    seq = admit(manager, [*busy, 99])
+    for token_id in range(90, 95):
+        admit(manager, [token_id])
+    assert (num_hits(manager, [*busy, 98]), num_hits(manager, other)) == (6, 4)
+    assert seq.num_passed_blocks == 4
+
+
+def test_a_long_prompt_is_given_two_windows() -> None:
+    """All of its blocks at once, which may be more than there are."""
+    manager = windowed(20, window=8)
+    seq = admit(manager, list(range(100)))
+    assert len(seq.block_table) == 9  # 16 tokens that begin anywhere
+    assert manager.grow(seq, 24) == 24 and len(seq.block_table) == 12
+    assert manager.grow(seq, 70) == 40 and not manager.num_free_blocks
+    assert manager.grow(seq, 10) == 10
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "window", "expected"),
+    [
+        (10, 16, None, 160),
+        (3, 4, 10, 12),
+        (4, 4, 10, sys.maxsize),  # 10 tokens lie in 4 blocks at most: 1, 4, 4, 1
+        (2, 4, 1, 8),
+        (3, 4, 1, sys.maxsize),  # 6 in 3
+        (257, 16, 4096, sys.maxsize),
+        (256, 16, 4096, 4096),
+    ],
+)
+def test_longest_sequence(
+    num_blocks: int, block_size: int, window: int | None, expected: int
+) -> None:
+    assert block_manager.longest_sequence(num_blocks, block_size, window) == expected

@@ -1,7 +1,9 @@
 """Forecast: who may join, by hand and against a pool that is filled step by step."""
 
+import sys
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine import forecast
@@ -18,20 +20,23 @@ def make(num_tokens: int, more: int, known: bool = True, n: int = 1) -> Sequence
     return seq
 
 
-def running(num_tokens: int, more: int, block_size: int, known: bool = True) -> Sequence:
+def running(
+    num_tokens: int, more: int, block_size: int, known: bool = True, most: int = sys.maxsize
+) -> Sequence:
     """One that decodes: all but its last token are computed."""
     seq = make(num_tokens, more, known)
     seq.num_cached_tokens = num_tokens - 1
     seq.block_table = [0] * -(-(num_tokens - 1) // block_size)
+    seq.num_passed_blocks = max(0, len(seq.block_table) - most)
     return seq
 
 
-def blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
+def blocks(num_tokens: int, block_size: int, most: int) -> int:
+    return min(-(-num_tokens // block_size), most)
 
 
 def steps_until_full(
-    seqs: list[Sequence], joining: Sequence, num_blocks: int, block_size: int
+    seqs: list[Sequence], joining: Sequence, num_blocks: int, block_size: int, most: int
 ) -> float:
     """What really happens, one step after the other."""
     state = [(seq.num_tokens, seq.max_num_tokens) for seq in seqs]
@@ -39,7 +44,7 @@ def steps_until_full(
     step = 0
     while any(length < last for length, last in state):
         state = [(length, last) for length, last in state if length < last]
-        if sum(blocks(length, block_size) for length, _ in state) > num_blocks:
+        if sum(blocks(length, block_size, most) for length, _ in state) > num_blocks:
             return step
         state = [(length + 1, last) for length, last in state]
         step += 1
@@ -52,18 +57,24 @@ def steps_until_full(
     st.tuples(st.integers(2, 60), st.integers(1, 60)),
     st.integers(0, 60),
     st.sampled_from([1, 2, 4, 16]),
+    st.just(sys.maxsize) | st.integers(1, 20),
 )
+@example([(20, 30), (3, 50)], (40, 60), 3, 2, 9)
+@example([(2, 1)], (3, 1), 0, 1, 2)  # at its window from the start
 def test_a_forecast_of_known_lengths_errs(
-    others: list[tuple[int, int]], new: tuple[int, int], spare: int, block_size: int
+    others: list[tuple[int, int]], new: tuple[int, int], spare: int, block_size: int, most: int
 ) -> None:
-    """An end one step too early, a block too late, or a moment that is left out."""
-    seqs = [running(*lengths, block_size) for lengths in others]
+    """An end one step too early, a block too late, or a moment that is left out.
+
+    With windows a sequence grows to `most` blocks, and may have done so before.
+    """
+    seqs = [running(*lengths, block_size, most=most) for lengths in others]
     joining = make(*new)
-    taken = blocks(joining.num_tokens, block_size)
+    taken = blocks(joining.num_tokens, block_size, most)
     num_free = taken + spare
-    num_blocks = num_free + sum(len(seq.block_table) for seq in seqs)
-    ahead = Forecast(Lengths(), seqs, num_free, block_size)
-    real = steps_until_full(seqs, joining, num_blocks, block_size)
+    num_blocks = num_free + sum(len(seq.held_blocks) for seq in seqs)
+    ahead = Forecast(Lengths(), seqs, num_free, block_size, most)
+    real = steps_until_full(seqs, joining, num_blocks, block_size, most)
     assert ahead.admits(joining, taken) == (real >= forecast.WORTHWHILE[True] * joining.num_tokens)
     before = ahead.room, ahead.wanted, ahead.num_tokens[:], ahead.steps[:]
     if not ahead.admits(make(50, 60), 1000):  # a refusal changes nothing

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import make_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import HARD, SMALL_POOL, audit_at_rest, make_llm
@@ -27,14 +28,22 @@ POOLS: list[dict[str, Any]] = [
     dict(SMALL_POOL, enable_prefix_caching=False),
     dict(HARD, scheduling="mixed"),
 ]
+# For a window of 7: 9 blocks hold 18 tokens, and the longest request has 50.
+WINDOW_POOLS: list[dict[str, Any]] = [
+    dict(kvcache_block_size=2, num_kvcache_blocks=9, max_num_batched_tokens=12),
+    dict(kvcache_block_size=1, num_kvcache_blocks=20),
+    dict(kvcache_block_size=4, num_kvcache_blocks=6, scheduling="mixed"),
+]
 
 
 @pytest.fixture(scope="module")
-def pairs(model_dir: Path) -> Any:
+def pairs(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """For each pool an engine that overlaps its steps, and one that does not."""
-    options = [dict(pool, max_model_len=56) for pool in POOLS]
+    windowed = make_model(tmp_path_factory.mktemp("model"), family="Mistral", sliding_window=7)
+    kinds = [(model_dir, pool) for pool in POOLS] + [(windowed, pool) for pool in WINDOW_POOLS]
     pairs = [
-        [make_llm(model_dir, overlap=overlap, **o) for overlap in (True, False)] for o in options
+        [make_llm(path, overlap=overlap, max_model_len=56, **pool) for overlap in (True, False)]
+        for path, pool in kinds
     ]
     yield pairs
     for pair in pairs:

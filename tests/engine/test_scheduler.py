@@ -22,10 +22,11 @@ TOKEN = 50  # what the device samples if a test does not say
 serial = itertools.count(1000)
 
 
-def make_scheduler(num_blocks: int = 100, block_size: int = 4, **options: Any) -> Scheduler:
-    return Scheduler(
-        Config("m", num_kvcache_blocks=num_blocks, kvcache_block_size=block_size, **options)
-    )
+def make_scheduler(
+    num_blocks: int = 100, block_size: int = 4, window: int | None = None, **options: Any
+) -> Scheduler:
+    config = Config("m", num_kvcache_blocks=num_blocks, kvcache_block_size=block_size, **options)
+    return Scheduler(config, window)
 
 
 def fresh(num_tokens: int) -> list[int]:
@@ -375,6 +376,70 @@ def test_block_size_one() -> None:
     assert a.finish_reason == "length"
     drain(scheduler)
     assert b.output_token_ids == [TOKEN] * 5
+
+
+# Windows
+
+
+def test_a_window_is_all_that_is_held() -> None:
+    """Blocks that are kept for life: eight sequences of 200 tokens take 400, not 40."""
+    scheduler = make_scheduler(num_blocks=44, window=15)
+    seqs = [add(scheduler, fresh(8), max_model_len=200, max_tokens=192) for _ in range(8)]
+    for _ in range(150):
+        step(scheduler)
+    assert all(len(seq.held_blocks) in (4, 5) for seq in seqs)  # 15 tokens that begin anywhere
+    assert scheduler.num_preemptions == 0
+    drain(scheduler)
+    assert all(seq.num_tokens == 200 for seq in seqs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [3, 16, 1000])
+@pytest.mark.parametrize("num_blocks", [4, 5, 9])
+def test_a_request_is_longer_than_the_pool(num_blocks: int, budget: int, overlap: bool) -> None:
+    """Prompt and output pass through 4 blocks, which hold a window and the next token."""
+    scheduler = make_scheduler(num_blocks, window=10, max_num_batched_tokens=budget)
+    seqs = [add(scheduler, fresh(150), max_model_len=300, max_tokens=150) for _ in range(2)]
+    if not overlap:
+        drain(scheduler)
+    before = None
+    while not scheduler.is_finished():
+        batch = scheduler.schedule()
+        if batch is not None:
+            scheduler.advance(batch)
+            scheduler.audit()
+        if before is not None:
+            scheduler.postprocess(before, [TOKEN] * len(before.sampling_seqs))
+        before = batch
+    assert [seq.num_tokens for seq in seqs] == [300, 300]
+    assert scheduler.num_preemptions <= 1, "as many as the pool can hold run"
+
+
+def test_chunks_are_as_long_as_the_free_blocks() -> None:
+    """A prompt that gets a block a step, or that waits until all of it has room."""
+    scheduler = make_scheduler(num_blocks=12, window=9, max_num_batched_tokens=1000)
+    a = add(scheduler, fresh(100), max_model_len=101, max_tokens=1)
+    chunks = [step(scheduler)[0][1] for _ in range(3)]
+    # 12 blocks; then those that token 48 does not see, 0 to 9; then 0 to 9 of the next ones.
+    assert chunks == [48, 40, 12]
+    assert a.finish_reason == "length"
+
+
+def test_a_chunk_takes_the_blocks_of_the_last_in_order() -> None:
+    """In a mixed step those may be in the batch already: one that waits would be computed."""
+    scheduler = make_scheduler(
+        14, 1, window=5, max_num_batched_tokens=8, scheduling="mixed", enable_prefix_caching=False
+    )
+    young = [add(scheduler, [1], max_tokens=13, priority=1) for _ in range(2)]
+    step(scheduler)
+    old = add(scheduler, fresh(20), max_model_len=40, max_tokens=3)
+    for _ in range(3):
+        assert step(scheduler)[-1][0] is old
+    batch = scheduler.schedule()
+    assert [(seq, seq.num_scheduled_tokens) for seq in batch.seqs] == [(young[0], 1), (old, 5)]
+    assert batch.num_decodes == 1 and young[1].status is SequenceStatus.WAITING
+    scheduler.postprocess(batch, [TOKEN] * len(batch.sampling_seqs))
+    drain(scheduler)
 
 
 # How a request ends

@@ -44,13 +44,22 @@ def first_prompts() -> list[list[int]]:
 class Simulation:
     """A scheduler, a device that only remembers what was written where, and all the checks."""
 
-    def __init__(self, overlap: bool = False, **options: Any) -> None:
+    def __init__(self, overlap: bool = False, window: int | None = None, **options: Any) -> None:
         self.overlap = overlap
+        self.window = window or sys.maxsize
         self.on_its_way: tuple[Batch, list[int]] | None = None
         self.config = Config("m", **options)
-        self.scheduler = Scheduler(self.config)
-        self.block_size: int = options["kvcache_block_size"]
+        self.scheduler = Scheduler(self.config, window)
+        self.block_size = size = options["kvcache_block_size"]
         self.num_slots: int = options["num_kvcache_blocks"] * self.block_size
+        # With a window a sequence that decodes holds the blocks of that, and two tokens more than
+        # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
+        self.most_held, self.longest = sys.maxsize, self.num_slots
+        if window is not None:
+            kept = max(window, size + 2)
+            self.most_held = max(len({(p + i) // size for i in range(kept)}) for p in range(size))
+            if self.most_held <= options["num_kvcache_blocks"]:
+                self.longest = 4 * self.num_slots
         self.live: list[Sequence] = []  # in order of arrival
         self.tokens: dict[Sequence, list[int]] = {}  # prompt and what was sampled
         self.computed: dict[Sequence, list[int]] = {}  # and what the device has sampled already
@@ -176,9 +185,14 @@ class Simulation:
             assert all(self.scheduler.block_manager.ref_counts[block] == 1 for block in own)
 
     def check_reads(self, seq: Sequence) -> None:
-        """Each cached position holds its token, computed after just the tokens before it."""
-        for position, prefix in enumerate(self.numbered(seq)[: seq.num_cached_tokens]):
-            assert self.memory.get(self.slot(seq, position)) == prefix, (seq, position)
+        """Each cached position holds its token, computed after just the tokens before it.
+
+        As far back as the first of the scheduled tokens attends.
+        """
+        first, prefixes = max(0, seq.num_cached_tokens + 1 - self.window), self.numbered(seq)
+        assert first >= seq.num_passed_blocks * self.block_size, "what it reads is given back"
+        for position in range(first, seq.num_cached_tokens):
+            assert self.memory.get(self.slot(seq, position)) == prefixes[position], (seq, position)
 
     def check_writes(self, batch: Batch) -> None:
         """No slot is written twice, none that others read, none that could be found as a hit."""
@@ -186,7 +200,7 @@ class Simulation:
         slots = [slot for seq in batch.seqs for slot in self.written(seq)]
         assert len(set(slots)) == len(slots)
         for block in {block for block, _ in slots}:
-            shared = sum(block in follower.block_table for _, follower in batch.forks)
+            shared = sum(block in follower.held_blocks for _, follower in batch.forks)
             assert manager.ref_counts[block] == 1 + shared  # they read it in later steps
             assert manager.hashes[block] is None
 
@@ -203,6 +217,7 @@ class Simulation:
         for seq in self.live:
             assert seq.token_ids[: seq.num_known_tokens] == self.tokens[seq]
             assert self.overlap or not seq.num_pending_tokens
+            assert seq.num_uncached_tokens > 1 or len(seq.held_blocks) <= self.most_held
         manager = scheduler.block_manager
         assert sum(count > 0 for count in manager.ref_counts) + manager.num_free_blocks == (
             manager.num_blocks
@@ -299,6 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 40),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
+        window=st.one_of(st.none(), st.integers(1, 20)),
         scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
     )
     def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
@@ -312,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         origin=st.integers(0, 20),
         keep=st.integers(0, 40),
         more=st.lists(st.integers(0, 1), max_size=6),
-        max_model_len=st.integers(2, 80),
+        max_model_len=st.integers(2, 120),
         params=st.fixed_dictionaries(
             {
                 "max_tokens": st.integers(1, 60),
@@ -332,7 +348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         params: dict[str, Any],
     ) -> None:
-        max_model_len = min(max_model_len, self.simulation.num_slots)
+        max_model_len = min(max_model_len, self.simulation.longest)
         tokens = self.prompts[origin % len(self.prompts)][:keep] + more or [0]
         for _ in range(copies):
             self.simulation.add(tokens[: max_model_len - 1], max_model_len, **params)
@@ -382,9 +398,10 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
         max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
         enable_prefix_caching=rng.random() < 0.9,
         overlap=rng.random() < 0.5,
+        window=rng.choice([None, rng.randint(1, 12), rng.randint(1, 60)]),
         scheduling=rng.choice(["prefill-first", "mixed"]),
     )
-    num_slots = simulation.num_slots
+    num_slots = simulation.longest
     prompts = first_prompts()
     arrivals, num_tokens = rng.choice([0.05, 0.2, 0.5]), rng.choice([2, 2, NUM_TOKENS])
     samples, priorities = rng.choice([[1], [1, 3]]), rng.choice([[0], [0, 1, -1]])

@@ -90,6 +90,8 @@ class Paged:
             slots = (blocks[row][:, None] * size + torch.arange(size)).flatten()[:n]
             keys_values = torch.randn(2, n, *kv, device=device).to(shape.dtype)
             self.caches.flatten(1, 2)[:, slots.to(device)] = keys_values
+            if shape.window:  # a block that no query sees has been given back
+                self.tables[row, : max(0, n - new + 1 - shape.window) // size] = order[-1]
             if shape.queries:
                 self.k[end - new : end], self.v[end - new : end] = keys_values[:, n - new :]
         self.tables = self.tables.to(device)

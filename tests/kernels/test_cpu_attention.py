@@ -32,7 +32,9 @@ class Compiled(Paged):
 
     def decode(self) -> torch.Tensor:
         plan = cpu_kernels.plan_decode(self.lens, self.tables, *self.heads())
-        out = cpu_kernels.decode_attention(self.q, *self.caches, plan, self.shape.scale)
+        out = cpu_kernels.decode_attention(
+            self.q, *self.caches, plan, self.shape.scale, self.shape.window
+        )
         assert not out.isnan().any(), "read what is nobody's, or left a result out"
         return out
 
@@ -44,7 +46,9 @@ class Compiled(Paged):
             keys = (unread, unread, *self.caches)
         else:
             keys = (self.k, self.v, torch.empty(0), torch.empty(0))
-        return cpu_kernels.prefill_attention(self.q, *keys, plan, self.shape.scale)
+        return cpu_kernels.prefill_attention(
+            self.q, *keys, plan, self.shape.scale, self.shape.window
+        )
 
 
 HEADS = dict(
@@ -54,6 +58,7 @@ HEADS = dict(
     block_size=st.sampled_from([1, 2, 7, 16, 48, 256]),
     dtype=st.sampled_from([FP32, FP32, BF16]),
     strided=st.booleans(),
+    window=st.none() | st.integers(1, 40) | st.integers(1, 300),
     seed=st.integers(0, 2**31),
 )
 SPLITS = st.sampled_from([5, 32, 100, 1024])
@@ -64,6 +69,9 @@ SPLITS = st.sampled_from([5, 32, 100, 1024])
 @example(Shape([0, 1, 31, 32, 33, 64, 65], block_size=1), 1024)
 @example(Shape([700, 0, 40], group=16, dtype=BF16), 32)
 @example(Shape([200], group=24, head_dim=256), 32)
+@example(Shape([700, 0, 40, 31, 33], window=33, block_size=1), 1024)
+@example(Shape([700, 64, 65], group=24, window=1, block_size=7), 32)
+@example(Shape([700, 64, 65], group=2, window=100), 32)
 def test_decode_differs_from_its_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "SPLIT_KEYS", split)
@@ -84,6 +92,8 @@ def prefills(draw: st.DrawFn, cached: bool) -> Shape:
 @given(prefills(cached=False))
 @example(Shape([1], [1], 1, 1, 8))
 @example(Shape([200, 1, 65, 64, 33], [200, 1, 65, 64, 33], group=7, dtype=BF16))
+@example(Shape([200, 1, 65, 64, 33], [200, 1, 65, 64, 33], window=1))
+@example(Shape([200, 1, 65, 64, 33], [200, 1, 65, 64, 33], group=7, window=33))
 def test_fresh_prefill_differs_from_its_twin(shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, False, "cpu", Compiled)
 
@@ -91,6 +101,8 @@ def test_fresh_prefill_differs_from_its_twin(shape: Shape) -> None:
 @SETTINGS
 @given(prefills(cached=True), SPLITS)
 @example(Shape([97, 200, 31, 33, 153], [1, 200, 16, 17, 3], group=8, head_dim=128), 32)
+@example(Shape([97, 200, 31, 33, 153], [1, 200, 16, 17, 3], block_size=1, window=9), 5)
+@example(Shape([200], [16], group=1, window=2), 5)  # parts of which a query sees nothing
 @example(Shape([40], [8], group=2), 5)  # as many rows as go without a tile
 @example(Shape([40], [9], group=2), 5)
 def test_chunks_and_prefixes_differ_from_their_twin(shape: Shape, split: int) -> None:
@@ -99,12 +111,15 @@ def test_chunks_and_prefixes_differ_from_their_twin(shape: Shape, split: int) ->
         assert_prefills_as_its_twin(shape, True, "cpu", Compiled)
 
 
+@pytest.mark.parametrize("window", [None, 1500])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("group", [2, 16, 24])
-def test_neighbours_or_threads_change_a_decode(group: int, dtype: torch.dtype) -> None:
+def test_neighbours_or_threads_change_a_decode(
+    group: int, dtype: torch.dtype, window: int | None
+) -> None:
     """To the last bit: 2,500 keys are split where the sequence is alone too, on one thread too."""
     contexts = [1, 2500, 33, 0, 1024, 1025, 64]
-    paged = Compiled(Shape(contexts, group=group, dtype=dtype), "cpu")
+    paged = Compiled(Shape(contexts, group=group, dtype=dtype, window=window), "cpu")
     together = paged.decode()
     torch.set_num_threads(2)
     assert torch.equal(paged.decode(), together)
@@ -117,10 +132,11 @@ def test_neighbours_or_threads_change_a_decode(group: int, dtype: torch.dtype) -
         assert torch.equal(alone.decode(), together[row : row + 1])
 
 
+@pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_where_a_chunk_begins_changes_its_attention(dtype: torch.dtype) -> None:
+def test_where_a_chunk_begins_changes_its_attention(dtype: torch.dtype, window: int | None) -> None:
     """A lane of a tile never looks at another: chunks of one prompt agree to the last bit."""
-    whole = Compiled(Shape([300], [300], group=4, dtype=dtype), "cpu")
+    whole = Compiled(Shape([300], [300], group=4, dtype=dtype, window=window), "cpu")
     expected = whole.prefill(use_cache=True)
     assert torch.equal(whole.prefill(use_cache=False), expected)
     for start in (0, 7, 130, 295):

@@ -29,6 +29,7 @@ from nanovllm.kernels.paged_attention import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HUGE = 1e30
+GONE = 2**31 - 1  # no block has this number: to read it is an error
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -95,6 +96,7 @@ class Paged:
         self.block_tables = torch.full((len(counts), max(*counts, 1)), order[-1], dtype=torch.int32)
         self.keys, self.values = [], []
         for row, (total, count) in enumerate(zip(self.totals, counts, strict=True)):
+            cached = shape.lens[row][0]
             table = torch.tensor([order.pop(0) for _ in range(count)], dtype=torch.int32)
             self.block_tables[row, :count] = table
             self.keys.append(torch.randn(total, *kv))
@@ -103,6 +105,9 @@ class Paged:
                 at = int(table[position // size]), position % size
                 self.k_cache[at] = self.keys[-1][position]
                 self.v_cache[at] = self.values[-1][position]
+            if shape.window:  # a block that no query sees has been given back
+                passed = max(0, cached + 1 - shape.window) // size
+                self.block_tables[row, :passed] = GONE
         num_queries = sum(new for _, new in shape.lens)
         self.q = torch.randn(num_queries, shape.num_heads, shape.head_dim)
 
@@ -283,7 +288,7 @@ def test_grouping_loses_a_sequence_or_pads_too_much(lengths: list[tuple[int, int
 
 def test_gathered_blocks_stand_in_another_order() -> None:
     cache = torch.arange(5 * 2 * 3 * 4.0).view(5, 2, 3, 4)
-    rows = gather_blocks(cache, torch.tensor([4, 0, 2, 2]), 2)
+    rows = gather_blocks(cache, torch.tensor([[4, 0], [2, 2]]))
     assert rows.shape == (2, 3, 4, 4)  # [B, KVH, K, D]
     assert torch.equal(rows[0, 1], torch.cat([cache[4, :, 1], cache[0, :, 1]]))
     assert torch.equal(rows[1, 2], torch.cat([cache[2, :, 2], cache[2, :, 2]]))

@@ -22,7 +22,6 @@ from nanovllm.layers.attention_backends import (
     BUILDERS,
     AttentionSpec,
     TorchBackend,
-    TritonBackend,
     get_backend,
 )
 
@@ -179,15 +178,6 @@ def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(prefill_attention, "prefill_attention", broken)
     with pytest.raises(ValueError, match=r"CompilationError: at 2:.*foo is not defined"):
         get_backend("triton", spec(kernel_device))
-
-
-def test_backend_without_windows_attends_to_everything(
-    kernel_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TritonBackend, "has_windows", False)
-    assert get_backend("triton", spec(kernel_device)).name == "triton"
-    with pytest.raises(ValueError, match=r"attention_backend='triton'.* knows no sliding windows"):
-        get_backend("triton", spec(kernel_device, windows=True))
 
 
 def test_choice_is_not_in_the_log(

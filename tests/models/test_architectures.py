@@ -245,7 +245,9 @@ def test_window_is_in_other_layers(
 ) -> None:
     raw = PUBLISHED["Qwen3-30B-A3B"][0] | dict(num_hidden_layers=4, max_window_layers=28)
     raw |= {"architectures": [architecture], **fields}
-    assert read(tmp_path, raw).sliding_windows == expected
+    config = read(tmp_path, raw)
+    assert config.sliding_windows == expected
+    assert config.longest_window == (None if None in expected else 64)
 
 
 # Experts

@@ -1,0 +1,170 @@
+"""Models all of whose layers have a window: what it has passed by is given back, and not read."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from reference import (
+    Case,
+    assert_same,
+    audit_at_rest,
+    generate,
+    make_case,
+    make_crowd,
+    make_llm,
+    make_prompts,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
+
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
+
+WINDOW = 21
+# 21 tokens lie in 6 blocks of 4 at most; the longest request has 224 tokens, which 56 hold.
+TINY: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=6)
+SMALL: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=18)
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "tiny pool": TINY,
+    "tiny pool, plain PyTorch": dict(TINY, attention_backend="torch"),
+    "tiny pool, budget 5": dict(TINY, max_num_batched_tokens=5),
+    "tiny pool, overlap": dict(TINY, overlap=True),
+    "tiny pool, overlap, no prefix cache": dict(TINY, overlap=True, enable_prefix_caching=False),
+    "small pool": SMALL,
+    "small pool, plain PyTorch": dict(SMALL, attention_backend="torch"),
+    "small pool, budget 16": dict(SMALL, max_num_batched_tokens=16),
+    "small pool, budget 16, plain PyTorch": dict(
+        SMALL, max_num_batched_tokens=16, attention_backend="torch"
+    ),
+    "small pool, overlap": dict(SMALL, overlap=True),
+    "small pool, mixed": dict(SMALL, scheduling="mixed", max_num_batched_tokens=30),
+    "small pool, mixed, overlap": dict(
+        SMALL, scheduling="mixed", max_num_batched_tokens=30, overlap=True
+    ),
+    "blocks of 1": dict(kvcache_block_size=1, num_kvcache_blocks=60, max_num_batched_tokens=32),
+    "blocks of 1, tiny pool": dict(kvcache_block_size=1, num_kvcache_blocks=21),
+    "blocks of 16": dict(kvcache_block_size=16, num_kvcache_blocks=6, max_num_batched_tokens=50),
+    "blocks of 32, more than a window": dict(
+        kvcache_block_size=32, num_kvcache_blocks=3, max_num_batched_tokens=50
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Prompts of up to 200 tokens, and 24 more."""
+    path = tmp_path_factory.mktemp("windows")
+    make_model(path, family="Mistral", seed=1, sliding_window=WINDOW, num_hidden_layers=3)
+    return make_case(path, make_prompts())
+
+
+def pool_tokens(llm: LLM) -> int:
+    return llm.scheduler.num_blocks * llm.scheduler.block_size
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_passing_blocks_by_changes_the_output_with(name: str, case: Case) -> None:
+    """The longest requests are two to nine times as long as the pool."""
+    with make_llm(case.path, **SCENARIOS[name]) as llm:
+        assert llm.config.max_model_len == 512 and pool_tokens(llm) <= 96
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(attention_backend="torch")])
+def test_passing_blocks_by_changes_the_output_on_a_device(
+    options: dict[str, Any], case: Case
+) -> None:
+    """Where steps overlap and tables stay: a block is another's while its number still stands."""
+    with make_llm(case.path, device="cuda", **SMALL, **options) as llm:
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
+def test_preemptions_change_the_output(options: dict[str, Any], case: Case) -> None:
+    """Sequences that start over, within their window and behind it."""
+    crowd = make_case(case.path, make_crowd())
+    with make_llm(case.path, **SMALL, **options, max_num_batched_tokens=64) as llm:
+        assert_same(generate(llm, crowd), crowd.expected)
+        assert llm.scheduler.num_preemptions >= 100
+        audit_at_rest(llm)
+
+
+def test_a_hit_behind_the_window_changes_the_output(case: Case) -> None:
+    """In a pool for all of it, where blocks that were given back are found."""
+    with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=3000) as llm:
+        for cached in (False, True):
+            outputs = generate(llm, case)
+            assert_same(outputs, case.expected)
+            if cached:
+                expected = [(len(prompt) - 1) // 4 * 4 for prompt in case.prompts]
+                assert [out["num_cached_tokens"] for out in outputs] == expected
+            audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("options", [SMALL, dict(SMALL, overlap=True, max_num_batched_tokens=16)])
+def test_samples_of_a_prompt_differ(options: dict[str, Any], case: Case) -> None:
+    """They share what the window shows of the prompt, and copy its last block."""
+    order = sorted(range(len(case.prompts)), key=lambda index: -len(case.prompts[index]))[:20]
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=3)] * len(order)
+    with make_llm(case.path, **options) as llm:
+        outputs = llm.generate([case.prompts[index] for index in order], params, use_tqdm=False)
+        for index, out in zip(order, outputs, strict=True):
+            assert [sample["token_ids"] for sample in out["outputs"]] == [case.tokens[index]] * 3
+        audit_at_rest(llm)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("budget", [16, 16384])
+def test_a_block_that_was_given_back_is_read(budget: int, case: Case) -> None:
+    """All that is free is NaN, in every step: a weight of 0 would give it away too."""
+    options = dict(SMALL, enable_prefix_caching=False, attention_backend="cpu")
+    with make_llm(case.path, **options, max_num_batched_tokens=budget) as llm:
+        launch, pool = llm._runner.launch, llm._runner.pool
+
+        def poisoning(batch: Batch, last: Any) -> Any:
+            free = list(llm.scheduler.block_manager.free_queue)
+            with torch.inference_mode():
+                assert pool.cache is not None
+                pool.cache[:, :, free] = torch.nan
+            return launch(batch, last)
+
+        llm._runner.launch = poisoning  # type: ignore[method-assign]
+        assert_same(generate(llm, case), case.expected)
+
+
+def test_what_is_held_grows_with_the_context(case: Case) -> None:
+    """Four sequences of 400 tokens: a window each, not 100 blocks."""
+    params = SamplingParams(temperature=0, max_tokens=390, ignore_eos=True)
+    with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=400) as llm:
+        for start in range(4):
+            llm.add_request([start] * 10, params)
+        used = []
+        while not llm.is_finished():
+            llm.step()
+            used.append(llm.stats()["blocks_used"])
+        assert max(used) == 4 * 6
+
+
+def test_a_pool_smaller_than_the_window_bounds_the_length(case: Case) -> None:
+    """Five blocks hold 20 tokens, of which each would be seen by all others."""
+    with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=5) as llm:
+        assert llm.config.max_model_len == 20
+        (out,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=99, ignore_eos=True))
+        assert len(out["token_ids"]) == 17
+    with pytest.raises(ValueError, match=re.escape("max_model_len=21 does not fit")):
+        make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=5, max_model_len=21)
+
+
+def test_one_layer_sees_everything(tmp_path: Path) -> None:
+    """Blocks that one layer's window has passed by are another's context."""
+    kinds = ["sliding_attention", "full_attention"]
+    make_model(tmp_path, use_sliding_window=True, sliding_window=WINDOW, layer_types=kinds)
+    with make_llm(tmp_path, **SMALL) as llm:
+        assert llm.config.max_model_len == pool_tokens(llm) == 72
