@@ -4,12 +4,18 @@ It knows what a block takes and which layers read it; how many blocks there may 
 the runner.
 """
 
+import dataclasses
+import logging
 import math
 
 import numpy as np
 import torch
 
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import longest_sequence
 from nanovllm.layers.attention import Attention
+
+logger = logging.getLogger("nanovllm")
 
 GIB = 1 << 30
 CACHE_LINE = 64
@@ -74,3 +80,30 @@ class KVPool:
         memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
         start = -memory.ctypes.data % CACHE_LINE
         return torch.from_numpy(memory[start : start + num_bytes]).view(self.dtype).view(shape)
+
+
+def settle_lengths(
+    config: Config, pool: KVPool, num_blocks: int, max_positions: int, window: int | None
+) -> Config:
+    """The Config with `num_blocks` and a `max_model_len` of which they hold any one sequence."""
+    block_size = pool.block_size
+    capacity = num_blocks * block_size
+    longest = longest_sequence(num_blocks, block_size, window)
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} does not fit: the KV pool holds {capacity}"
+            f" tokens ({num_blocks} blocks of {block_size})"
+        )
+    if capacity < 2:
+        raise ValueError("the KV pool holds 1 token; a request needs 2: raise num_kvcache_blocks")
+    max_model_len = min(max_positions, longest)
+    if max_model_len < max_positions:
+        logger.warning(
+            "max_model_len is %d, what the KV pool holds; the model's own is %d",
+            max_model_len, max_positions,
+        )  # fmt: skip
+    logger.info(
+        "KV cache: %d tokens in %d blocks of %d, %.2f GiB",
+        capacity, num_blocks, block_size, num_blocks * pool.block_bytes / GIB,
+    )  # fmt: skip
+    return dataclasses.replace(config, max_model_len=max_model_len, num_kvcache_blocks=num_blocks)

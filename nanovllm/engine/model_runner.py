@@ -14,7 +14,6 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import longest_sequence
 from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
 from nanovllm.engine.inputs import (
@@ -25,7 +24,7 @@ from nanovllm.engine.inputs import (
     upload,
     warmup_inputs,
 )
-from nanovllm.engine.kv_pool import GIB, KVPool
+from nanovllm.engine.kv_pool import GIB, KVPool, settle_lengths
 from nanovllm.engine.launched import Launched
 from nanovllm.engine.logprobs import (
     Telling,
@@ -125,7 +124,13 @@ class ModelRunner:
             self.workers.connect()
         with self.computing():
             num_blocks = self.config.num_kvcache_blocks or self._fit_kv_blocks()
-            self.config = self._settle(num_blocks)
+            self.config = settle_lengths(
+                self.config,
+                self.pool,
+                num_blocks,
+                self.max_positions,
+                self.model_config.longest_window,
+            )
             self.pool.allocate(num_blocks)
             if self.device.type == "cuda":
                 self._warm_up()  # what is too large, or must be compiled, shows here
@@ -378,34 +383,6 @@ class ModelRunner:
         self.pool.release()
         torch.cuda.empty_cache()
         return before - after
-
-    def _settle(self, num_blocks: int) -> Config:
-        """The Config with everything settled; the pool can hold any one sequence."""
-        config = self.config
-        capacity = num_blocks * self.block_size
-        longest = longest_sequence(num_blocks, self.block_size, self.model_config.longest_window)
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise ValueError(
-                f"max_model_len={config.max_model_len} does not fit: the KV pool holds {capacity}"
-                f" tokens ({num_blocks} blocks of {self.block_size})"
-            )
-        if capacity < 2:
-            raise ValueError(
-                "the KV pool holds 1 token; a request needs 2: raise num_kvcache_blocks"
-            )
-        max_model_len = min(self.max_positions, longest)
-        if max_model_len < self.max_positions:
-            logger.warning(
-                "max_model_len is %d, what the KV pool holds; the model's own is %d",
-                max_model_len, self.max_positions,
-            )  # fmt: skip
-        logger.info(
-            "KV cache: %d tokens in %d blocks of %d, %.2f GiB",
-            capacity, num_blocks, self.block_size, num_blocks * self.pool.block_bytes / GIB,
-        )  # fmt: skip
-        return dataclasses.replace(
-            config, max_model_len=max_model_len, num_kvcache_blocks=num_blocks
-        )
 
     @property
     def _uses_graphs(self) -> bool:
