@@ -221,7 +221,9 @@ class ModelRunner:
         torch.set_default_dtype(self.dtype)
         try:
             with self.device, torch.inference_mode(False):
-                model = CausalLM(self.model_config, self.max_positions, self.ranks)
+                model = CausalLM(
+                    self.model_config, self.max_positions, self.ranks, config.enable_expert_parallel
+                )
         finally:
             torch.set_default_dtype(previous)
         with torch.no_grad():
