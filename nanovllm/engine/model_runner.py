@@ -241,6 +241,8 @@ class ModelRunner:
                     module.backend = self.backend
                 elif isinstance(module, RMSNorm | SiluAndMul | Experts):
                     module.kernels = self.backend.kernels
+                    if isinstance(module, Experts):
+                        module.pack()
         return model.eval()
 
     def _forward(self, inputs: StepInputs, input_ids: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from nanovllm.kernels import plain
+from nanovllm.kernels.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.linear import WHOLE, Loaded, check_shape, copy_into
 from nanovllm.utils.ranks import ALONE, Ranks
@@ -37,10 +39,13 @@ class Experts(nn.Module):
         self.inside = everything if whole else ranks.share(intermediate_size)
         num_held = self.held.stop - self.held.start
         size = self.inside.stop - self.inside.start
-        self.gate_up_proj = nn.Parameter(
+        self.gate_up_proj: nn.Parameter | None = nn.Parameter(
             torch.empty(num_held, 2 * size, hidden_size), requires_grad=False
         )
-        self.down_proj = nn.Parameter(torch.empty(num_held, hidden_size, size), requires_grad=False)
+        self.down_proj: nn.Parameter | None = nn.Parameter(
+            torch.empty(num_held, hidden_size, size), requires_grad=False
+        )
+        self.packed: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def parts(self, name: str) -> list[str]:
         """What checkpoints have for the parameter `name`, by `shard_id`."""
@@ -85,13 +90,34 @@ class Experts(nn.Module):
                 rows = slice(above + self.inside.start, above + self.inside.stop)
                 copy_into(half, loaded, shape, (self.held, rows))
 
+    def pack(self) -> None:
+        """Trade the weights for copies in oneDNN's blocked layout, where the plain loop runs.
+
+        Peak memory: each of the two parameters twice, for as long as it is copied.
+        """
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if gate_up is None or down is None:
+            return
+        if self.kernels.experts is plain.experts and can_pack(down):
+            packed = [pack(weight) for weight in gate_up]
+            self.gate_up_proj = gate_up = None
+            self.packed = packed, [pack(weight) for weight in down]
+            self.down_proj = None
+
     def forward(
         self, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
         """Of each row of x, the sum of its experts' outputs [T, K] by their shares [T, K]."""
         if self.held.start:
             expert_ids = expert_ids - self.held.start
-        out = self.kernels.experts(
-            x, self.gate_up_proj, self.down_proj, expert_ids, shares, self.num_experts
-        )
+        if self.packed is not None:
+            gate_up, down = self.packed
+            out = plain.experts(
+                x, gate_up, down, expert_ids, shares, self.num_experts, packed_linear
+            )
+        else:
+            assert self.gate_up_proj is not None and self.down_proj is not None
+            out = self.kernels.experts(
+                x, self.gate_up_proj, self.down_proj, expert_ids, shares, self.num_experts
+            )
         return self.ranks.all_reduce(out)
