@@ -3,7 +3,7 @@
 On a device, or interpreted where there is none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -217,12 +217,13 @@ def test_tiles_do_not_cover_the_pairs(
 
 
 @pytest.mark.cuda
-def test_a_graph_replays_the_experts_of_its_capture() -> None:
+@pytest.mark.parametrize("above", [0, 100])
+def test_a_graph_replays_the_experts_of_its_capture(above: int) -> None:
     """Other rows go to other experts: what is replayed must look again."""
     from nanovllm.kernels.experts import experts
 
-    first = make(Shape(16, 8, 128, 2048, 768, torch.bfloat16), "cuda")
-    other = make(Shape(16, 8, 128, 2048, 768, torch.bfloat16, seed=1), "cuda")
+    shape = Shape(16, 8, 128, 2048, 768, torch.bfloat16, above=above)
+    first, other = make(shape, "cuda"), make(replace(shape, seed=1), "cuda")
     static = [t.clone() for t in first[:-1]]
     experts(*static, 128)
     torch.cuda.synchronize()
