@@ -16,6 +16,7 @@ from nanovllm.kernels import decode_attention as decode
 from nanovllm.kernels import paged_attention, plain
 from nanovllm.kernels import prefill_attention as prefill
 from nanovllm.kernels.common import INTERPRETED
+from nanovllm.kernels.experts import experts
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.sample import sample
@@ -210,6 +211,30 @@ def silu_and_mul_point(num_tokens: int, size: int) -> Point:
     return Point(f"{num_tokens} x {size}", make, 3 * num_tokens * size * ITEMSIZE)
 
 
+def experts_point(
+    num_tokens: int, num_here: int, num_experts: int, hidden: int, inside: int
+) -> Point:
+    """Each token takes a sixteenth of all experts, of which the first are here.
+
+    Floor: the weights of those that are taken once, and a row in and out for each token.
+    """
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(0))
+    shares, ids = scores.softmax(-1).topk(num_experts // 16)
+    here = ids[ids < num_here]
+
+    def make() -> Calls:
+        gate_up = normal(num_here, 2 * inside, hidden).mul_(hidden**-0.5)
+        down = normal(num_here, hidden, inside).mul_(inside**-0.5)
+        taken = (ids.to(DEVICE), shares.to(DEVICE), num_experts)
+        x = (normal(num_tokens, hidden), gate_up, down, *taken)
+        return {"ours": partial(experts, *x), "twin": partial(plain.experts, *x)}
+
+    weights = 3 * hidden * inside
+    num_bytes = (len(here.unique()) * weights + 2 * num_tokens * hidden) * ITEMSIZE
+    name = f"{num_tokens} tokens, {num_here} of {num_experts} here"
+    return Point(name, make, num_bytes, flops=2 * len(here) * weights, twin_syncs=True)
+
+
 def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
     """The twin is what it takes the place of: PyTorch's norms and rotations, the Triton store."""
 
@@ -285,6 +310,10 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
     "add_rms_norm": (partial(norm_point, add_rms_norm, plain.add_rms_norm, 2), NORMS, [(3, 1024)]),
     "silu_and_mul": (
         silu_and_mul_point, [(n, size) for size in (3072, 12288) for n in TOKENS], [(3, 3072)],
+    ),
+    "experts": (
+        experts_point, [(n, here, 128, 2048, 768) for here in (128, 16) for n in TOKENS],
+        [(5, 32, 32, 64, 32), (5, 20, 32, 64, 32)],
     ),
     "norm_rope_store": (
         norm_rope_store_point, [(n, heads) for heads in HEADS for n in TOKENS], [(2, 16)],

@@ -51,6 +51,7 @@ class Config:
     gpu_memory_utilization: float = 0.9
     cpu_kvcache_gib: float = 4.0
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int | None = None
     num_kvcache_blocks: int | None = None
@@ -66,6 +67,7 @@ class Config:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("scheduling", self.scheduling, SCHEDULINGS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_bool("enable_expert_parallel", self.enable_expert_parallel)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.overlap is not None:

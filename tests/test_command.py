@@ -186,6 +186,8 @@ def test_info_loads_weights(capsys: Any, tmp_path: Path) -> None:
     assert info["kv_bytes_per_token"] == 2 * 4 * 2 * 64 * 4
     free = int(8 * 2**30 * 0.9) - info["weight_bytes"]
     assert info["kv_tokens_by_gib"]["8"] == free // info["kv_bytes_per_token"]
+    status, text, _ = in_process(capsys, *argv, "--enable-expert-parallel")
+    assert status == 1 and "not supported: enable_expert_parallel=True" in text
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Other"]}))
     status, _, error = in_process(capsys, *argv)
     assert status == 1 and "architecture 'Other' is not supported" in error

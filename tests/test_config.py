@@ -43,6 +43,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     ),
     "cpu_kvcache_gib": (">= 0.0", [(-0.1, ValueError), *FLOATS]),
     "tensor_parallel_size": ("in [1, 8]", [*INT_FROM_1, (9, ValueError), (None, TypeError)]),
+    "enable_expert_parallel": ("True or False", BOOLS),
     "enforce_eager": ("True or False", BOOLS),
     "kvcache_block_size": (">= 1", INT_FROM_1),
     "num_kvcache_blocks": (">= 1", INT_FROM_1),
@@ -186,9 +187,9 @@ def test_defaults() -> None:
         "model": "some/model", "tokenizer": None, "device": "auto", "dtype": "auto",
         "load_format": "auto", "max_num_batched_tokens": 16384, "max_num_seqs": 512,
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
-        "tensor_parallel_size": 1, "enforce_eager": False, "kvcache_block_size": None,
-        "num_kvcache_blocks": None, "attention_backend": "auto", "enable_prefix_caching": True,
-        "scheduling": "prefill-first", "overlap": None, "seed": 0,
+        "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
+        "kvcache_block_size": None, "num_kvcache_blocks": None, "attention_backend": "auto",
+        "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None, "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected
 

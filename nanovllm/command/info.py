@@ -86,7 +86,7 @@ def _backend(
         config.kvcache_block_size,
     )  # fmt: skip
     try:
-        model.check_parallel_size(config.tensor_parallel_size)
+        model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
         return get_backend(config.attention_backend, spec).name, None
     except ValueError as error:
         return None, str(error)

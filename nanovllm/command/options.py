@@ -31,6 +31,7 @@ HELP = {
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "cpu_kvcache_gib": "size of the KV pool on a CPU",
     "tensor_parallel_size": "GPUs, or processes on a CPU, that share the model out",
+    "enable_expert_parallel": "each of them holds whole experts, not a part of each",
     "enforce_eager": "no CUDA graphs",
     "kvcache_block_size": "tokens in a KV block; none: the backend's",
     "num_kvcache_blocks": "size of the KV pool in blocks; none: what fits",

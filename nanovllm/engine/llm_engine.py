@@ -89,7 +89,9 @@ class LLMEngine:
         config = Config.from_options(model, options)
         path = resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(path)
-        self.model_config.check_parallel_size(config.tensor_parallel_size)
+        self.model_config.check_parallel_size(
+            config.tensor_parallel_size, config.enable_expert_parallel
+        )
         self.tokenizer = load_tokenizer(config.tokenizer, path)
         self._runner = start_runner(config, self.model_config, path)
         self._finalizer = weakref.finalize(self, self._runner.close)

@@ -232,7 +232,9 @@ class ModelRunner:
         torch.set_default_dtype(self.dtype)
         try:
             with self.device, torch.inference_mode(False):
-                model = CausalLM(self.model_config, self.max_positions, self.ranks)
+                model = CausalLM(
+                    self.model_config, self.max_positions, self.ranks, config.enable_expert_parallel
+                )
         finally:
             torch.set_default_dtype(previous)
         with torch.no_grad():
@@ -250,6 +252,8 @@ class ModelRunner:
                     module.backend = self.backend
                 elif isinstance(module, RMSNorm | SiluAndMul | Experts):
                     module.kernels = self.backend.kernels
+                    if isinstance(module, Experts):
+                        module.pack()
         return model.eval()
 
     def _forward(self, inputs: StepInputs, input_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -29,7 +29,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """`x @ weight.T + bias` for a weight from `pack`. Reads each weight once."""
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out

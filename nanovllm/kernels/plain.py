@@ -4,6 +4,9 @@ It is also what runs where there are none, so it is written for the CPU. T token
 tokens of the vocabulary, H query heads, KVH key heads, D head dimension.
 """
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +14,9 @@ from nanovllm.kernels.paged_attention import store_kvcache_torch
 
 # Cosines and sines of a step's tokens, [T, 1, R / 2]: of a head, the first R elements are rotated.
 Rope = tuple[torch.Tensor, torch.Tensor]
+
+# Of each expert: one above the other, or in a form of their own.
+Weights = torch.Tensor | list[torch.Tensor]
 
 # Rows are drawn a few at a time, so that what a pass leaves behind is still in the cache.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -41,26 +47,32 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 def experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
+    num_experts: int,
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """Of each row of x [T, hidden], its K experts' outputs, added up by their shares in float32.
 
     The experts' weights are gate_up [E, 2 * I, hidden] and down [E, hidden, I]; a row's are named
-    by expert_ids [T, K], with shares [T, K]. Rows go through an expert together, and an expert that
-    no row names is not touched. Sums are in the order of experts, whoever else is there. Syncs.
+    by expert_ids [T, K], with shares [T, K]. Of all `num_experts`, these may be a part: ids count
+    from the first of them, and one below 0 or from E on is elsewhere, and adds nothing. Rows go
+    through an expert together, by `linear` with its weights, and an expert that no row names is not
+    touched. Sums are in the order of experts, whoever else is there. Syncs.
     """
+    assert len(down) <= num_experts
     per_row = expert_ids.shape[1]
-    flat_ids, flat_shares = expert_ids.flatten(), shares.flatten()
-    pairs = flat_ids.argsort(stable=True)  # of a row and an expert, by expert
-    counts = flat_ids.bincount(minlength=len(down)).tolist()
+    flat_shares = shares.flatten()
+    ids, pairs = expert_ids.flatten().sort(stable=True)  # pairs of a row and an expert
+    bounds = torch.searchsorted(ids, torch.arange(-1, len(down), device=ids.device), right=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert, chosen in enumerate(torch.split(pairs, counts)):
-        if len(chosen):
+    for expert, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        if start < stop:
+            chosen = pairs[start:stop]
             rows = chosen // per_row
-            y = F.linear(silu_and_mul(F.linear(x[rows], gate_up[expert])), down[expert])
+            y = linear(silu_and_mul(linear(x[rows], gate_up[expert])), down[expert])
             out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
     return out.to(x.dtype)
 

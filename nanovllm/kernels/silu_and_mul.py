@@ -8,18 +8,24 @@ BLOCK = 1024
 
 
 @triton.jit
+def activate(x_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row, of which this program makes BLOCK outputs."""
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < size
+    gate = tl.load(x_ptr + n, mask=inside, other=0.0)
+    up = tl.load(x_ptr + size + n, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded, as the twin rounds it
+    out = silu.to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, x_stride, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < size
-    gate = tl.load(x_ptr + row * x_stride + n, mask=inside, other=0.0)
-    up = tl.load(x_ptr + row * x_stride + size + n, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded, as the twin rounds it
-    out = silu.to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + row * size + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+    activate(x_ptr + row * x_stride, out_ptr + row * size, size, BLOCK)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Kernels:
     ]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
-    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 PLAIN = Kernels(

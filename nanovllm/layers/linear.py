@@ -24,12 +24,17 @@ class Loaded(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
+def check_shape(loaded: Loaded, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape; reads nothing of it."""
+    if tuple(loaded.shape) != shape:
+        raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {shape}")
+
+
 def copy_into(
     target: torch.Tensor, loaded: Loaded, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
     """Copy the part `index` of a checkpoint's tensor, which must have the very shape `shape`."""
-    if tuple(loaded.shape) != shape:
-        raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {shape}")
+    check_shape(loaded, shape)
     target.copy_(loaded[index])
 
 

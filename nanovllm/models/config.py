@@ -87,33 +87,38 @@ class ModelConfig:
             object.__setattr__(config, "eos_token_ids", eos)
         return config
 
-    def check_parallel_size(self, size: int) -> None:
-        """Refuse a number of ranks that cannot share this model out."""
-        if not self._ranks_divide(size):
-            fit = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if self._ranks_divide(n))
-            widths = " and ".join(f"{name}={n}" for name, n in self._widths.items())
+    def check_parallel_size(self, size: int, whole_experts: bool = False) -> None:
+        """Refuse a number of ranks that cannot share this model out, or its `whole_experts`."""
+        num_experts = self.experts.num_experts if self.experts and self.experts.layers else 0
+        if whole_experts and not num_experts:
+            raise ValueError("enable_expert_parallel=True: this model has no experts")
+        kv_heads, widths = self.num_key_value_heads, self._widths(whole_experts)
+
+        def fits(size: int) -> bool:
+            """Key heads may also be fewer than ranks, which then hold copies."""
+            each_has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
+            each_has_experts = not whole_experts or num_experts >= size
+            shared = (self.num_attention_heads, *widths.values())
+            return each_has_kv_heads and each_has_experts and all(n % size == 0 for n in shared)
+
+        if not fits(size):
+            fit = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if fits(n))
+            widths |= {"num_experts": num_experts} if whole_experts else {}
+            named = " and ".join(f"{name}={n}" for name, n in widths.items())
             raise ValueError(
                 f"tensor_parallel_size={size} cannot share out num_attention_heads"
-                f"={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads} and"
-                f" {widths}; {fit} can"
+                f"={self.num_attention_heads}, num_key_value_heads={kv_heads} and {named};"
+                f" {fit} can"
             )
 
-    @property
-    def _widths(self) -> dict[str, int]:
-        """The widths of the feed-forward layers that there are."""
+    def _widths(self, whole_experts: bool) -> dict[str, int]:
+        """The widths of the feed-forward layers that the ranks share out."""
         if self.experts is None:
             return {"intermediate_size": self.intermediate_size}
-        widths = {"moe_intermediate_size": self.experts.intermediate_size}
+        widths = {} if whole_experts else {"moe_intermediate_size": self.experts.intermediate_size}
         if len(self.experts.layers) < self.num_hidden_layers:
             widths["intermediate_size"] = self.intermediate_size
         return widths
-
-    def _ranks_divide(self, size: int) -> bool:
-        """Key heads may also be fewer than ranks, which then hold copies."""
-        kv_heads = self.num_key_value_heads
-        each_has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
-        shared = (self.num_attention_heads, *self._widths.values())
-        return each_has_kv_heads and all(n % size == 0 for n in shared)
 
     @classmethod
     def _parse(cls, raw: dict[str, Any]) -> "ModelConfig":

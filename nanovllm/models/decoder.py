@@ -69,13 +69,17 @@ class MLP(nn.Module):
 class SparseMLP(nn.Module):
     """Experts, and the router that says which of them a token takes and in which shares."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, ranks: Ranks) -> None:
+    def __init__(
+        self, hidden_size: int, config: ExpertsConfig, ranks: Ranks, whole_experts: bool
+    ) -> None:
         super().__init__()
         self.per_token = config.per_token
         self.norm_topk_prob = config.norm_topk_prob
         # In float32 whatever the model's type: rounding must not decide between experts.
         self.gate = ReplicatedLinear(hidden_size, config.num_experts).float()
-        self.experts = Experts(config.num_experts, hidden_size, config.intermediate_size, ranks)
+        self.experts = Experts(
+            config.num_experts, hidden_size, config.intermediate_size, ranks, whole_experts
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probabilities = self.gate(x.float()).softmax(dim=-1)  # [T, E]
@@ -89,12 +93,12 @@ class SparseMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Norm, attend, add; norm, feed forward, add. An add is done by the norm that follows it."""
 
-    def __init__(self, config: ModelConfig, index: int, ranks: Ranks) -> None:
+    def __init__(self, config: ModelConfig, index: int, ranks: Ranks, whole_experts: bool) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, config.sliding_windows[index], ranks)
         self.mlp: nn.Module
         if config.experts and index in config.experts.layers:
-            self.mlp = SparseMLP(config.hidden_size, config.experts, ranks)
+            self.mlp = SparseMLP(config.hidden_size, config.experts, ranks, whole_experts)
         else:
             self.mlp = MLP(config, ranks)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -115,14 +119,17 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The decoder: token ids and positions [T] -> hidden states [T, hidden]."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, ranks: Ranks) -> None:
+    def __init__(
+        self, config: ModelConfig, max_positions: int, ranks: Ranks, whole_experts: bool
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, ranks)
         self.rotary_emb = get_rope(
             config.head_dim, max_positions, config.max_position_embeddings, config.rope_parameters
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, ranks) for index in range(config.num_hidden_layers)
+            DecoderLayer(config, index, ranks, whole_experts)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -137,7 +144,10 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The decoder with its head. `packed_modules_mapping` says what a checkpoint's parts became."""
+    """The decoder with its head. `packed_modules_mapping` says what a checkpoint's parts became.
+
+    The ranks share out every layer, and of experts each, or hold `whole_experts`.
+    """
 
     packed_modules_mapping: ClassVar[dict[str, tuple[str, int]]] = {
         "q_proj": ("qkv_proj", 0),
@@ -147,9 +157,15 @@ class CausalLM(nn.Module):
         "up_proj": ("gate_up_proj", 1),
     }
 
-    def __init__(self, config: ModelConfig, max_positions: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        ranks: Ranks = ALONE,
+        whole_experts: bool = False,
+    ) -> None:
         super().__init__()
-        self.model = Decoder(config, max_positions, ranks)
+        self.model = Decoder(config, max_positions, ranks, whole_experts)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks)
         # Tensors that a checkpoint may hold and this model does not need.
         self.spare_weights: tuple[str, ...] = ()

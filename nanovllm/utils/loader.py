@@ -1,6 +1,7 @@
 """From a checkpoint's files to a model's parameters, each filled exactly once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nanovllm.models.decoder import CausalLM
 
 INDEX = "model.safetensors.index.json"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+NUM_THREADS = 4  # that copy, as a file's pages are waited for
 CONFIG_FILES = ("config.json", "generation_config.json")
 
 
@@ -78,13 +80,13 @@ class InFile:
         return tensor
 
 
-def read_weights(path: Path) -> Iterator[tuple[str, InFile]]:
-    """Yield every tensor of a checkpoint by name, one at a time, from mapped memory."""
+def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
+    """Yield the tensors of a checkpoint by name, a file at a time, from mapped memory."""
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    yield name, InFile(tensors.get_slice(name))
+                names = tensors.keys()
+                yield {name: InFile(tensors.get_slice(name)) for name in names}
         except SafetensorError as error:
             raise OSError(
                 f"{file} is truncated or damaged ({error}); copy or download it again"
@@ -106,34 +108,54 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     Afterwards every parameter has been filled exactly once, and every tensor of the files was used
     or is one that the model calls spare; anything else is a ValueError that names the tensor. What
     the model holds fused, the files may hold in parts or fused. A rank reads its own parts and
-    nothing else. Peak host memory: what it holds, one part that is being copied, and the mapped
-    files' pages, which the system may drop. `use_tqdm` shows a bar where stderr is a terminal.
+    nothing else. Files come one after the other, and a few threads copy a file's tensors; of
+    several errors the first one's is raised. Peak host memory: what the rank holds, and the mapped
+    files' pages, which the system may drop; where a GPU converts types, a tensor for each thread
+    there. `use_tqdm` shows a bar where stderr is a terminal.
     """
     places = checkpoint_places(model)
     missing = {part: place.param for place in places.values() for part in place.parts}
     fused = False
+
+    def fill(item: tuple[str, InFile]) -> int:
+        name, tensor = item
+        place = places[name]
+        try:
+            _fill(model, place.param, place.shard_id, tensor)
+        except ValueError as error:
+            raise ValueError(f"{path}: tensor {name!r} has {error}") from None
+        return len(place.parts)
+
     hide = None if use_tqdm else True  # None: unless it is a terminal
-    with tqdm(total=len(missing), desc="Loading", unit="tensor", disable=hide) as bar:
-        for name, tensor in read_weights(path):
-            if name in model.spare_weights or name.endswith("rotary_emb.inv_freq"):
-                continue
-            if name not in places:
-                raise ValueError(f"{path}: unexpected tensor {name!r}")
-            place = places[name]
-            if any(part not in missing for part in place.parts):
-                raise ValueError(f"{path}: tensor {name!r} stands in two files, or in parts too")
-            try:
-                _fill(model, place.param, place.shard_id, tensor)
-            except ValueError as error:
-                raise ValueError(f"{path}: tensor {name!r} has {error}") from None
-            fused |= len(place.parts) > 1
-            for part in place.parts:
-                del missing[part]
-            bar.update(len(place.parts))
+    bar = tqdm(total=len(missing), desc="Loading", unit="tensor", disable=hide)
+    with bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
+        for tensors in read_weights(path):
+            needed = {name: t for name, t in tensors.items() if not _is_spare(model, name)}
+            _claim(path, needed, places, missing)
+            fused |= any(len(places[name].parts) > 1 for name in needed)
+            for num_parts in pool.map(fill, needed.items()):  # in order; an error ends the rest
+                bar.update(num_parts)
     if missing:
         names = [*dict.fromkeys(missing.values() if fused else missing)]  # as these files spell it
         rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
+
+
+def _is_spare(model: CausalLM, name: str) -> bool:
+    return name in model.spare_weights or name.endswith("rotary_emb.inv_freq")
+
+
+def _claim(
+    path: Path, names: Iterable[str], places: Mapping[str, Place], missing: dict[str, str]
+) -> None:
+    """Take the tensors `names` off what is missing; refuse those that are not."""
+    for name in names:
+        if name not in places:
+            raise ValueError(f"{path}: unexpected tensor {name!r}")
+        for part in places[name].parts:
+            if part not in missing:
+                raise ValueError(f"{path}: tensor {name!r} stands in two files, or in parts too")
+            del missing[part]
 
 
 def checkpoint_places(model: CausalLM) -> dict[str, Place]:
@@ -153,6 +175,7 @@ def checkpoint_places(model: CausalLM) -> dict[str, Place]:
     return places
 
 
+@torch.inference_mode()  # which is each thread's own
 def _fill(model: nn.Module, target: str, shard_id: int | None, tensor: Loaded) -> None:
     module, param = model.get_submodule(target.rpartition(".")[0]), model.get_parameter(target)
     if isinstance(module, LinearBase | VocabParallelEmbedding | Experts):

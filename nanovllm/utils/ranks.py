@@ -41,5 +41,9 @@ class Ranks:
         each = total // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
+    def deal(self, total: int) -> slice:
+        """Which of `total` things are this rank's, if none has more than one above the others."""
+        return slice(self.rank * total // self.size, (self.rank + 1) * total // self.size)
+
 
 ALONE = Ranks()

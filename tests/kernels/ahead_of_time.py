@@ -93,7 +93,8 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
 
     ids = torch.zeros(tokens, per_token, dtype=torch.long)
     weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
-    experts(bf16(tokens, hidden), *weights, ids, torch.empty(tokens, per_token))
+    x, shares = bf16(tokens, hidden), torch.empty(tokens, per_token)
+    experts(x, *weights, ids, shares, num_experts)
 
 
 def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:

@@ -3,7 +3,9 @@
 On a device, or interpreted where there is none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens that take K of E experts; `favourites` of them are taken by all tokens alike."""
+    """T tokens that take K of E experts; `favourites` of them are taken by all tokens alike.
+
+    The first experts, as many as `below`, and the last, `above`, are elsewhere.
+    """
 
     tokens: int
     per_token: int
@@ -28,6 +33,8 @@ class Shape:
     inside: int = 32
     dtype: torch.dtype = torch.float32
     favourites: bool = False
+    below: int = 0
+    above: int = 0
     seed: int = 0
 
 
@@ -40,38 +47,45 @@ SHAPES = st.builds(
     inside=st.sampled_from([8, 24, 64, 72]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     favourites=st.booleans(),
+    below=st.integers(0, 2),
+    above=st.integers(0, 1),
     seed=st.integers(0, 2**31),
 )
 
 
-def make(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
-    """Rows, both weights, and which experts the rows take in which shares."""
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
+
+
+def make(shape: Shape, device: str) -> Inputs:
+    """Rows, both weights, which experts the rows take in which shares, and how many there are."""
     torch.manual_seed(shape.seed)
     e, hidden, inside = shape.num_experts, shape.hidden, shape.inside
+    here = slice(shape.below, e - shape.above)
     x = torch.randn(shape.tokens, hidden)
     gate_up = torch.randn(e, 2 * inside, hidden) / hidden**0.5
     down = torch.randn(e, hidden, inside) / inside**0.5
     scores = torch.randn(1 if shape.favourites else shape.tokens, e).expand(shape.tokens, e)
     shares, ids = scores.softmax(-1).topk(shape.per_token, dim=-1)
-    x, gate_up, down = (t.to(device, shape.dtype) for t in (x, gate_up, down))
-    return x, gate_up, down, ids.to(device), shares.to(device)
+    x, gate_up, down = (t.to(device, shape.dtype) for t in (x, gate_up[here], down[here]))
+    return x, gate_up, down, (ids - shape.below).to(device), shares.to(device), e
 
 
 def one_by_one(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor,
-    shares: torch.Tensor,
+    shares: torch.Tensor, num_experts: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The definition, in float64: every token by itself, each of its experts in turn."""
+    """The definition, in float64: every token by itself, each of its experts that is here."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     x, gate_up, down, shares = (t.cpu().double() for t in (x, gate_up, down, shares))
     for row in range(len(x)):
         for expert, share in zip(ids[row].tolist(), shares[row], strict=True):
-            gate, up = (gate_up[expert] @ x[row]).chunk(2)
-            out[row] += share * (down[expert] @ (F.silu(gate) * up))
+            if 0 <= expert < len(down):
+                gate, up = (gate_up[expert] @ x[row]).chunk(2)
+                out[row] += share * (down[expert] @ (F.silu(gate) * up))
     return out
 
 
-def assert_near(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+def assert_near(out: torch.Tensor, inputs: Inputs) -> None:
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
     error = 1e-4 if out.dtype == torch.float32 else 5e-2  # bfloat16: two roundings on the way
     torch.testing.assert_close(out.cpu().double(), one_by_one(*inputs), rtol=error, atol=error)
@@ -83,14 +97,16 @@ def assert_near(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
 @example(Shape(130, 2, 4, favourites=True))  # tiles of 64, several to an expert
 @example(Shape(64, 2, 4, dtype=torch.bfloat16))
 @example(Shape(3, 8, 128, hidden=16, inside=8))
+@example(Shape(70, 4, 4, below=1, above=1))
+@example(Shape(5, 2, 8, below=7))  # most tokens have nothing here
 def test_experts_differ_from_their_definition(kernel_device: str, shape: Shape) -> None:
     from nanovllm.kernels.experts import experts
 
     inputs = make(shape, kernel_device)
-    before = [t.clone() for t in inputs]
+    before = [t.clone() for t in inputs[:-1]]
     assert_near(plain.experts(*inputs), inputs)
     assert_near(experts(*inputs), inputs)
-    assert all(map(torch.equal, before, inputs)), "inputs were changed"
+    assert all(map(torch.equal, before, inputs[:-1])), "inputs were changed"
 
 
 @pytest.mark.parametrize("name", ["plain", "triton"])
@@ -99,14 +115,14 @@ def test_a_token_depends_on_its_neighbours(name: str, kernel_device: str) -> Non
     from nanovllm.kernels.experts import experts
 
     function = plain.experts if name == "plain" else experts
-    x, gate_up, down, ids, shares = make(Shape(40, 3, 8), kernel_device)
-    whole = function(x, gate_up, down, ids, shares)
+    x, gate_up, down, ids, shares, e = make(Shape(40, 3, 8), kernel_device)
+    whole = function(x, gate_up, down, ids, shares, e)
     for rows in (slice(0, 1), slice(7, 8), slice(10, 35)):
-        alone = function(x[rows], gate_up, down, ids[rows], shares[rows])
+        alone = function(x[rows], gate_up, down, ids[rows], shares[rows], e)
         torch.testing.assert_close(alone, whole[rows], rtol=1e-5, atol=1e-5)
     x[5] = torch.nan
     kept = [row for row in range(40) if row != 5]
-    poisoned = function(x, gate_up, down, ids, shares)
+    poisoned = function(x, gate_up, down, ids, shares, e)
     torch.testing.assert_close(poisoned[kept], whole[kept], rtol=0, atol=0)
 
 
@@ -116,43 +132,105 @@ def test_an_expert_that_nobody_takes_is_read(name: str, kernel_device: str) -> N
     from nanovllm.kernels.experts import experts
 
     function = plain.experts if name == "plain" else experts
-    x, gate_up, down, ids, shares = make(Shape(20, 2, 8, favourites=True), kernel_device)
-    expected = function(x, gate_up, down, ids, shares)
+    x, gate_up, down, ids, shares, e = make(Shape(20, 2, 8, favourites=True), kernel_device)
+    expected = function(x, gate_up, down, ids, shares, e)
     for expert in set(range(8)) - set(ids.flatten().tolist()):
         gate_up[expert] = down[expert] = torch.nan
-    assert torch.equal(function(x, gate_up, down, ids, shares), expected)
+    assert torch.equal(function(x, gate_up, down, ids, shares, e), expected)
+
+
+@pytest.mark.parametrize("name", ["plain", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_the_experts_do_not_add_up(
+    name: str, dtype: torch.dtype, kernel_device: str
+) -> None:
+    """Those of two ranks, which hold three and five; where a token has nobody, it gets zeros."""
+    from nanovllm.kernels.experts import experts
+
+    function = plain.experts if name == "plain" else experts
+    whole = make(Shape(33, 3, 8, dtype=dtype), kernel_device)
+    x, gate_up, down, ids, shares, e = whole
+    first, last = (
+        function(x, gate_up[part], down[part], ids - part.start, shares, e)
+        for part in (slice(0, 3), slice(3, 8))
+    )
+    assert_near(first + last, whole)
+    nobody = function(x, gate_up[:2], down[:2], ids + 100, shares, e)
+    assert torch.equal(nobody, torch.zeros_like(x))
+    assert torch.equal(function(x, gate_up[:2], down[:2], ids - 100, shares, e), nobody)
+
+
+def test_pairs_that_are_elsewhere_cost_work(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows made for them, or read: what memory held before shows both."""
+    from nanovllm.kernels.experts import experts
+
+    inputs = make(Shape(20, 3, 8, below=3, above=2), kernel_device)
+    made: list[torch.Tensor] = []
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        empty: torch.Tensor = new_empty(*args, **kwargs)
+        if len(empty) == 60 and empty.is_floating_point():  # a row for each pair
+            made.append(empty.fill_(77.0))
+        return empty
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    assert_near(experts(*inputs), inputs)
+    ids = inputs[3].flatten()
+    here = (ids >= 0) & (ids < 3)
+    assert len(made) == 3 and 10 < int(here.sum()) < 40
+    for rows in made:
+        assert bool((rows[~here] == 77).all()) and not bool((rows[here] == 77).any())
+
+
+def test_tiles_are_large_for_the_few_pairs_of_an_expert(kernel_device: str) -> None:
+    """Chosen as if all pairs were those of the experts that are here."""
+    from nanovllm.kernels.experts import group
+
+    ids = make(Shape(64, 2, 32), kernel_device)[3]
+    assert group(ids, 32, 32).block_m == group(ids - 4, 4, 32).block_m == 16
+    assert group(ids, 4, 4).block_m == 64
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 200])
 @pytest.mark.parametrize("favourites", [False, True])
-def test_tiles_do_not_cover_the_pairs(tokens: int, favourites: bool, kernel_device: str) -> None:
+@pytest.mark.parametrize("elsewhere", [(0, 0), (3, 0), (2, 3)])
+def test_tiles_do_not_cover_the_pairs(
+    tokens: int, favourites: bool, elsewhere: tuple[int, int], kernel_device: str
+) -> None:
     """The grid is chosen before anyone knows how the pairs fall: it must never be too small."""
     from nanovllm.kernels.experts import group
 
-    ids = make(Shape(tokens, 2, 7, favourites=favourites), kernel_device)[3]
-    groups = group(ids, 7)
-    assert groups.ends[-1] == ids.numel() and groups.tile_ends[-1] <= groups.num_tiles
-    starts = [0, *groups.ends.tolist()][:-1]
-    for expert, (start, stop) in enumerate(zip(starts, groups.ends.tolist(), strict=True)):
+    below, above = elsewhere
+    shape = Shape(tokens, 2, 7, favourites=favourites, below=below, above=above)
+    ids, num_here = make(shape, kernel_device)[3], 7 - below - above
+    groups = group(ids, num_here, 7)
+    bounds = groups.bounds.tolist()
+    assert bounds[0] == (ids < 0).sum() and bounds[-1] == (ids < num_here).sum()
+    assert groups.tile_ends[-1] <= groups.num_tiles
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
         pairs = groups.order[start:stop]
         assert bool((ids.flatten()[pairs] == expert).all())
     assert sorted(groups.order.tolist()) == list(range(ids.numel()))
 
 
 @pytest.mark.cuda
-def test_a_graph_replays_the_experts_of_its_capture() -> None:
+@pytest.mark.parametrize("above", [0, 100])
+def test_a_graph_replays_the_experts_of_its_capture(above: int) -> None:
     """Other rows go to other experts: what is replayed must look again."""
     from nanovllm.kernels.experts import experts
 
-    first = make(Shape(16, 8, 128, 2048, 768, torch.bfloat16), "cuda")
-    other = make(Shape(16, 8, 128, 2048, 768, torch.bfloat16, seed=1), "cuda")
-    static = [t.clone() for t in first]
-    experts(*static)
+    shape = Shape(16, 8, 128, 2048, 768, torch.bfloat16, above=above)
+    first, other = make(shape, "cuda"), make(replace(shape, seed=1), "cuda")
+    static = [t.clone() for t in first[:-1]]
+    experts(*static, 128)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = experts(*static)
-    for target, source in zip(static, other, strict=True):
+        out = experts(*static, 128)
+    for target, source in zip(static, other[:-1], strict=True):
         target.copy_(source)
     graph.replay()
     torch.testing.assert_close(out, plain.experts(*other), rtol=5e-2, atol=5e-2)

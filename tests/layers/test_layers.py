@@ -1,13 +1,18 @@
 """Norm, activation, linear layers and the two ends of the model, each against its formula."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import plain
 from nanovllm.kernels.packed_linear import can_pack, cpu_computes, pack, packed_linear
+from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
@@ -198,6 +203,48 @@ def test_packing_keeps_the_weight_twice() -> None:
         pytest.skip("this CPU has no kernels for packed weights")
     layer.pack()
     assert [name for name, _ in layer.named_parameters()] == []
+
+
+# Experts: packed and plain
+
+
+def make_experts(dtype: torch.dtype) -> tuple[Experts, tuple[torch.Tensor, ...]]:
+    """Six experts, and rows that take two of the first five each, in which shares."""
+    layer = Experts(6, 40, 24).to(dtype)
+    for param in layer.parameters():
+        param.data.normal_(0.0, 0.2)
+    shares, ids = torch.rand(13, 5).topk(2)
+    return layer, (torch.randn(13, 40).to(dtype), ids, shares)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_give_something_else_once_packed(dtype: torch.dtype) -> None:
+    """An expert's weights in another's place; or weights that stay beside their copies."""
+    layer, inputs = make_experts(dtype)
+    assert layer.down_proj is not None
+    if not can_pack(layer.down_proj):
+        pytest.skip(f"this CPU has no kernels for packed {dtype} weights")
+    expected = layer(*inputs)
+    layer.pack()
+    assert layer.packed is not None and list(layer.parameters()) == []
+    layer.pack()  # a second time does nothing
+    error = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(layer(*inputs), expected, rtol=error, atol=error)
+    x, ids, shares = inputs
+    nothing = layer(x, ids - 6, shares)  # all of them elsewhere
+    assert torch.equal(nothing, torch.zeros_like(x))
+
+
+def test_experts_that_other_kernels_multiply_are_packed() -> None:
+    """Kernels for a device, interpreted on the CPU say; or a type that the CPU cannot pack."""
+    layer, inputs = make_experts(torch.float32)
+    expected = layer(*inputs)
+    layer.kernels = replace(PLAIN, experts=lambda *args: plain.experts(*args) + 1)
+    half, _ = make_experts(torch.float16)
+    for kept in (layer, half):
+        kept.pack()
+        assert kept.packed is None and len(list(kept.parameters())) == 2
+    assert torch.equal(layer(*inputs), expected + 1)
 
 
 # weight_loader: a checkpoint's tensors in their places

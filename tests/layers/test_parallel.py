@@ -3,6 +3,7 @@
 The ranks are threads here, which meet at a barrier to exchange tensors.
 """
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import torch
 from conftest import make_model
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm.layers.attention_backends import TorchBackend
@@ -79,6 +81,16 @@ def on_ranks(size: int, run: Callable[[Ranks], T]) -> list[T]:
 def load(layer: Any, shard_id: int | None = None, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         layer.weight_loader(getattr(layer, name), tensor, shard_id)
+
+
+@pytest.mark.parametrize("total", [1, 7, 8, 60, 128])
+@pytest.mark.parametrize("size", SIZES)
+def test_rank_is_dealt_more_than_others(size: int, total: int) -> None:
+    """Or a thing goes to two ranks, or to none."""
+    parts = [range(total)[Ranks(rank, size).deal(total)] for rank in range(size)]
+    assert [i for part in parts for i in part] == list(range(total))
+    lengths = set(map(len, parts))
+    assert max(lengths) - min(lengths) == (total % size > 0)
 
 
 # The layers, one by one
@@ -212,8 +224,8 @@ def test_layer_takes_a_part_for_the_whole() -> None:
 # The whole model
 
 
-def build(path: Path, ranks: Ranks) -> CausalLM:
-    model = CausalLM(ModelConfig.from_dir(path), 64, ranks)
+def build(path: Path, ranks: Ranks, whole_experts: bool = False) -> CausalLM:
+    model = CausalLM(ModelConfig.from_dir(path), 64, ranks, whole_experts)
     load_model(model, path)
     for module in model.modules():
         if hasattr(module, "backend"):
@@ -241,6 +253,7 @@ def logits_of(model: CausalLM, prompts: list[list[int]]) -> torch.Tensor:
         reset_context()
 
 
+WHOLE_EXPERTS = "MoE, whole experts"  # 9 of them, which are dealt out unevenly, and 30 wide
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": dict(num_attention_heads=8, num_key_value_heads=2),
     "tied": dict(num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True),
@@ -264,6 +277,15 @@ MODELS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=32,
         decoder_sparse_step=2,
     ),
+    WHOLE_EXPERTS: dict(
+        family="Qwen3Moe",
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_experts=9,
+        num_experts_per_tok=3,
+        moe_intermediate_size=30,
+        decoder_sparse_step=2,
+    ),
 }
 
 
@@ -275,17 +297,20 @@ def test_ranks_together_differ_from_one(name: str, size: int, tmp_path: Path) ->
     prompts = [[(7 * i) % 259 for i in range(20)], [258], [5, 6, 7]]
     with torch.inference_mode():
         expected = logits_of(build(path, ALONE), prompts)
-    outs = on_ranks(size, lambda ranks: logits_of(build(path, ranks), prompts))
+    whole = name == WHOLE_EXPERTS
+    outs = on_ranks(size, lambda ranks: logits_of(build(path, ranks, whole), prompts))
     assert outs[0].shape == expected.shape == (24, 259)
     torch.testing.assert_close(outs[0], expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(outs[0].argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.parametrize("name", ["grouped", WHOLE_EXPERTS])
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_reads_more_than_its_part(
-    size: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole tensors read and cut afterwards: the host would need the whole model for each rank."""
+    path = make_model(tmp_path, **MODELS[name])
     read: list[int] = []
     take = InFile.__getitem__
 
@@ -295,12 +320,23 @@ def test_rank_reads_more_than_its_part(
         return tensor
 
     monkeypatch.setattr(InFile, "__getitem__", counting)
-    model: nn.Module = build(model_dir, ThreadRanks(1, size, Meeting(size)))
+    model: nn.Module = build(path, ThreadRanks(1, size, Meeting(size)), name == WHOLE_EXPERTS)
     held = sum(param.numel() for param in model.parameters())
-    with safe_open(model_dir / "model.safetensors", "pt") as file:
+    with safe_open(path / "model.safetensors", "pt") as file:
         whole = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert held >= sum(read) >= held - 2 * 64 * size  # but for rows that pad the vocabulary
     assert sum(read) < whole / size * 1.1
+
+
+def test_shape_of_an_expert_elsewhere_is_not_looked_at(tmp_path: Path) -> None:
+    """Each rank would tell of a damaged file, or run, by what it holds itself."""
+    path = make_model(tmp_path, **MODELS[WHOLE_EXPERTS])
+    files = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.8.up_proj.weight"
+    save_file(files | {name: torch.ones(29, 64)}, path / "model.safetensors")
+    for rank in range(2):
+        with pytest.raises(ValueError, match=re.escape(f"{name!r} has shape (29, 64)")):
+            build(path, ThreadRanks(rank, 2, Meeting(2)), whole_experts=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -313,7 +349,7 @@ def test_dummy_weights_are_not_parts_of_one_ranks(name: str, size: int, tmp_path
         whole = CausalLM(config, max_positions=64)
 
     def logits(ranks: Ranks) -> torch.Tensor:
-        model = CausalLM(config, 64, ranks).eval()
+        model = CausalLM(config, 64, ranks, name == WHOLE_EXPERTS).eval()
         load_dummy(model, whole, seed=3)
         for param in model.parameters():
             param.data *= 10  # or every logit is almost zero
@@ -326,11 +362,15 @@ def test_dummy_weights_are_not_parts_of_one_ranks(name: str, size: int, tmp_path
     torch.testing.assert_close(on_ranks(size, logits)[0], expected, rtol=1e-4, atol=error)
 
 
-def expected_part(name: str, full: torch.Tensor, heads: tuple[int, int], ranks: Ranks) -> Any:
+def expected_part(
+    name: str, full: torch.Tensor, heads: tuple[int, int], ranks: Ranks, whole_experts: bool
+) -> Any:
     """What a rank holds of the full model's parameter, by the definition: 16 wide heads."""
     rank, size = ranks.rank, ranks.size
     if "norm" in name or name.endswith(("mlp.gate.weight", "down_proj.bias")):
         return full
+    if whole_experts and ".experts." in name:
+        return full[9 * rank // size : 9 * (rank + 1) // size]
     if name.endswith("experts.down_proj"):
         return full.chunk(size, dim=2)[rank]
     if name.endswith("experts.gate_up_proj"):
@@ -359,9 +399,9 @@ def test_rank_loads_other_rows_than_its_own(name: str, size: int, tmp_path: Path
     """Every parameter of every rank, element for element, out of several files."""
     path = make_model(tmp_path, shards=True, **MODELS[name])
     heads = MODELS[name]["num_attention_heads"], MODELS[name]["num_key_value_heads"]
-    full = build(path, ALONE)
+    full, whole = build(path, ALONE), name == WHOLE_EXPERTS
     for rank in range(size):
         ranks = ThreadRanks(rank, size, Meeting(size))
-        for key, param in build(path, ranks).named_parameters():
-            expected = expected_part(key, full.get_parameter(key), heads, ranks)
+        for key, param in build(path, ranks, whole).named_parameters():
+            expected = expected_part(key, full.get_parameter(key), heads, ranks, whole)
             assert torch.equal(param, expected), f"{key} of rank {rank}"

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,20 @@ from typing import Any
 import pytest
 import torch
 from conftest import SHAPE, edit_config, make_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.loader import INDEX, load_dummy, load_model, resolve_model, weight_files
+from nanovllm.utils.loader import (
+    INDEX,
+    InFile,
+    load_dummy,
+    load_model,
+    resolve_model,
+    weight_files,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -646,6 +657,72 @@ def test_bar_is_drawn_into_a_file(
     assert ("Loading" in stderr.getvalue()) == is_terminal
     if is_terminal:
         assert "100%" in stderr.getvalue()
+
+
+# Threads
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Let every tensor that is read wait first."""
+    take = InFile.__getitem__
+
+    def waiting(self: InFile, index: Any) -> torch.Tensor:
+        wait()
+        return take(self, index)
+
+    monkeypatch.setattr(InFile, "__getitem__", waiting)
+
+
+def test_tensors_are_read_one_after_another(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that waits for the copy of what came before it."""
+    expected = load(model_dir)
+    num_reads = len(tensors(model_dir))
+    pairs = threading.Barrier(2, timeout=30)
+    last = iter([True] * (num_reads % 2))  # of an odd number one has nobody to wait for
+    slow_down(monkeypatch, lambda: next(last, False) or pairs.wait())
+    for param, other in zip(load(model_dir).parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, other)
+
+
+def test_another_error_comes_first(copy_of_model: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of whichever thread is first to see one."""
+    path = copy_of_model()
+
+    def norms() -> list[str]:
+        names = safe_open(path / "model.safetensors", "pt").keys()
+        return [name for name in names if "norm" in name]
+
+    first, *_, last = norms()
+    wrong = {first: torch.zeros(3), last: torch.zeros(5)}
+    rewrite(path, **{name.replace(".", "__"): tensor for name, tensor in wrong.items()})
+    assert norms().index(first) < norms().index(last)
+    shape = InFile.shape.fget  # type: ignore[attr-defined]
+
+    def slow(self: InFile) -> Any:
+        time.sleep(0.2 if shape(self) == (3,) else 0.0)
+        return shape(self)
+
+    monkeypatch.setattr(InFile, "shape", property(slow))
+    assert repr(first) in refused(path)
+
+
+def test_ctrl_c_waits_for_the_whole_model(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or leaves threads behind, that go on to fill it."""
+    read: list[float] = []
+
+    def wait() -> None:
+        read.append(time.perf_counter())
+        if len(read) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+    slow_down(monkeypatch, wait)
+    with pytest.raises(KeyboardInterrupt):
+        load(model_dir)
+    assert 5 <= len(read) <= 12 < len(tensors(model_dir))
+    assert not [t for t in threading.enumerate() if t.name.startswith("nanovllm-load")]
 
 
 # Random weights, and memory
