@@ -302,7 +302,7 @@ def test_a_job_without_a_chat_template_burns_its_lines(
 ) -> None:
     """What every line would fail for is no line's error: begun again, the job must go on."""
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    with pytest.raises(RuntimeError, match="no chat template for line 1"):
+    with pytest.raises(RuntimeError, match="no chat template for 'a'"):
         run(llm, tmp_path / "out", jsonl(chat()))
     assert (tmp_path / "out").read_bytes() == b""
     monkeypatch.undo()

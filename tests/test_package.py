@@ -136,6 +136,17 @@ def test_import_against_the_direction(file: Path) -> None:
     assert bad == []
 
 
+def test_ray_is_needed_by_more_than_its_module() -> None:
+    """The engine is unaware of it, and so is the command."""
+    users = [
+        module_name(file)
+        for file in FILES
+        for name in imports(file)
+        if any(is_under(name, other) for other in ("ray", "pyarrow", "nanovllm.ray"))
+    ]
+    assert set(users) == {"nanovllm.ray"}
+
+
 def test_the_rules_name_modules_that_are_gone() -> None:
     """A renamed module, whose rule no longer holds anything."""
     names = {module_name(file) for file in FILES}

@@ -2,6 +2,7 @@
 
 lines.py     an input's lines, one at a time, however large it is
 request.py   what a line asks for
+submit.py    its way into an engine
 response.py  what a result looks like
 journal.py   the output file: which lines are done, and what is done stays
 job.py       the loop that keeps an engine busy with them

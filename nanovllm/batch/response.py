@@ -18,7 +18,16 @@ def result_record(
     number: int, custom_id: str, request: BatchRequest, output: RequestOutput, model: str
 ) -> bytes:
     """The record of a request that was computed; `model` is its name where the line has none."""
-    body = (_chat_body if request.url == CHAT else _completion_body)(number, output, request)
+    body = response_body(str(number), request, output, model)
+    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
+    return _record(number, custom_id, response, None)
+
+
+def response_body(
+    name: str, request: BatchRequest, output: RequestOutput, model: str
+) -> dict[str, Any]:
+    """OpenAI's answer to a request; `name` becomes a part of its `id`."""
+    body = (_chat_body if request.url == CHAT else _completion_body)(name, output, request)
     num_tokens = sum(len(sample["token_ids"]) for sample in output["outputs"])
     body |= {
         "created": int(time.time()),
@@ -32,8 +41,7 @@ def result_record(
     }
     if output["prompt_logprobs"] is not None:
         body["prompt_logprobs"] = output["prompt_logprobs"]
-    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
-    return _record(number, custom_id, response, None)
+    return body
 
 
 def error_record(number: int, custom_id: str, message: str) -> bytes:
@@ -47,7 +55,7 @@ def _record(number: int, custom_id: str, response: Any, error: Any) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _chat_body(number: int, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
+def _chat_body(name: str, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
     choices = [
         {
             "index": sample["index"],
@@ -57,10 +65,10 @@ def _chat_body(number: int, output: RequestOutput, request: BatchRequest) -> dic
         }
         for sample in output["outputs"]
     ]
-    return {"id": f"chatcmpl-{number}", "object": "chat.completion", "choices": choices}
+    return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices}
 
 
-def _completion_body(number: int, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
+def _completion_body(name: str, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
     choices = [
         {
             "index": sample["index"],
@@ -70,7 +78,7 @@ def _completion_body(number: int, output: RequestOutput, request: BatchRequest) 
         }
         for sample in output["outputs"]
     ]
-    return {"id": f"cmpl-{number}", "object": "text_completion", "choices": choices}
+    return {"id": f"cmpl-{name}", "object": "text_completion", "choices": choices}
 
 
 def _ending(sample: CompletionOutput) -> dict[str, Any]:
