@@ -49,7 +49,14 @@ def in_process(capsys: Any, *argv: str) -> tuple[int, str, str]:
 
 def test_help_imports_torch() -> None:
     """Seconds for a page of text."""
-    for argv in ("--help", "generate --help", "chat --help", "run-batch --help", "info --help"):
+    for argv in (
+        "--help",
+        "generate --help",
+        "chat --help",
+        "run-batch --help",
+        "info --help",
+        "bench --help",
+    ):
         script = (
             "import sys\nfrom nanovllm.command.main import main\n"
             f"try: main({argv.split()})\nexcept SystemExit: pass\n"
@@ -60,12 +67,12 @@ def test_help_imports_torch() -> None:
         assert done.stdout.startswith(b"usage: nanovllm")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "info"])
+@pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "info", "bench"])
 def test_a_field_is_no_option(capsys: Any, command: str) -> None:
     """Of either class; each with its default."""
     _, text, _ = in_process(capsys, command, "--help")
     text = " ".join(text.split())
-    classes = [Config] if command == "info" else [Config, SamplingParams]
+    classes = [Config] if command in ("info", "bench") else [Config, SamplingParams]
     for kind in classes:
         for field in dataclasses.fields(kind):
             name = "engine_seed" if (kind, field.name) == (Config, "seed") else field.name
