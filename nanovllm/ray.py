@@ -103,7 +103,7 @@ class EngineReplica:
         while pending:
             for output in self._llm.step():
                 index, custom_id, request = pending.pop(output["request_id"])
-                answers[index] = _answered(custom_id, request, output, self._llm.config.model)
+                answers[index] = _answered(custom_id, request, output, self._llm)
         return [answers[index] for index in range(len(lines))]
 
 
@@ -188,7 +188,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _answered(custom_id: str, request: BatchRequest, output: RequestOutput, model: str) -> Answer:
+def _answered(custom_id: str, request: BatchRequest, output: RequestOutput, llm: LLM) -> Answer:
     """The first sample's text and ending, and everything as OpenAI's API has it."""
-    body = response_body(custom_id, request, output, model)
+    body = response_body(custom_id, request, output, llm)
     return output["text"], output["finish_reason"], json.dumps(body), None

@@ -127,6 +127,6 @@ class Job:
             self.tally.computed += 1
             self.tally.tokens += sum(len(sample["token_ids"]) for sample in output["outputs"])
             place = (pending.number, pending.custom_id)
-            records.append(result_record(*place, pending.request, output, self.llm.config.model))
+            records.append(result_record(*place, pending.request, output, self.llm))
         if records:
             self.journal.append(records)

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed before we began
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text that it cannot write is no reason to end
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = make_parser().parse_args(argv)
     return run_guarded(args.run, args)
 

@@ -7,6 +7,7 @@ that is not given is left to the class, which also checks the values.
 import argparse
 import contextlib
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,6 +108,32 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     group = parser.add_argument_group("sampling")
     for field in dataclasses.fields(SamplingParams):
         add_field_option(group, field, field.name, defaults.get(field.name, field.default))
+
+
+def add_template_options(parser: argparse.ArgumentParser) -> None:
+    """What a conversation begins with, and how its template is told to make a prompt of it."""
+    parser.add_argument("--system", metavar="TEXT", help="the system message (default: none)")
+    parser.add_argument(
+        "--chat-template-kwargs", metavar="JSON",
+        help="the template's own options, such as '{\"enable_thinking\": false}'",
+    )  # fmt: skip
+
+
+def template_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The chat template's own options; checked as far as they can be without it."""
+    text = args.chat_template_kwargs
+    try:
+        value = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}")
+    return value
+
+
+def first_messages(system: str | None) -> list[dict[str, str]]:
+    """What a conversation begins with."""
+    return [{"role": "system", "content": system}] if system else []
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
