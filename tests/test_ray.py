@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,16 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_batch.py"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """More cores than there may be: Ray counts them and does not look."""
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    ray_data.DataContext.get_current().enable_progress_bars = False
-    yield
-    ray.shutdown()
+    """More cores than there may be: Ray does not look. Nothing leaves the machine."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as path:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            num_cpus=4, object_store_memory=1 << 27, include_dashboard=False, log_to_driver=False,
+            logging_level="error", _node_ip_address="127.0.0.1", _temp_dir=path,
+        )  # fmt: skip
+        ray_data.DataContext.get_current().enable_progress_bars = False
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
