@@ -32,5 +32,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.testing: $(VENV)/.installed
-	$(INSTALL) -e '.[test,lint]'
+	$(INSTALL) -e '.[ray,test,lint]'
 	@touch $@

@@ -1,1 +1,1 @@
-"""Benchmarks: scripts that run by themselves, and what bench.py is made of."""
+"""Benchmarks: scripts that run by themselves, and what bench.py compares engines with."""

@@ -16,6 +16,7 @@ from nanovllm.batch.job import Job
 from nanovllm.batch.journal import Journal, Seen, digest_of
 from nanovllm.batch.lines import Line, count_lines, read_lines
 from nanovllm.batch.request import CHAT, COMPLETIONS, parse_request
+from nanovllm.batch.token_bytes import token_bytes
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,6 +123,8 @@ def test_a_field_means_something_else(body: dict[str, Any], expected: dict[str, 
         ({"max_tokens": 1}, "a line must have a prompt or messages"),
         ({"prompt": "x", "tools": []}, "unknown field 'tools'"),
         ({"prompt": "x", "stream": True}, "stream must be False here, got True"),
+        ({"prompt": "x", "stream": 0}, "stream must be False here, got 0"),
+        ({"prompt": "x", "best_of": True}, "best_of must be 1 here, got True"),
         ({"prompt": ["x", "y"]}, "a line is one request"),
         ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
         ({"prompt": "x", "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
@@ -292,6 +295,68 @@ def test_a_record_cut_off_anywhere_is_another_tools(llm: LLM, tmp_path: Path) ->
         assert output.read_bytes() == first, second[:length]
 
 
+def test_a_name_twice_is_the_last_one(llm: LLM, tmp_path: Path) -> None:
+    data = b'{"prompt": "12+34=", "max_tokens": 1, "max_tokens": 8}\n'
+    data += b'{"messages": [{"role": "user", "role": "user", "content": "x"}]}\n'
+    first, second = run(llm, tmp_path / "out", data)
+    assert first["error"]["message"].endswith("not valid JSON: 'max_tokens' is there twice")
+    assert "'role' is there twice" in second["error"]["message"]
+
+
+@pytest.mark.parametrize("blanks", [b"\n", b"\n\n", b" \n", b"\r\n"])
+def test_a_blank_line_is_no_record(llm: LLM, tmp_path: Path, blanks: bytes) -> None:
+    """At the end, where editors leave one, and between records; it is not there afterwards."""
+    output, data = tmp_path / "out", jsonl({"prompt": "1+1="}, {"prompt": "1+2="})
+    run(llm, output, data)
+    first, second = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(first + blanks + second + blanks)
+    with Journal(output) as journal:
+        assert journal.has(1, "line-1") and journal.has(2, "line-2")
+    assert output.read_bytes() == first + blanks + second
+    output.write_bytes(first + blanks)
+    assert [text_of(record) for record in run(llm, output, data)] == ["2", "3"]
+
+
+def test_log_probabilities_of_half_characters_are_another_ones(llm: LLM, tmp_path: Path) -> None:
+    """Tokens of one text, U+FFFD: the likeliest is told, and each has bytes of its own."""
+    size = llm.model_config.vocab_size
+    body = dict(allowed_token_ids=[0xE2, 0x82], max_tokens=1)  # of the euro sign, a byte each
+    lines = (
+        completion("a", logprobs=size, **body),
+        chat("b", logprobs=True, top_logprobs=size, **body),
+    )
+    first, second = run(llm, tmp_path / "out", jsonl(*lines))
+    (likely,) = first["response"]["body"]["choices"][0]["logprobs"]["top_logprobs"]
+    halves = [t["logprob"] for t in run_logprobs(llm, "12+34=") if t["text"] == "\ufffd"]
+    assert len(halves) > 1 and likely["\ufffd"] == max(halves)
+    choice = second["response"]["body"]["choices"][0]
+    (content,) = choice["logprobs"]["content"]
+    assert content["token"] == "\ufffd" and content["bytes"] == choice["token_ids"]
+    told = sorted(token["bytes"] for token in content["top_logprobs"] if len(token["token"]) == 1)
+    assert told == [[byte] for byte in range(256)]
+
+
+def test_bytes_of_a_token_are_those_of_its_text() -> None:
+    """Byte-level, byte fallback, and what is neither; a U+FFFD that is meant is one."""
+
+    class Named:
+        def convert_ids_to_tokens(self, token_id: int) -> str:
+            return ["âĤ", "<0xE2>", "ï¿½", "\ufffd", "ab"][token_id]
+
+    texts = ["\ufffd", "\ufffd", "\ufffd", "\ufffd", "ab", "€"]
+    told = [token_bytes(token_id, text, Named()) for token_id, text in enumerate(texts)]
+    assert told[:4] == [[0xE2, 0x82], [0xE2], [0xEF, 0xBF, 0xBD], None]
+    assert told[4:] == [[97, 98], [0xE2, 0x82, 0xAC]]
+
+
+def run_logprobs(llm: LLM, prompt: str) -> list[Any]:
+    """All tokens that might come first."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=llm.model_config.vocab_size)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    assert output["logprobs"] is not None
+    return [*output["logprobs"][0]]
+
+
 def test_a_device_is_read_to_its_end() -> None:
     with pytest.raises(OSError, match="/dev/zero is not a regular file; choose another output"):
         Journal(Path("/dev/zero"))
@@ -302,7 +367,7 @@ def test_a_job_without_a_chat_template_burns_its_lines(
 ) -> None:
     """What every line would fail for is no line's error: begun again, the job must go on."""
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    with pytest.raises(RuntimeError, match="no chat template for line 1"):
+    with pytest.raises(RuntimeError, match="no chat template for 'a'"):
         run(llm, tmp_path / "out", jsonl(chat()))
     assert (tmp_path / "out").read_bytes() == b""
     monkeypatch.undo()
@@ -342,7 +407,7 @@ def test_logprobs_are_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:
     content = first["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert len(content) == 6
     for token in content:
-        assert bytes(token["bytes"]).decode() == token["token"]
+        assert bytes(token["bytes"]).decode(errors="replace") == token["token"]
         best, next_best = (other["logprob"] for other in token["top_logprobs"])
         assert best >= next_best and best >= token["logprob"]
     told = second["response"]["body"]["choices"][0]["logprobs"]

@@ -1,9 +1,9 @@
 """The benchmark: what it counts, what it draws, and its command line."""
 
-import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,6 +16,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import LLM
+from nanovllm.bench import measure, trace
+from nanovllm.bench.plan import make_plan
+from nanovllm.bench.shapes import SHAPES, write_shape
+from nanovllm.bench.workload import Lengths, draw_workload
+from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.utils import roofline
 from nanovllm.utils.roofline import Machine
@@ -38,12 +43,12 @@ bench = load_bench()
 
 
 def shape(name: str, tmp_path: Path) -> ModelConfig:
-    bench.write_shape(name, tmp_path)
+    write_shape(name, tmp_path)
     return ModelConfig.from_dir(tmp_path)
 
 
-def draw(vocab_size: int = 151_936, *options: str) -> tuple[list[list[int]], list[int]]:
-    workload = bench.draw_workload(bench.make_parser().parse_args(options), vocab_size)
+def draw(vocab_size: int = 151_936, **lengths: int) -> tuple[list[list[int]], list[int]]:
+    workload = draw_workload(Lengths(**lengths), vocab_size)
     return workload.prompts, workload.output_lens
 
 
@@ -162,10 +167,10 @@ class TestExperts:
         assert active == pytest.approx(3.04e9, rel=0.01)  # 3.35 with the embedding, as published
 
 
-@pytest.mark.parametrize("name", bench.SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Path) -> None:
-    bench.write_shape(name, tmp_path)
+    write_shape(name, tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": bias}))
     with torch.device("meta"):
@@ -187,8 +192,7 @@ class TestWorkload:
 
     def test_options_bound_lengths_and_the_vocabulary_bounds_tokens(self) -> None:
         prompts, output_lens = draw(
-            50, "--num-seqs=64", "--min-input-len=3", "--max-input-len=5",
-            "--min-output-len=2", "--max-output-len=4",
+            50, num_seqs=64, min_input_len=3, max_input_len=5, min_output_len=2, max_output_len=4,
         )  # fmt: skip
         assert {len(prompt) for prompt in prompts} == {3, 4, 5}
         assert set(output_lens) == {2, 3, 4}
@@ -251,14 +255,14 @@ class TestCommandLine:
         """The second run of the same prompts would skip their prefill, and look fast."""
         cached: list[int] = []
 
-        class SpyingLLM(bench.LLM):  # type: ignore[misc, name-defined]
-            def generate(self, *args: object, **kwargs: object) -> list[dict[str, int]]:
-                outputs: list[dict[str, int]] = super().generate(*args, **kwargs)
+        class SpyingLLM(LLM):
+            def generate(self, *args: Any, **kwargs: Any) -> Any:
+                outputs = super().generate(*args, **kwargs)
                 cached.extend(output["num_cached_tokens"] for output in outputs)
                 return outputs
 
-        monkeypatch.setattr(bench, "LLM", SpyingLLM)
-        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
+        monkeypatch.setattr(measure, "LLM", SpyingLLM)
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
         bench.main(
             [f"--model={model_dir}", "--num-seqs=2", "--min-input-len=40", "--max-input-len=50",
              "--min-output-len=2", "--max-output-len=3", "--max-model-len=64",
@@ -270,8 +274,8 @@ class TestCommandLine:
     def test_a_shape_needs_no_files(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(bench.SHAPES, "qwen3-42m", (64, 96, 2, 4, 2, 16, 259, True))
-        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
+        monkeypatch.setitem(SHAPES, "qwen3-42m", (64, 96, 2, 4, 2, 16, 259, True))
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
         bench.main(
             ["--shape=qwen3-42m", "--num-seqs=2", "--min-input-len=4", "--max-input-len=5",
              "--min-output-len=1", "--max-output-len=1", "--num-kvcache-blocks=300",
@@ -291,9 +295,9 @@ class TestCommandLine:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A trace that viewers cannot open, or one whose steps are counted as measured ones."""
-        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
         traced: list[dict[str, int]] = []
-        write_trace = bench.step_trace.write_trace
+        write_trace = trace.write_trace
 
         def spying(llm: LLM, *rest: Any) -> str:
             traced.append(dict(llm.stats()))
@@ -301,7 +305,7 @@ class TestCommandLine:
             traced.append(dict(llm.stats()))
             return text
 
-        monkeypatch.setattr(bench.step_trace, "write_trace", spying)
+        monkeypatch.setattr(trace, "write_trace", spying)
         file = tmp_path / "trace.json"
         bench.main(
             [f"--model={model_dir}", "--num-seqs=3", "--min-input-len=20", "--max-input-len=30",
@@ -319,7 +323,7 @@ class TestCommandLine:
         result = json.loads(out.splitlines()[-1])
         assert len(result["seconds"]) == 1
         before, after = traced
-        prompts, _ = draw(259, "--num-seqs=3", "--min-input-len=20", "--max-input-len=30")
+        prompts, _ = draw(259, num_seqs=3, min_input_len=20, max_input_len=30)
         lengths = list(map(len, prompts))
         # What the measured runs left in the prefix cache must not shorten the trace's prefill.
         assert after["prefill_tokens"] - before["prefill_tokens"] == lengths[0] + sum(lengths)
@@ -327,11 +331,9 @@ class TestCommandLine:
     def test_a_slow_machine_is_told_of_smaller_options(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(bench, "measure_machine", lambda *_: Machine(1e10, 1e11))
-        args: argparse.Namespace = bench.make_parser().parse_args(["--device=cpu"])
-        config = shape(args.shape, tmp_path)
-        workload = bench.draw_workload(args, config.vocab_size)
-        bench.print_floor(bench.describe(args, config, workload, torch.device("cpu")))
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(1e10, 1e11))
+        plan = make_plan({"device": "cpu"}, bench.SHAPE, Lengths(), tmp_path)
+        measure.print_floor(measure.describe(plan))
         out = capsys.readouterr().out
         assert "minutes at the very least" in out and "--shape qwen3-42m" in out
 
@@ -342,44 +344,81 @@ class TestCommandLine:
             assert text in run.stdout
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("options", "status", "message"),
         [
-            (["--shape=qwen3-9000b"], "invalid choice"),
-            (["--shape=qwen3-8b", "--model=x"], "not allowed with"),
-            (["--model=/nowhere"], "/nowhere"),
-            (["--num-seqs=0"], "must be at least 1, got 0"),
-            (["--num-seqs=many"], "invalid positive value: 'many'"),
-            (["--min-input-len=9", "--max-input-len=8"], "--min-input-len 9 is above"),
-            (["--max-input-len=4000"], "add up to 5024"),
-            (["--device=tpu"], "device must be"),
-            (["--json=/nowhere/result.json"], "/nowhere"),
-            (["--profile=/nowhere/trace.json"], "/nowhere"),
-            (["--profile=trace.json", "--peers"], "without --peers"),
-            (["--peer-path=vllm=."], "are for --peers"),
-            (["--peers", "sglang"], "nano-vllm, vllm, transformers; got sglang"),
-            (["--peers", "--peer-python=vllm"], "NAME=PATH with a NAME of nano-vllm"),
-            (["--peers", "--peer-python=vllm=/nowhere/python"], "/nowhere/python is no program"),
-            (["--peers", "--peer-path=vllm=/nowhere"], "/nowhere is not a directory"),
-            (["--peers", "vllm", "--peer-python=vllm=false"], "finds no package 'vllm'"),
+            (["--shape=qwen3-9000b"], 2, "invalid choice"),
+            (["--shape=qwen3-8b", "--model=x"], 2, "exclude each other"),
+            (["--model=/nowhere"], 1, "/nowhere"),
+            (["--num-seqs=0"], 2, "num_seqs must be >= 1, got 0"),
+            (["--num-seqs=many"], 2, "cannot read 'many'"),
+            (["--seed=-1"], 2, "seed must be >= 0, got -1"),
+            (["--repeats=0"], 2, "must be at least 1, got 0"),
+            (["--min-input-len=9", "--max-input-len=8"], 2, "max_input_len must be >= 9, got 8"),
+            (["--max-input-len=4000"], 1, "add up to 5024"),
+            (["--device=tpu"], 2, "device must be"),
+            (["--json=/nowhere/result.json"], 1, "/nowhere"),
+            (["--profile=/nowhere/trace.json"], 1, "/nowhere"),
+            (["--profile=trace.json", "--peers"], 2, "without --peers"),
+            (["--peer-path=vllm=."], 2, "are for --peers"),
+            (["--peers", "sglang"], 2, "nano-vllm, vllm, transformers; got sglang"),
+            (["--peers", "--peer-python=vllm"], 2, "NAME=PATH with a NAME of nano-vllm"),
+            (["--peers", "--peer-python=vllm=/nowhere/python"], 1, "/nowhere/python is no program"),
+            (["--peers", "--peer-path=vllm=/nowhere"], 1, "/nowhere is not a directory"),
+            (["--peers", "vllm", "--peer-python=vllm=false"], 2, "finds no package 'vllm'"),
             (
-                ["--peers", "nano-vllm", f"--peer-path=nano-vllm={BENCH.parent}"],
+                ["--peers", "nano-vllm", f"--peer-path=nano-vllm={BENCH.parent}"], 2,
                 "finds this project itself",
             ),
         ],
-    )
+    )  # fmt: skip
     def test_a_bad_option_is_one_line_and_no_traceback(
-        self, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+        self, options: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with pytest.raises(SystemExit) as exit_info:
-            bench.main(options)
-        assert exit_info.value.code == 2
-        err = capsys.readouterr().err
-        assert message in err.splitlines()[-1] and "Traceback" not in err
+        try:
+            got = bench.main(options)
+        except SystemExit as end:
+            got = end.code
+        assert got == status
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and message in err
 
     def test_what_the_engine_refuses_is_an_error_of_the_options(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(bench, "measure_machine", lambda *_: H200)
-        with pytest.raises(SystemExit):
-            bench.main(["--shape=qwen3-42m", "--device=cpu", "--attention-backend=flash_attn"])
-        assert "needs a CUDA device" in capsys.readouterr().err
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
+        options = ["--shape=qwen3-42m", "--device=cpu", "--attention-backend=flash_attn"]
+        assert bench.main(options) == 1
+        err = capsys.readouterr().err
+        assert "needs a CUDA device" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [("-m", "nanovllm", "bench"), (str(BENCH),)])
+def test_an_installed_package_has_no_benchmark(command: tuple[str, ...], tmp_path: Path) -> None:
+    """The command, away from the checkout's folder; beside it the script, with its own model."""
+    short = ("--num-seqs=2", "--max-input-len=100", "--max-output-len=100", "--repeats=1")
+    options = [*short, "--device=cpu", "--engine-seed=3"]
+    if command[0] != "-m":
+        options.append(f"--model={EMBEDDED_MODEL}")
+    env = {**os.environ, "PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, *options], capture_output=True, text=True, timeout=300, env=env,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["model"] == EMBEDDED_MODEL
+    assert result["workload"]["output_tokens"] == 200
+    assert (result["options"]["seed"], result["options"]["max_model_len"]) == (3, 4096)
+
+
+def test_the_script_measures_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a model it is the classic shape, as it always was."""
+    shapes: list[Any] = []
+
+    def plan(options: Any, shape: Any, *_: Any) -> None:
+        shapes.append(shape)
+        raise ValueError("no further")
+
+    monkeypatch.setattr("nanovllm.bench.plan.make_plan", plan)
+    assert bench.main([]) == bench.main(["--model=x"]) == bench.main(["--shape=qwen3-8b"]) == 1
+    assert shapes == ["qwen3-0.6b", None, "qwen3-8b"]

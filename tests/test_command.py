@@ -49,7 +49,14 @@ def in_process(capsys: Any, *argv: str) -> tuple[int, str, str]:
 
 def test_help_imports_torch() -> None:
     """Seconds for a page of text."""
-    for argv in ("--help", "generate --help", "chat --help", "run-batch --help", "info --help"):
+    for argv in (
+        "--help",
+        "generate --help",
+        "chat --help",
+        "run-batch --help",
+        "info --help",
+        "bench --help",
+    ):
         script = (
             "import sys\nfrom nanovllm.command.main import main\n"
             f"try: main({argv.split()})\nexcept SystemExit: pass\n"
@@ -60,12 +67,12 @@ def test_help_imports_torch() -> None:
         assert done.stdout.startswith(b"usage: nanovllm")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "info"])
+@pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "info", "bench"])
 def test_a_field_is_no_option(capsys: Any, command: str) -> None:
     """Of either class; each with its default."""
     _, text, _ = in_process(capsys, command, "--help")
     text = " ".join(text.split())
-    classes = [Config] if command == "info" else [Config, SamplingParams]
+    classes = [Config] if command in ("info", "bench") else [Config, SamplingParams]
     for kind in classes:
         for field in dataclasses.fields(kind):
             name = "engine_seed" if (kind, field.name) == (Config, "seed") else field.name
@@ -108,6 +115,9 @@ def test_an_option_is_read_as_another_type() -> None:
         ("generate x --lines", 2, "exclude each other"),
         ("chat --n 2", 2, "n must be 1 in a conversation, got 2"),
         ("chat --chat-template-kwargs 5", 2, "must be a JSON object, got 5"),
+        ("generate x --chat --chat-template-kwargs {", 2, "is not valid JSON"),
+        ("generate x --system y", 2, "are for --chat"),
+        ("generate x --chat-template-kwargs {}", 2, "are for --chat"),
         ("run-batch x", 2, "the following arguments are required: -o/--output"),
         ("run-batch /nope/x -o y", 1, "No such file or directory: '/nope/x'"),
         ("generate -f /nope/x", 1, "No such file or directory: '/nope/x'"),
@@ -119,6 +129,58 @@ def test_a_mistake_is_a_traceback(capsys: Any, argv: str, status: int, words: st
     assert (got, out) == (status, "")
     assert err.startswith("nanovllm: error: ") and err.count("\n") == 1
     assert words in err
+
+
+def test_an_option_before_the_command_is_refused(capsys: Any) -> None:
+    """Or after it, and then forgotten in the one place for what is said in the other."""
+    for argv in (["--debug", "generate"], ["generate", "--debug"], ["--debug", "generate", "-v"]):
+        assert "Traceback" in in_process(capsys, *argv, "-f", "/nope/x")[2]
+    assert "Traceback" not in in_process(capsys, "-v", "generate", "-f", "/nope/x")[2]
+    assert make_parser().parse_args(["-v", "generate"]).verbose
+    assert make_parser().parse_args(["generate"]).verbose is False
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-06B", "./nope"])
+def test_a_tokenizer_that_is_not_there_is_asked_for_again_and_again(name: str) -> None:
+    """With what is wrong known at once, for 46 seconds: a port where nobody listens."""
+    env = {**ENV, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    start = time.monotonic()
+    argv = [*COMMAND, "generate", "x", "--tokenizer", name]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, env=env)
+    assert done.returncode == 1
+    assert f"cannot load the tokenizer of {name!r}: " in done.stderr
+    assert time.monotonic() - start < 30
+
+
+def test_a_locale_without_an_answers_characters_ends_it() -> None:
+    """Random weights soon write what is no ASCII."""
+    argv = ("generate", "12+34=", "7+8=", "--load-format", "dummy", "--ignore-eos")
+    env = {**ENV, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = subprocess.run([*COMMAND, *argv], capture_output=True, timeout=LIMIT, env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\x" in done.stdout or b"\\u" in done.stdout
+
+
+def test_a_prompt_has_no_system_message(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its template no options of its own."""
+    told: list[Any] = []
+
+    class Recorder:
+        def chat_prompts(self, conversations: Any, **options: Any) -> Any:
+            told.append((conversations, options))
+            raise ValueError("no further")
+
+    @contextlib.contextmanager
+    def opened(_: Any) -> Iterator[Any]:
+        yield Recorder()
+
+    monkeypatch.setattr(command_main.generate, "open_llm", opened)
+    argv = ("generate", "one", "two", "--chat", "--system", "be brief")
+    assert in_process(capsys, *argv, "--chat-template-kwargs", '{"a": 1}')[0] == 1
+    system = {"role": "system", "content": "be brief"}
+    ((conversations, options),) = told
+    assert conversations == [[system, {"role": "user", "content": w}] for w in ("one", "two")]
+    assert options == {"chat_template_kwargs": {"a": 1}}
 
 
 def test_debug_hides_the_traceback(capsys: Any) -> None:
@@ -277,12 +339,21 @@ def test_a_conversation_ends_at_the_first_surprise(
     assert terminal.status() == 0
 
 
+def test_what_a_template_refuses_ends_the_conversation() -> None:
+    """Options that its call takes for its own too; and /quit is a command like no other."""
+    argv = ("chat", "--chat-template-kwargs", '{"messages": 1}', "--temperature", "0")
+    done = run(*argv, data=b"12+34=\n12+34=\n/quit\n12+34=\n")
+    assert (done.returncode, done.stdout) == (0, b"")
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 2 and all("the chat template fails" in line for line in lines)
+
+
 def test_a_conversation_is_forgotten_at_each_line() -> None:
     """What the model is told at each turn."""
     from nanovllm.command.chat import Conversation
 
     class Recorder:
-        def chat_prompts(self, conversations: list[list[dict[str, str]]]) -> Any:
+        def chat_prompts(self, conversations: list[list[dict[str, str]]], **_: Any) -> Any:
             told.append([(message["role"], message["content"]) for message in conversations[0]])
             return conversations
 

@@ -32,11 +32,16 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.models.registry": (*HEAVY, "nanovllm.layers", "nanovllm.models.decoder"),
     "nanovllm.utils": ("nanovllm.engine", "nanovllm.llm"),
     "nanovllm.utils.checks": HEAVY,
-    "nanovllm.engine": ("nanovllm.llm", "nanovllm.batch", "nanovllm.command", "transformers"),
+    "nanovllm.engine": (
+        "nanovllm.llm", "nanovllm.batch", "nanovllm.bench", "nanovllm.command", "transformers",
+    ),
     "nanovllm.config": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
     "nanovllm.sampling_params": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
-    "nanovllm.llm": ("nanovllm.batch", "nanovllm.command"),
-    "nanovllm.batch": ("nanovllm.command", "transformers"),
+    "nanovllm.llm": ("nanovllm.batch", "nanovllm.bench", "nanovllm.command"),
+    "nanovllm.batch": ("nanovllm.bench", "nanovllm.command", "transformers"),
+    "nanovllm.bench": ("nanovllm.command", "transformers"),
+    "nanovllm.bench.shapes": HEAVY,
+    "nanovllm.bench.workload": HEAVY,
     "nanovllm.command": ("nanovllm.engine.llm_engine", "transformers"),
     "nanovllm.outputs": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
     "nanovllm.embedded": (*HEAVY, "nanovllm.engine", "nanovllm.llm", "nanovllm.models"),
@@ -134,6 +139,17 @@ def test_import_against_the_direction(file: Path) -> None:
         if is_under(imported, prefix)
     ]
     assert bad == []
+
+
+def test_ray_is_needed_by_more_than_its_module() -> None:
+    """The engine is unaware of it, and so is the command."""
+    users = [
+        module_name(file)
+        for file in FILES
+        for name in imports(file)
+        if any(is_under(name, other) for other in ("ray", "pyarrow", "nanovllm.ray"))
+    ]
+    assert set(users) == {"nanovllm.ray"}
 
 
 def test_the_rules_name_modules_that_are_gone() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from nanovllm.batch.journal import Journal, Seen, digest_of
 from nanovllm.batch.lines import Line
-from nanovllm.batch.request import CHAT, BatchRequest, parse_line, parse_request
+from nanovllm.batch.request import BatchRequest, parse_line
 from nanovllm.batch.response import error_record, result_record
+from nanovllm.batch.submit import check_tokenizer, submit
 from nanovllm.llm import LLM
 from nanovllm.utils.checks import shorten
 
@@ -55,8 +56,7 @@ class Job:
     def __init__(
         self, llm: LLM, journal: Journal, defaults: Mapping[str, Any], strict: bool = False
     ) -> None:
-        if llm.tokenizer is None:
-            raise RuntimeError(f"{llm.config.model} has no tokenizer; --tokenizer names one")
+        check_tokenizer(llm)
         self.llm = llm
         self.journal = journal
         self.defaults = defaults
@@ -87,14 +87,15 @@ class Job:
         try:
             if isinstance(value, Exception):
                 raise value
-            seed = digest_of(custom_id, self.llm.config.seed) >> 1
-            request = parse_request(value, {"seed": seed, **self.defaults})
-            self._enqueue(Pending(line.number, custom_id, request))
+            request_id, request = submit(self.llm, custom_id, value, self.defaults)
         except (TypeError, ValueError) as error:
             if self.strict:
                 raise ValueError(f"line {line.number}: {error}") from error
             self.journal.append([error_record(line.number, custom_id, str(error))])
             self.tally.failed += 1
+            return
+        self._pending[request_id] = Pending(line.number, custom_id, request)
+        self._room -= request.params.n
 
     def _identify(self, line: Line) -> tuple[str, dict[str, Any] | Exception]:
         """A line's id, and its object or what is wrong with it.
@@ -117,17 +118,6 @@ class Job:
             return own_id, error
         return custom_id, value
 
-    def _enqueue(self, pending: Pending) -> None:
-        request = pending.request
-        prompt = request.prompt
-        if request.url == CHAT:
-            if not self.llm.has_chat_template:
-                raise RuntimeError(f"the tokenizer has no chat template for line {pending.number}")
-            (prompt,) = self.llm.chat_prompts([prompt], **request.template_options)
-        request_id = self.llm.add_request(prompt, request.params)
-        self._pending[request_id] = pending
-        self._room -= request.params.n
-
     def _step(self) -> None:
         """Run a step, and write what it finishes."""
         records = []
@@ -137,6 +127,6 @@ class Job:
             self.tally.computed += 1
             self.tally.tokens += sum(len(sample["token_ids"]) for sample in output["outputs"])
             place = (pending.number, pending.custom_id)
-            records.append(result_record(*place, pending.request, output, self.llm.config.model))
+            records.append(result_record(*place, pending.request, output, self.llm))
         if records:
             self.journal.append(records)

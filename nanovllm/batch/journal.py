@@ -102,16 +102,18 @@ class Journal:
             raise OSError(f"another job is writing {self.path}") from None
 
     def _read(self) -> None:
-        """Take in the records that are there, and cut off what an end left half written."""
-        end = 0
+        """Take in the records that are there; cut off what an end left half written, and blanks."""
+        place = end = 0
         if not START.startswith(self._file.read(len(START))):
             self._refuse(1)
         self._file.seek(0)
         for number, data in enumerate(self._file, 1):
             if not data.endswith(b"\n") and _begins_a_record(data):
                 break
-            self._take_in(number, data)
-            end += len(data)
+            place += len(data)
+            if data.strip():  # an editor may have left a blank line
+                self._take_in(number, data)
+                end = place
         self._file.seek(end)
         self._file.truncate()
 

@@ -44,13 +44,23 @@ def parse_line(data: bytes | None) -> dict[str, Any]:
     if data is None:
         raise ValueError("the line is too long")
     try:
-        value = json.loads(data.decode())
+        value = json.loads(data.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ValueError(f"the line is not valid UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise TypeError(f"a line must be a JSON object, got {shorten(value)}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON's parser would take the last of equal names, and say nothing."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{shorten(name)} is there twice")
     return value
 
 
@@ -63,7 +73,7 @@ def parse_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> Batch
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         _check_name(name, (*INPUTS[url], *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED))
-        if name in FIXED and value != FIXED[name]:
+        if name in FIXED and (value != FIXED[name] or type(value) is not type(FIXED[name])):
             raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten(value)}")
     if not isinstance(body.get("model", ""), str):
         raise TypeError(f"model must be a text, got {shorten(body['model'])}")

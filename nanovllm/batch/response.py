@@ -8,6 +8,8 @@ import time
 from typing import Any
 
 from nanovllm.batch.request import CHAT, BatchRequest
+from nanovllm.batch.token_bytes import token_bytes
+from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprob
 
 ID = "batch_req_"
@@ -15,14 +17,26 @@ START = f'{{"id": "{ID}'.encode()  # of every record
 
 
 def result_record(
-    number: int, custom_id: str, request: BatchRequest, output: RequestOutput, model: str
+    number: int, custom_id: str, request: BatchRequest, output: RequestOutput, llm: LLM
 ) -> bytes:
-    """The record of a request that was computed; `model` is its name where the line has none."""
-    body = (_chat_body if request.url == CHAT else _completion_body)(number, output, request)
+    """The record of a request that `llm` has computed."""
+    body = response_body(str(number), request, output, llm)
+    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
+    return _record(number, custom_id, response, None)
+
+
+def response_body(
+    name: str, request: BatchRequest, output: RequestOutput, llm: LLM
+) -> dict[str, Any]:
+    """OpenAI's answer to a request that `llm` has computed; `name` becomes a part of its `id`."""
+    if request.url == CHAT:
+        body = _chat_body(name, output, request, llm.tokenizer)
+    else:
+        body = _completion_body(name, output, request)
     num_tokens = sum(len(sample["token_ids"]) for sample in output["outputs"])
     body |= {
         "created": int(time.time()),
-        "model": request.model or model,
+        "model": request.model or llm.config.model,
         "usage": {
             "prompt_tokens": output["num_prompt_tokens"],
             "completion_tokens": num_tokens,
@@ -32,8 +46,7 @@ def result_record(
     }
     if output["prompt_logprobs"] is not None:
         body["prompt_logprobs"] = output["prompt_logprobs"]
-    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
-    return _record(number, custom_id, response, None)
+    return body
 
 
 def error_record(number: int, custom_id: str, message: str) -> bytes:
@@ -47,20 +60,22 @@ def _record(number: int, custom_id: str, response: Any, error: Any) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _chat_body(number: int, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
+def _chat_body(
+    name: str, output: RequestOutput, request: BatchRequest, tokenizer: Any
+) -> dict[str, Any]:
     choices = [
         {
             "index": sample["index"],
             "message": {"role": "assistant", "content": sample["text"]},
-            "logprobs": _chat_logprobs(sample["logprobs"], request.params.logprobs),
+            "logprobs": _chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer),
             **_ending(sample),
         }
         for sample in output["outputs"]
     ]
-    return {"id": f"chatcmpl-{number}", "object": "chat.completion", "choices": choices}
+    return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices}
 
 
-def _completion_body(number: int, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
+def _completion_body(name: str, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
     choices = [
         {
             "index": sample["index"],
@@ -70,7 +85,7 @@ def _completion_body(number: int, output: RequestOutput, request: BatchRequest) 
         }
         for sample in output["outputs"]
     ]
-    return {"id": f"cmpl-{number}", "object": "text_completion", "choices": choices}
+    return {"id": f"cmpl-{name}", "object": "text_completion", "choices": choices}
 
 
 def _ending(sample: CompletionOutput) -> dict[str, Any]:
@@ -83,21 +98,21 @@ def _ending(sample: CompletionOutput) -> dict[str, Any]:
 
 
 def _chat_logprobs(
-    tokens: list[list[TokenLogprob]] | None, top: int | None
+    tokens: list[list[TokenLogprob]] | None, top: int | None, tokenizer: Any
 ) -> dict[str, Any] | None:
     if tokens is None:
         return None
     content = [
-        _chat_token(likely[0])
-        | {"top_logprobs": [_chat_token(token) for token in _likeliest(likely, top)]}
+        _chat_token(likely[0], tokenizer)
+        | {"top_logprobs": [_chat_token(token, tokenizer) for token in _likeliest(likely, top)]}
         for likely in tokens
     ]
     return {"content": content}
 
 
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    text = token["text"]
-    return {"token": text, "logprob": token["logprob"], "bytes": list(text.encode())}
+def _chat_token(token: TokenLogprob, tokenizer: Any) -> dict[str, Any]:
+    data = token_bytes(token["token_id"], token["text"], tokenizer)
+    return {"token": token["text"], "logprob": token["logprob"], "bytes": data}
 
 
 def _completion_logprobs(
@@ -108,11 +123,16 @@ def _completion_logprobs(
     return {
         "tokens": [likely[0]["text"] for likely in tokens],
         "token_logprobs": [likely[0]["logprob"] for likely in tokens],
-        "top_logprobs": [
-            {token["text"]: token["logprob"] for token in _likeliest(likely, top)}
-            for likely in tokens
-        ],
+        "top_logprobs": [_by_text(_likeliest(likely, top)) for likely in tokens],
     }
+
+
+def _by_text(tokens: list[TokenLogprob]) -> dict[str, float]:
+    """Of tokens with equal texts, such as parts of characters, the first is told."""
+    told: dict[str, float] = {}
+    for token in tokens:
+        told.setdefault(token["text"], token["logprob"])
+    return told
 
 
 def _likeliest(likely: list[TokenLogprob], top: int | None) -> list[TokenLogprob]:

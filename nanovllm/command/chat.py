@@ -5,7 +5,6 @@ Ctrl-C stops an answer, Ctrl-D ends. /help tells of the commands.
 
 import argparse
 import contextlib
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,12 @@ from nanovllm.command.options import (
     UsageError,
     add_engine_options,
     add_sampling_options,
+    add_template_options,
     engine_options,
+    first_messages,
     open_llm,
     sampling_options,
+    template_options,
 )
 from nanovllm.sampling_params import SamplingParams
 
@@ -28,17 +30,14 @@ OWN_DEFAULTS = {"max_tokens": None}  # an answer ends where the model ends it
 HELP = """\
 /reset          forget the conversation
 /system TEXT    begin another one, with this system message; without TEXT, with none
+/quit           end, as Ctrl-D does
 /help           this
-Ctrl-C stops an answer, Ctrl-D ends."""
+Ctrl-C stops an answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
-    parser.add_argument("--system", metavar="TEXT", help="the system message (default: none)")
-    parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON", default="{}",
-        help="the template's own options, such as '{\"enable_thinking\": false}'",
-    )  # fmt: skip
+    add_template_options(parser)
     add_engine_options(parser)
     add_sampling_options(parser, **OWN_DEFAULTS)
 
@@ -50,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"n must be 1 in a conversation, got {params.n}")
     if params.logprobs is not None or params.prompt_logprobs is not None:
         raise UsageError("a conversation shows no log-probabilities")
-    template_options = _json_object(args.chat_template_kwargs)
+    chat_template_kwargs = template_options(args)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (arrow keys, for `input`)
     with open_llm(options) as llm:
         if not llm.has_chat_template:
             raise ValueError(f"{llm.config.model} has no chat template; see nanovllm generate")
-        Conversation(llm, params, template_options, args.system).talk()
+        Conversation(llm, params, chat_template_kwargs, args.system).talk()
     return 0
 
 
@@ -64,18 +63,18 @@ class Conversation:
     """The messages so far, and the model that answers."""
 
     def __init__(
-        self, llm: "LLM", params: SamplingParams, template_options: dict[str, Any],
+        self, llm: "LLM", params: SamplingParams, chat_template_kwargs: dict[str, Any],
         system: str | None,
     ) -> None:  # fmt: skip
         self.llm = llm
         self.params = params
-        self.template_options = template_options
+        self.chat_template_kwargs = chat_template_kwargs
         self.begin(system)
 
     def begin(self, system: str | None) -> None:
         """Forget what was said; `system` says how to answer from now on."""
         self.system = system
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages = first_messages(system)
 
     def talk(self) -> None:
         """Read and answer lines until Ctrl-D."""
@@ -100,12 +99,14 @@ class Conversation:
             self.answer(line)
 
     def obey(self, line: str) -> None:
-        """Follow a command."""
+        """Follow a command; EOFError if it ends the conversation."""
         command, _, text = line.partition(" ")
         if command == "/reset":
             self.begin(self.system)
         elif command == "/system":
             self.begin(text.strip() or None)
+        elif command == "/quit":
+            raise EOFError
         elif command == "/help":
             print(HELP, file=sys.stderr)
         else:
@@ -116,7 +117,9 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
-            prompts = self.llm.chat_prompts([messages], **self.template_options)
+            prompts = self.llm.chat_prompts(
+                [messages], chat_template_kwargs=self.chat_template_kwargs
+            )
             with contextlib.closing(self.llm.stream(prompts, self.params)) as events:  # type: ignore[type-var]
                 for event in events:
                     said += event["text"]
@@ -129,13 +132,3 @@ class Conversation:
             print(f"{error}; /reset begins anew", file=sys.stderr)
             return
         self.messages = [*messages, {"role": "assistant", "content": said}]
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}")
-    return value

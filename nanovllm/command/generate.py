@@ -19,9 +19,12 @@ from nanovllm.command.options import (
     UsageError,
     add_engine_options,
     add_sampling_options,
+    add_template_options,
     engine_options,
+    first_messages,
     open_llm,
     sampling_options,
+    template_options,
 )
 from nanovllm.sampling_params import SamplingParams
 
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="a prompt is a user's message in the chat template"
     )
+    add_template_options(parser)
     parser.add_argument("--json", action="store_true", help="whole outputs, a line each")
     add_engine_options(parser)
     add_sampling_options(parser)
@@ -53,11 +57,16 @@ def run(args: argparse.Namespace) -> int:
     asks = params.logprobs is not None or params.prompt_logprobs is not None
     if asks and not args.json:
         raise UsageError("log-probabilities are in the output of --json alone")
+    if not args.chat and (args.system is not None or args.chat_template_kwargs is not None):
+        raise UsageError("--system and --chat-template-kwargs are for --chat")
+    chat_template_kwargs = template_options(args)
     texts = _prompts(args)
     with open_llm(options) as llm:
         prompts: list[Any] = texts
         if args.chat:
-            prompts = llm.chat_prompts([[{"role": "user", "content": text}] for text in texts])
+            first = first_messages(args.system)
+            conversations = [[*first, {"role": "user", "content": text}] for text in texts]
+            prompts = llm.chat_prompts(conversations, chat_template_kwargs=chat_template_kwargs)
         if len(prompts) == 1 and params.n == 1 and not args.json:
             _write_as_it_comes(llm, prompts, params)
             return 0

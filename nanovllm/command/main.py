@@ -4,17 +4,19 @@
 """
 
 import argparse
+import io
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.command import chat, generate, info, run_batch
+from nanovllm.command import bench, chat, generate, info, run_batch
 from nanovllm.command.options import UsageError
 
-COMMANDS = (generate, chat, run_batch, info)
+COMMANDS = (generate, chat, run_batch, info, bench)
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -29,19 +31,26 @@ def make_parser() -> Parser:
     """The command line: each subcommand adds its own."""
     parser = Parser(prog="nanovllm", description="Offline inference of large language models.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    add_common_arguments(parser, False)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS:
         subparser = subparsers.add_parser(
             command.NAME, help=command.SUMMARY, description=command.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         )  # fmt: skip
-        subparser.add_argument(
-            "-v", "--verbose", action="store_true", help="say on stderr what the engine is up to"
-        )
-        subparser.add_argument("--debug", action="store_true", help="show tracebacks")
+        add_common_arguments(subparser, argparse.SUPPRESS)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, default: object) -> None:
+    """What may stand before the subcommand and after it."""
+    for flags, text in (
+        (("-v", "--verbose"), "say on stderr what the engine is up to"),
+        (("--debug",), "show tracebacks"),
+    ):
+        parser.add_argument(*flags, action="store_true", default=default, help=text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,10 +58,17 @@ def main(argv: list[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed before we began
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text that it cannot write is no reason to end
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = make_parser().parse_args(argv)
+    return run_guarded(args.run, args)
+
+
+def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The status of `run`, whatever happens in it; errors are told in a line."""
     _set_up_logging(args.verbose)
     try:
-        status: int = args.run(args)
+        status = run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
@@ -80,6 +96,6 @@ def _set_up_logging(verbose: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("nanovllm: %(message)s"))
     logger = logging.getLogger("nanovllm")
-    logger.addHandler(handler)
+    logger.handlers = [handler]
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.propagate = False

@@ -7,6 +7,7 @@ that is not given is left to the class, which also checks the values.
 import argparse
 import contextlib
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -91,19 +92,49 @@ READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of `Config`; without a model it is the embedded one."""
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """An option for each field of `Config`; without a model it is the embedded one.
+
+    `defaults` are what the help shows of the command's own.
+    """
     group = parser.add_argument_group("engine")
+    defaults = {"model": "the embedded one, which adds numbers", **defaults}
     for field in dataclasses.fields(Config):
-        default = "the embedded one, which adds numbers" if field.name == "model" else field.default
-        _add_option(group, field, _engine_option(field.name), default)
+        default = defaults.get(field.name, field.default)
+        add_field_option(group, field, _engine_option(field.name), default)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """An option for each field of `SamplingParams`; `defaults` are the command's own."""
     group = parser.add_argument_group("sampling")
     for field in dataclasses.fields(SamplingParams):
-        _add_option(group, field, field.name, defaults.get(field.name, field.default))
+        add_field_option(group, field, field.name, defaults.get(field.name, field.default))
+
+
+def add_template_options(parser: argparse.ArgumentParser) -> None:
+    """What a conversation begins with, and how its template is told to make a prompt of it."""
+    parser.add_argument("--system", metavar="TEXT", help="the system message (default: none)")
+    parser.add_argument(
+        "--chat-template-kwargs", metavar="JSON",
+        help="the template's own options, such as '{\"enable_thinking\": false}'",
+    )  # fmt: skip
+
+
+def template_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The chat template's own options; checked as far as they can be without it."""
+    text = args.chat_template_kwargs
+    try:
+        value = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}")
+    return value
+
+
+def first_messages(system: str | None) -> list[dict[str, str]]:
+    """What a conversation begins with."""
+    return [{"role": "system", "content": system}] if system else []
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -114,7 +145,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         if _engine_option(field.name) in args
     }
     options = {"model": EMBEDDED_MODEL} | given
-    with _usage():
+    with usage_errors():
         Config(**options)
     return options
 
@@ -123,7 +154,7 @@ def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any
     """The fields of `SamplingParams` that the command line has, on the command's own; checked."""
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     options = defaults | {name: getattr(args, name) for name in names if name in args}
-    with _usage():
+    with usage_errors():
         SamplingParams(**options)
     return options
 
@@ -136,7 +167,7 @@ def open_llm(options: Mapping[str, Any]) -> "LLM":
 
 
 @contextlib.contextmanager
-def _usage() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """What a field's check refuses is a mistake in the command line."""
     try:
         yield
@@ -150,9 +181,14 @@ def _engine_option(name: str) -> str:
     return f"engine_{name}" if shared else name
 
 
-def _add_option(
-    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], name: str, default: Any
+def add_field_option(
+    group: argparse._ArgumentGroup,
+    field: dataclasses.Field[Any],
+    name: str,
+    default: Any,
+    texts: Mapping[str, str] = HELP,
 ) -> None:
+    """An option for a field; if it is not given, it is not in the namespace."""
     flag, kind = "--" + name.replace("_", "-"), _main_type(field.type)
     shown = "none" if default is None else default
     more: dict[str, Any]
@@ -164,7 +200,7 @@ def _add_option(
         more = dict(type=_reader(read, _takes_none(field.type)), metavar=metavar)
         more |= dict(action="append") if kind == Iterable[str] else {}
     action = group.add_argument(flag, dest=name, default=argparse.SUPPRESS, **more)
-    action.help = f"{HELP[name]} (default: {shown})"  # to which some versions add one of their own
+    action.help = f"{texts[name]} (default: {shown})"  # to which some versions add one of their own
 
 
 def _main_type(annotation: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 logger = logging.getLogger("nanovllm")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 
 def load_tokenizer(tokenizer: str | None, model_path: Path) -> Any:
@@ -21,8 +22,20 @@ def load_tokenizer(tokenizer: str | None, model_path: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    source = str(model_path) if tokenizer is None else str(Path(tokenizer).expanduser())
+    source = str(model_path) if tokenizer is None else tokenizer
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(_directory(source))
     except Exception as error:  # transformers raises whatever its readers raise
         raise OSError(f"cannot load the tokenizer of {source!r}: {error}") from error
+
+
+def _directory(source: str) -> str:
+    """A local one, or a download: transformers would ask for file by file, each for seconds."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return str(path)
+    if source.startswith(("/", ".", "~")):
+        raise FileNotFoundError("there is no such directory")
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(source, allow_patterns=[*HUB_FILES])

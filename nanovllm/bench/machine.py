@@ -1,0 +1,69 @@
+"""How fast this machine is: two rates, measured, which the roofline is made of."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.layers.linear import LinearBase
+from nanovllm.utils.roofline import Machine
+
+
+def median_seconds(call: Callable[[], Any], device: torch.device, samples: int = 7) -> float:
+    """Median time of `call`; on CUDA a sample is many calls, which hides their launches."""
+    calls = 20 if device.type == "cuda" else 1
+    seconds = []
+    for _ in range(1 + samples):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append((time.perf_counter() - start) / calls)
+    return statistics.median(seconds[1:])  # the first sample warms up
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read and written per second by a copy that no cache holds."""
+    num_bytes = 1 << (30 if device.type == "cuda" else 28)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * num_bytes / median_seconds(lambda: target.copy_(source), device)
+
+
+@torch.inference_mode()
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of a large linear layer, as the model computes it."""
+    size = 8192 if device.type == "cuda" else 2048
+    linear = LinearBase(size, size).to(device, dtype)
+    assert linear.weight is not None
+    linear.weight.normal_()
+    linear.pack()
+    x = torch.randn(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / median_seconds(lambda: linear(x), device)
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype, num_ranks: int) -> Machine:
+    """Measure both rates, and give back the memory that it took.
+
+    Ranks on the CPU share one machine; on CUDA each brings a GPU, taken to be as fast as the first.
+    """
+    num_devices = num_ranks if device.type == "cuda" else 1
+    machine = Machine(copy_rate(device) * num_devices, matmul_rate(device, dtype) * num_devices)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return machine
+
+
+def machine_name() -> str:
+    """The processor and its cores."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"

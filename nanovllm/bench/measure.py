@@ -1,0 +1,153 @@
+"""The runs of a benchmark: how long they take, beside the least time that the machine allows."""
+
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import __version__
+from nanovllm.bench import trace
+from nanovllm.bench.machine import machine_name, measure_machine
+from nanovllm.bench.plan import Plan
+from nanovllm.bench.workload import Workload
+from nanovllm.engine.device import resolve_dtype
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils import roofline
+
+TEMPERATURE = 0.6
+SHORT_RUN_SECONDS = 60  # a run below this is repeated, if nothing says how often
+SLOW_FLOOR_SECONDS = 60  # a floor above this earns a hint at smaller options
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The first part of the result: where, which model, what, and the least time for it."""
+    model, device, workload = plan.model, plan.device, plan.workload
+    num_ranks = plan.config.tensor_parallel_size
+    dtype = resolve_dtype(plan.config.dtype, model.dtype, device)
+    machine = measure_machine(device, dtype, num_ranks)
+    input_lens = [len(prompt) for prompt in workload.prompts]
+    floor = roofline.floor(model, dtype.itemsize, input_lens, workload.output_lens, machine)
+    options = dataclasses.asdict(plan.config)
+    del options["model"]
+    return {
+        "version": __version__,
+        "machine": machine_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "num_ranks": num_ranks,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "model": plan.name,
+        "num_params": roofline.num_params(model),
+        "dtype": str(dtype).removeprefix("torch."),
+        "workload": {
+            **dataclasses.asdict(plan.lengths),
+            "temperature": TEMPERATURE,
+            "input_tokens": sum(input_lens),
+            "output_tokens": sum(workload.output_lens),
+        },
+        "roofline": {
+            "copy_bytes_per_second": machine.bytes_per_second,
+            "matmul_flops_per_second": machine.flops_per_second,
+            **dataclasses.asdict(floor),
+            "seconds": floor.seconds,
+            "output_tokens_per_second": sum(workload.output_lens) / floor.seconds,
+        },
+        "options": options,
+    }
+
+
+def time_run(llm: LLM, workload: Workload) -> float:
+    """Seconds to generate the whole workload; every request runs to its length."""
+    params = [
+        SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n)
+        for n in workload.output_lens
+    ]
+    start = time.perf_counter()
+    outputs = llm.generate(workload.prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    assert [len(output["token_ids"]) for output in outputs] == workload.output_lens
+    return seconds
+
+
+def measure(llm: LLM, plan: Plan, repeats: int | None) -> dict[str, Any]:
+    """Warm up, run `repeats` times, and say how fast that was."""
+    workload, lengths, vocab_size = plan.workload, plan.lengths, plan.model.vocab_size
+    time_run(llm, Workload([[0] * lengths.min_input_len], [min(16, lengths.min_output_len)]))
+    before, preemptions = dataclasses.replace(llm.counter), llm.scheduler.num_preemptions
+    seconds: list[float] = []
+    while repeats is None or len(seconds) < repeats:
+        # Other tokens in each run: it must not find its prompts in the prefix cache.
+        prompts = [[(t + len(seconds)) % vocab_size for t in prompt] for prompt in workload.prompts]
+        seconds.append(time_run(llm, Workload(prompts, workload.output_lens)))
+        print(f"  run {len(seconds)}: {seconds[-1]:.2f} s", flush=True)
+        if repeats is None:
+            repeats = 3 if seconds[0] < SHORT_RUN_SECONDS else 1
+    median, counter = statistics.median(seconds), llm.counter
+    return {
+        "attention_backend": llm.config.attention_backend,
+        "seconds": seconds,
+        "median_seconds": median,
+        "output_tokens_per_second": sum(workload.output_lens) / median,
+        "prefill_tokens_per_second": (counter.prefill_tokens - before.prefill_tokens)
+        / (counter.prefill_seconds - before.prefill_seconds),
+        "decode_tokens_per_second": (counter.decode_tokens - before.decode_tokens)
+        / max(counter.decode_seconds - before.decode_seconds, 1e-9),  # no decode: one token each
+        "preemptions": llm.scheduler.num_preemptions - preemptions,
+    }
+
+
+def print_floor(result: dict[str, Any]) -> None:
+    """Say what will run, and how fast it could."""
+    load, floor = result["workload"], result["roofline"]
+    on_cpu = result["device"] == "cpu"
+    ranks = f", {result['num_ranks']} ranks" if result["num_ranks"] > 1 else ""
+    print(
+        f"{result['model']}: {result['num_params'] / 1e6:,.0f}M parameters, {result['dtype']},"
+        f" on {result['machine' if on_cpu else 'device']}{ranks}\n"
+        f"  workload: {load['num_seqs']} requests, {load['input_tokens']:,} tokens in,"
+        f" {load['output_tokens']:,} out\n"
+        f"  measured: copy {floor['copy_bytes_per_second'] / 1e9:,.1f} GB/s,"
+        f" matmul {floor['matmul_flops_per_second'] / 1e12:,.2f} TFLOP/s\n"
+        f"  roofline: {floor['seconds']:.2f} s = {floor['decode_kv_seconds']:.2f} decode KV reads"
+        f" + {floor['decode_gemm_seconds']:.2f} decode GEMM"
+        f" + {floor['prefill_seconds']:.2f} prefill;"
+        f" {floor['output_tokens_per_second']:,.0f} output tok/s"
+    )
+    if on_cpu and floor["seconds"] > SLOW_FLOOR_SECONDS:
+        print(
+            f"  a run takes {floor['seconds'] / 60:.0f} minutes at the very least. Smaller:"
+            " --shape qwen3-42m, or --num-seqs 16 --max-input-len 128 --max-output-len 128"
+        )
+    sys.stdout.flush()
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Say how fast it was."""
+    print(
+        f"  {result['output_tokens_per_second']:,.1f} output tok/s,"
+        f" {result['roofline_percent']:.1f}% of the roofline: median {result['median_seconds']:.2f}"
+        f" s of {len(result['seconds'])},"
+        f" {min(result['seconds']):.2f} to {max(result['seconds']):.2f}\n"
+        f"  prefill {result['prefill_tokens_per_second']:,.0f} tok/s,"
+        f" decode {result['decode_tokens_per_second']:,.0f} tok/s,"
+        f" {result['preemptions']} preemptions, attention: {result['attention_backend']}"
+    )
+
+
+def run_alone(
+    plan: Plan, result: dict[str, Any], repeats: int | None, profile: Path | None
+) -> None:
+    """Measure this engine, print the figures, and then write a trace if one is asked for."""
+    with LLM(**dataclasses.asdict(plan.config)) as llm:
+        result |= measure(llm, plan, repeats)
+        result["roofline_percent"] = 100 * result["roofline"]["seconds"] / result["median_seconds"]
+        if plan.device.type == "cuda":  # the KV pool counts too
+            result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(plan.device)
+        print_result(result)
+        if profile:
+            print(trace.write_trace(llm, plan.workload.prompts, TEMPERATURE, profile), flush=True)

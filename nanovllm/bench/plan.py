@@ -1,0 +1,58 @@
+"""What will run: a model or a shape, the engine's options, the requests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.bench.shapes import write_shape
+from nanovllm.bench.workload import Lengths, Workload, draw_workload
+from nanovllm.config import Config
+from nanovllm.engine.device import resolve_device
+from nanovllm.models.config import ModelConfig
+from nanovllm.utils.loader import resolve_model
+from nanovllm.utils.ranks import Ranks
+
+MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A benchmark before it runs. With a shape, the model's directory has nothing but a config."""
+
+    shape: str | None
+    name: str  # of the shape or the model, in the result
+    config: Config
+    model: ModelConfig
+    device: torch.device
+    lengths: Lengths
+    workload: Workload
+
+
+def make_plan(
+    options: Mapping[str, Any], shape: str | None, lengths: Lengths, scratch: Path
+) -> Plan:
+    """Check it all, and draw the requests.
+
+    `options` are the engine's; a shape takes the place of their model, and its files are in
+    `scratch`. Without a `max_model_len` it is 4096, or the model's if that is less.
+    """
+    if shape is not None:
+        options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}
+    path = resolve_model(options["model"])
+    model = ModelConfig.from_dir(path)
+    longest = min(MAX_MODEL_LEN, model.max_position_embeddings)
+    config = Config(**{"max_model_len": longest, **options, "model": str(path)})
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if lengths.max_input_len + lengths.max_output_len > max_model_len:
+        raise ValueError(
+            "max_input_len and max_output_len add up to"
+            f" {lengths.max_input_len + lengths.max_output_len}, above {max_model_len},"
+            " the longest sequence"
+        )
+    model.check_parallel_size(config.tensor_parallel_size)
+    device = resolve_device(config.device, Ranks(0, config.tensor_parallel_size))
+    workload = draw_workload(lengths, model.vocab_size)
+    return Plan(shape, shape or options["model"], config, model, device, lengths, workload)

@@ -1,0 +1,113 @@
+"""Measure throughput on random prompts, beside the least time that this machine allows for it.
+
+  nanovllm bench
+  nanovllm bench --shape qwen3-0.6b
+  nanovllm bench --model ~/models/Qwen3-0.6B --num-seqs 64 --repeats 5
+
+Two rates are measured first, and make the roofline. The last line on stdout is one JSON object.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.bench.shapes import SHAPES
+from nanovllm.bench.workload import Lengths
+from nanovllm.command.options import (
+    UsageError,
+    add_engine_options,
+    add_field_option,
+    engine_options,
+    usage_errors,
+)
+
+if TYPE_CHECKING:
+    from nanovllm.bench.plan import Plan
+
+NAME = "bench"
+SUMMARY = "measure throughput beside the roofline"
+HELP = {
+    "num_seqs": "requests",
+    "min_input_len": "shortest prompt",
+    "max_input_len": "longest prompt",
+    "min_output_len": "fewest tokens to generate",
+    "max_output_len": "most tokens to generate",
+    "seed": "draws the requests",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = None) -> None:
+    """Say what the command takes; `default_shape` is run where there is no model."""
+    shown = {"max_model_len": "4096, or the model's"}
+    if default_shape is not None:
+        shown["model"] = "none, but a shape"
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="random weights of this shape instead of a model"
+        f" (default: {default_shape or 'none'})",
+    )  # fmt: skip
+    parser.set_defaults(default_shape=default_shape)
+    group = parser.add_argument_group("workload")
+    for field in dataclasses.fields(Lengths):
+        add_field_option(group, field, field.name, field.default, HELP)
+    parser.add_argument(
+        "--repeats", type=positive, metavar="N",
+        help="runs, of which the median counts (default: 3, or 1 if a run takes a minute)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE",
+        help="after the measured runs, write a trace of a few steps",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line here too")
+    add_engine_options(parser, **shown)
+
+
+def positive(text: str) -> int:
+    """Parse an int above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def run(
+    args: argparse.Namespace,
+    measure: "Callable[[Plan, dict[str, Any]], None] | None" = None,
+) -> int:
+    """Print the roofline, run the workload, print the figures and one JSON line.
+
+    `measure` runs it, and adds to the result what comes of that.
+    """
+    if args.shape is not None and "model" in args:
+        raise UsageError("--model and --shape exclude each other")
+    shape = args.shape or (None if "model" in args else args.default_shape)
+    options, lengths = engine_options(args), _lengths(args)
+    from nanovllm.bench.measure import describe, print_floor, run_alone
+    from nanovllm.bench.plan import make_plan
+
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as files:
+        plan = make_plan(options, shape, lengths, Path(scratch))
+        output = files.enter_context(args.json.open("w", encoding="utf-8")) if args.json else None
+        if args.profile:
+            args.profile.touch()
+        result = describe(plan)
+        print_floor(result)
+        if measure is not None:
+            measure(plan, result)
+        else:
+            run_alone(plan, result, args.repeats, args.profile)
+        line = json.dumps(result)
+        print(line)
+        if output:
+            output.write(line + "\n")
+    return 0
+
+
+def _lengths(args: argparse.Namespace) -> Lengths:
+    names = [field.name for field in dataclasses.fields(Lengths)]
+    with usage_errors():
+        return Lengths(**{name: getattr(args, name) for name in names if name in args})

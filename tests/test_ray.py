@@ -1,0 +1,329 @@
+"""Ray Data, on this machine: two replicas, one of them killed; and a replica by itself."""
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import make_llm
+
+from nanovllm.batch.job import Job
+from nanovllm.batch.journal import Journal
+from nanovllm.batch.lines import read_lines
+from nanovllm.config import Config
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+
+ray = pytest.importorskip("ray")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+ray_data = pytest.importorskip("ray.data")
+
+from nanovllm.ray import ANSWER, EngineReplica, _resources, answer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_ROWS, BATCH_SIZE = 60, 10
+# Few at a time, so that a batch takes several steps; float32, so that batches round alike.
+OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=64)
+EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_batch.py"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """More cores than there may be: Ray does not look. Nothing leaves the machine."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as path:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            num_cpus=4, object_store_memory=1 << 27, include_dashboard=False, log_to_driver=False,
+            logging_level="error", _node_ip_address="127.0.0.1", _temp_dir=path,
+        )  # fmt: skip
+        ray_data.DataContext.get_current().enable_progress_bars = False
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def replica() -> EngineReplica:
+    return EngineReplica(EMBEDDED_MODEL, sampling={"temperature": 0}, keep=["label"], **OPTIONS)
+
+
+def requests() -> list[dict[str, Any]]:
+    """Sums, some of them in several samples, one that is not to be had."""
+    rows: list[dict[str, Any]] = []
+    for index, (prompt, _) in enumerate(sample_problems(NUM_ROWS)):
+        hot = dict(temperature=2.0, n=2) if index % 5 == 0 else dict(temperature=0)
+        rows.append(dict(custom_id=f"r{index}", prompt=prompt, max_tokens=8, **hot))
+    rows[7]["max_tokens"] = 0
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    """With the columns of all rows, as Ray reads them."""
+    return pa.Table.from_struct_array(pa.array(rows))
+
+
+def jsonl(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `run-batch` makes of the requests."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    with make_llm(EMBEDDED_MODEL, **OPTIONS) as llm, Journal(output) as journal:
+        for _ in Job(llm, journal, {}).run(read_lines(io.BytesIO(jsonl(requests()).encode()))):
+            pass
+    answers = {}
+    for line in output.read_text().splitlines():
+        record = json.loads(line)
+        error = record["error"]
+        answers[record["custom_id"]] = (
+            (None, error["message"].partition(": ")[2]) if error
+            else (record["response"]["body"]["choices"], None)
+        )  # fmt: skip
+    assert len(answers) == NUM_ROWS
+    return answers
+
+
+def answers_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By their ids, none of which may come twice."""
+    answers: dict[str, Any] = {}
+    for row in rows:
+        custom_id = row["custom_id"] if "custom_id" in row else json.loads(row["text"])["custom_id"]
+        assert custom_id not in answers, "a row was answered twice"
+        choices = row["response"] and json.loads(row["response"])["choices"]
+        assert row["generated_text"] == (choices and choices[0]["text"])
+        assert row["finish_reason"] == (choices and choices[0]["finish_reason"])
+        answers[custom_id] = (choices, row["error"])
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_example_answers_otherwise_than_run_batch(
+    cluster: None, tmp_path: Path, capsys: Any, undisturbed: dict[str, Any], kind: str
+) -> None:
+    source, results = tmp_path / f"in.{kind}", tmp_path / "results"
+    if kind == "jsonl":
+        source.write_text(jsonl(requests()))
+    else:
+        pq.write_table(table(requests()), source)
+    spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    options = {"replicas": 2, "batch_size": BATCH_SIZE, **OPTIONS}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    example.main([str(source), str(results), *flags])
+    assert capsys.readouterr().out.endswith(f"{NUM_ROWS} rows, 1 of them with an error\n")
+    if kind == "jsonl":
+        lines = "".join(file.read_text() for file in results.iterdir()).splitlines()
+        rows = [json.loads(line) for line in lines]
+    else:
+        rows = pq.read_table(results).to_pylist()
+    assert answers_of(rows) == undisturbed
+
+
+def test_a_killed_replica_loses_or_repeats_a_row(
+    cluster: None, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    """Killed in the middle of a batch, with some of its rows answered, and of the job."""
+    log = tmp_path / "log"
+    log.mkdir()
+
+    class Doomed(EngineReplica):
+        """Dies at its twentieth step, in its second batch, unless another has died before."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            (log / f"begun-{os.getpid()}").touch()
+            step, num_steps = self._llm.step, itertools.count(1)
+
+            def doomed_step() -> Any:
+                if next(num_steps) == 20:
+                    with contextlib.suppress(FileExistsError):
+                        (log / "killed").touch(exist_ok=False)
+                        os.kill(os.getpid(), signal.SIGKILL)
+                return step()
+
+            self._llm.step = doomed_step  # type: ignore[method-assign]
+
+    rows = (
+        ray_data.from_items(requests(), override_num_blocks=NUM_ROWS // BATCH_SIZE)
+        .map_batches(
+            Doomed, fn_constructor_kwargs=dict(model=EMBEDDED_MODEL, **OPTIONS), num_cpus=1,
+            compute=ray_data.ActorPoolStrategy(size=2), batch_format="pyarrow",
+            batch_size=BATCH_SIZE,
+        )
+        .take_all()
+    )  # fmt: skip
+    assert (log / "killed").exists(), "no replica was killed"
+    assert answers_of(rows) == undisturbed
+    assert len([*log.glob("begun-*")]) == 3, "the replica was not started again"
+
+
+def rows_of(replica: EngineReplica, batch: Any) -> list[dict[str, Any]]:
+    batch = batch if isinstance(batch, pa.Table) else table(batch)
+    answered = replica(batch)
+    assert answered.column_names == [*batch.column_names, *ANSWER]
+    assert answered.drop_columns([*ANSWER]).equals(batch)
+    assert all(field.type == pa.string() for field in answered.schema if field.name in ANSWER)
+    rows: list[dict[str, Any]] = answered.to_pylist()
+    return rows
+
+
+def test_a_field_of_another_row_is_taken_for_ones_own(replica: EngineReplica) -> None:
+    """Arrow gives all rows the fields of any, in nested ones too."""
+    user = {"role": "user", "content": "12+34="}
+    rows = rows_of(
+        replica,
+        [
+            {"prompt": "12+34=", "logit_bias": {"52": -100}, "label": 1},
+            {"messages": [user], "logit_bias": {"54": -100.0}, "label": None},
+            {"prompt": "7+8=", "max_tokens": 1},
+            {"method": "POST", "url": "/v1/completions", "custom_id": "a", "body": {
+                "prompt": "7+8=", "stop_token_ids": [53]}},
+        ],
+    )  # fmt: skip
+    assert [row["error"] for row in rows] == [None] * 4
+    first, second, third, fourth = (row["generated_text"] for row in rows)
+    assert "4" not in first and "6" in first
+    assert "6" not in second and "4" in second
+    assert (third, fourth) == ("1", "15")
+    assert json.loads(rows[3]["response"])["choices"][0]["stop_reason"] == 53
+    assert [row["label"] for row in rows] == [1, None, None, None]
+
+
+def test_a_map_is_no_object(replica: EngineReplica) -> None:
+    biases = pa.array([[(52, -100.0)]], pa.map_(pa.int64(), pa.float64()))
+    (row,) = rows_of(replica, pa.table({"prompt": ["12+34="], "logit_bias": biases}))
+    assert row["error"] is None and "4" not in row["generated_text"]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "x", "max_token": 5}, "unknown field 'max_token'; did you mean 'max_tokens'?"),
+        ({"prompt": "1" * 64}, "max_model_len"),
+        ({"prompt": "x", "custom_id": 5}, "custom_id must be a text, got 5"),
+        ({"prompt": "x", "user": b"x"}, "bytes is not JSON serializable"),
+        ({"prompt": None}, "a line must have a prompt or messages"),
+    ],
+)
+def test_a_bad_row_ends_the_job(replica: EngineReplica, row: dict[str, Any], words: str) -> None:
+    bad, good = rows_of(replica, [row, {"prompt": "12+34="}])
+    assert words in bad["error"]
+    assert bad["generated_text"] is bad["finish_reason"] is bad["response"] is None
+    assert (good["generated_text"], good["error"]) == ("46", None)
+
+
+def test_a_bad_line_ends_the_job() -> None:
+    """And a column beside that of the lines, of any name, is taken for a field."""
+    replica = EngineReplica(line_column="text", sampling={"temperature": 0}, **OPTIONS)
+    lines = ['{"prompt": "12+34="}', '{"prom', "5", None, '{"prompt": [55, 43, 56, 61]}']
+    rows = rows_of(replica, [{"text": line, "prompt": 5} for line in lines])
+    assert [row["generated_text"] for row in rows] == ["46", None, None, None, "15"]
+    assert "not valid JSON" in rows[1]["error"]
+    assert "must be a JSON object, got 5" in rows[2]["error"]
+    assert "the row has no line" in rows[3]["error"]
+
+
+def test_equal_rows_differ_by_their_batch(replica: EngineReplica) -> None:
+    """What a row samples hangs on what it asks for, or on its id: not on its place."""
+    hot = dict(prompt="12+34=", temperature=2.0, max_tokens=16, ignore_eos=True)
+    rows = [hot, {**hot, "custom_id": "a"}, {**hot, "custom_id": "b"}, hot]
+    one, a, b, again = (row["generated_text"] for row in rows_of(replica, rows))
+    assert one == again and len({one, a, b}) == 3
+    (alone,) = rows_of(replica, [{**hot, "label": 3}])
+    assert alone["generated_text"] == one
+
+
+def test_a_rank_that_ends_ends_the_job() -> None:
+    """A new engine answers the batch, once."""
+    replica = EngineReplica(sampling={"temperature": 0}, tensor_parallel_size=2, **OPTIONS)
+    first = replica._llm
+    first._runner.workers._workers[0].process.kill()
+    (row,) = rows_of(replica, [{"prompt": "12+34="}])
+    assert row["generated_text"] == "46"
+    assert replica._llm is not first
+    replica._llm.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda r: r({"prompt": ["x"]}), TypeError, "needs batch_format='pyarrow', got dict"),
+        (lambda r: r(pa.table({"prompt": ["x"], "error": [""]})), ValueError, "rename it"),
+        (lambda r: EngineReplica(sampling={"n": 0}), ValueError, "n must be in"),
+        (lambda r: EngineReplica(keep="label"), TypeError, "keep must be a list of texts"),
+        (lambda r: answer(None, max_num_sequences=3), TypeError, "did you mean 'max_num_seqs'?"),
+        (lambda r: answer(None, replicas=0), ValueError, "replicas must be >= 1, got 0"),
+        (lambda r: answer(None, batch_size=0), ValueError, "batch_size must be >= 1, got 0"),
+        (lambda r: answer(None, sampling={"n": 0}), ValueError, "n must be in"),
+    ],
+)
+def test_a_mistake_is_found_late(
+    replica: EngineReplica, make: Any, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        make(replica)
+
+
+GPUS, CPUS = {"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas", "num_cpus", "cluster", "expected"),
+    [
+        ({}, 2, None, GPUS, ({"num_gpus": 1, "num_cpus": 0}, "cuda")),
+        (dict(tensor_parallel_size=2), 2, 3, GPUS, ({"num_gpus": 2, "num_cpus": 3}, "cuda")),
+        (dict(device="cuda"), 9, None, CPUS, ({"num_gpus": 1, "num_cpus": 0}, "cuda")),
+        (dict(device="cpu"), 2, None, GPUS, ({"num_cpus": 1}, "cpu")),
+        (dict(tensor_parallel_size=2), 3, None, CPUS, ({"num_cpus": 2}, "cpu")),
+        ({}, 7, None, CPUS, ({"num_cpus": 1}, "cpu")),
+        ({}, 14, 0.5, CPUS, ({"num_cpus": 0.5}, "cpu")),
+    ],
+)
+def test_a_replica_takes_what_it_does_not_need(
+    options: Any, replicas: int, num_cpus: Any, cluster: Any, expected: Any
+) -> None:
+    assert _resources(Config("m", **options), replicas, num_cpus, cluster) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas", "num_cpus", "words"),
+    [
+        (dict(device="cuda:1"), 1, None, "device must be 'auto', 'cpu' or 'cuda' with Ray"),
+        ({}, 8, None, "8 replicas of 1 CPUs leave none of the cluster's 8"),
+        ({}, 2, 4, "2 replicas of 4 CPUs leave none of the cluster's 8"),
+        ({}, 1, 0, "num_cpus must be finite and > 0.0, got 0"),
+    ],
+)
+def test_replicas_wait_for_each_other(
+    options: Any, replicas: int, num_cpus: Any, words: str
+) -> None:
+    """For ever, if nobody can read the rows."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        _resources(Config("m", **options), replicas, num_cpus, CPUS)
+
+
+def test_without_ray_the_error_is_another() -> None:
+    script = "import sys; sys.modules['ray'] = None; import nanovllm.ray"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert b"ImportError: nanovllm.ray needs nanovllm[ray]: import of ray halted" in done.stderr
+
+
+def test_a_model_without_a_tokenizer_fails_at_each_row(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(EMBEDDED_MODEL) / "config.json").read_text())
+    with pytest.raises(RuntimeError, match="has no tokenizer; --tokenizer names one"):
+        EngineReplica(str(tmp_path), load_format="dummy", **OPTIONS)
