@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     ),
     "biased": (dict(attention_bias=True), (2,)),
     "Llama": (dict(family="Llama", mlp_bias=True), (2,)),
-    "Mistral": (dict(family="Mistral", sliding_window=37), (2,)),
+    "Mistral": (dict(family="Mistral", sliding_window=90), (2,)),
     "Qwen2": (dict(family="Qwen2"), (2,)),
     "Phi3": (dict(family="Phi3"), (2,)),
     "Qwen2, a window in one layer": (
@@ -102,7 +102,7 @@ def test_ranks_differ_with_chunks_hits_and_preemptions(
     with make_llm(case.path, **parallel_options(device, size, name) | HARD) as llm:
         outputs = generate(llm, case)
         assert_same(outputs, case.expected)
-        assert llm.scheduler.num_preemptions >= 5
+        assert llm.scheduler.num_preemptions >= 10
         assert sum(out["num_cached_tokens"] for out in outputs) > 0
         audit_at_rest(llm)
 

@@ -215,14 +215,14 @@ def processes_of(llm: LLM) -> list["subprocess.Popen[bytes]"]:
 
 def at_forward(llm: LLM, is_prefill: bool, act: Callable[[], object]) -> None:
     """Let rank 0 act when it is about to compute a step that the others compute already."""
-    forward = llm._runner._forward
+    compute = llm._runner.compute
 
-    def acting(inputs: StepInputs, input_ids: torch.Tensor) -> torch.Tensor:
+    def acting(inputs: StepInputs, *rest: Any) -> Any:
         if (inputs.cu_seqlens_q is not None) == is_prefill:
             act()
-        return forward(inputs, input_ids)
+        return compute(inputs, *rest)
 
-    llm._runner._forward = acting  # type: ignore[method-assign]
+    llm._runner.compute = acting  # type: ignore[method-assign]
 
 
 def between_layers(llm: LLM, act: Callable[[], object]) -> None:
