@@ -98,8 +98,8 @@ class BlockManager:
         With a window it is given no more than two windows of them; the others are for `grow`.
 
         False also where the first block that is not cached is `in_progress`, by its hash: somebody
-        else is computing it, and to wait is to share; and where the caller `admits` it not, who is
-        asked with the number of free blocks that it has taken when its tokens are computed.
+        else is computing it, and to wait is to share; and where `admits` says no, which is asked
+        with the number of free blocks that it has taken when its tokens are computed.
         """
         assert not seq.block_table
         if not self.free_queue:  # at least the last token's block is a fresh one
