@@ -98,8 +98,8 @@ class BlockManager:
         With a window it is given no more than two windows of them; the others are for `grow`.
 
         False also where the first block that is not cached is `in_progress`, by its hash: somebody
-        else is computing it, and to wait is to share; and where the caller `admits` it not, who is
-        asked with the number of free blocks that it has taken when its tokens are computed.
+        else is computing it, and to wait is to share; and where `admits` says no, which is asked
+        with the number of free blocks that it has taken when its tokens are computed.
         """
         assert not seq.block_table
         if not self.free_queue:  # at least the last token's block is a fresh one
@@ -194,8 +194,13 @@ class BlockManager:
         return self._block_hashes(seq, seq.num_tokens // self.block_size)
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks from `seq`, last first, so that its tail is evicted before its prefix."""
+        """Take all blocks from `seq`, last first, so that its tail is evicted before its prefix.
+
+        What it passed by is that prefix: as far as nobody has taken it, it goes with the others.
+        """
+        passed = zip(seq.block_table[: seq.num_passed_blocks], seq.block_hashes, strict=False)
         self._release(seq.held_blocks)
+        self._renew([block for block, value in passed if self.hashes[block] == value])
         seq.forget_cache()
 
     def audit(self, block_tables: list[list[int]]) -> None:
@@ -219,14 +224,18 @@ class BlockManager:
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def _hold(self, hits: list[int], num_passed: int) -> None:
-        """Take hits out of the queue; to it those that were passed by are as if just given back."""
-        for block in reversed(hits[:num_passed]):
-            if self.ref_counts[block] == 0:
-                self.free_queue.move_to_end(block)
+        """Take hits out of the queue, where those that were passed by stay."""
+        self._renew(hits[:num_passed])
         for block in hits[num_passed:]:
             if self.ref_counts[block] == 0:
                 del self.free_queue[block]
             self.ref_counts[block] += 1
+
+    def _renew(self, blocks: list[int]) -> None:
+        """Let those that are free be evicted as if they were just given back."""
+        for block in reversed(blocks):
+            if self.ref_counts[block] == 0:
+                self.free_queue.move_to_end(block)
 
     def _release(self, blocks: list[int]) -> None:
         for block in reversed(blocks):

@@ -148,6 +148,7 @@ class DecodeGraphs:
         num_rows, width = tables.shape
         known = self.known_tables[:num_rows, :width]
         if not np.array_equal(known, tables):
+            known[:] = -1  # no block: Ctrl-C may strike before both are written
             self.block_tables[:num_rows, :width] = upload(tables, self.device)
             known[:] = tables
 

@@ -28,12 +28,11 @@ class Sampler(nn.Module):
         nothing narrows are sampled as they are, whatever the others need; or they have their
         `token_ids` already, where the others' are put in.
         """
-        if token_ids is not None:
-            pass
-        elif sum(len(part.rows) for part in filters) < len(logits):
-            token_ids = self.kernels.sample(logits, temperatures, keys)
-        else:
-            token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)
+        if token_ids is None:
+            if sum(len(part.rows) for part in filters) < len(logits):
+                token_ids = self.kernels.sample(logits, temperatures, keys)
+            else:
+                token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for part in filters:
             token_ids[part.rows] = self._sample_part(logits, temperatures, keys, part)
         return token_ids

@@ -534,6 +534,22 @@ def test_hits_behind_the_window_count_as_used() -> None:
     assert seq.num_passed_blocks == 4
 
 
+def test_a_prefix_is_evicted_before_its_tail_behind_a_window() -> None:
+    """Given back first, it would go first, and leave blocks that nobody finds any more."""
+    manager = windowed(9, window=4)
+    prompt = list(range(12))
+    seq = admit(manager, prompt)
+    for end in range(2, 13, 2):
+        seq.num_cached_tokens = manager.grow(seq, end)
+        manager.pass_by(seq)
+    manager.free(seq)
+    for num_evicted in range(10):
+        other = copy.deepcopy(manager)
+        for evictor in [admit(other, [token_id]) for token_id in range(90, 90 + num_evicted)]:
+            other.free(evictor)
+        assert num_hits(other, [*prompt, 99]) == min(6, 9 - num_evicted)
+
+
 def test_a_long_prompt_is_given_two_windows() -> None:
     """All of its blocks at once, which may be more than there are."""
     manager = windowed(20, window=8)

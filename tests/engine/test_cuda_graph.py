@@ -4,11 +4,15 @@ On the CPU a replay is a call of the model on the buffers, so that all but the c
 """
 
 import bisect
+import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import LogitRecorder, make_model
@@ -203,6 +207,39 @@ def test_block_tables_move_when_nothing_changed(
         monkeypatch.setattr("nanovllm.engine.cuda_graph.upload", counting)
         llm.generate(PROMPTS[:1], params, use_tqdm=False)
     assert len(sizes) == 40 and len(uploads) == 10
+
+
+def decode_step(*tables: list[int]) -> StepInputs:
+    """A token for each of these tables, of two blocks of 4, which goes nowhere."""
+    rows = len(tables)
+    return StepInputs(
+        input_ids=np.zeros(rows, np.int64), positions=np.zeros(rows, np.int64),
+        slot_mapping=np.full(rows, -1), context_lens=np.ones(rows, np.int32),
+        block_tables=np.array(tables, np.int32),
+    )  # fmt: skip
+
+
+def test_ctrl_c_leaves_tables_that_nobody_knows_of(model_dir: Path) -> None:
+    """On the device those of the step that it struck: the next one takes them for its own."""
+    with make_llm(model_dir) as llm, llm._runner.computing():
+        graphs = llm._runner.decode_graphs()
+        code = DecodeGraphs._load.__code__
+        line: int | None = None
+
+        def strike(frame: FrameType, event: str, arg: Any) -> Any:
+            if frame.f_code is code and event == "line" and frame.f_lineno == line:
+                raise KeyboardInterrupt
+            return strike
+
+        for _, _, line in code.co_lines():
+            graphs.replay(decode_step([1, 2], [3, 4]))
+            before = sys.gettrace()
+            sys.settrace(strike)
+            with contextlib.suppress(KeyboardInterrupt):
+                graphs.replay(decode_step([5, 6], [7, 8]))
+            sys.settrace(before)
+            graphs.replay(decode_step([1, 2], [3, 4]))
+            assert graphs.block_tables[:2, :2].tolist() == [[1, 2], [3, 4]], f"line {line}"
 
 
 def watch_the_cache(llm: LLM) -> Callable[[], int]:

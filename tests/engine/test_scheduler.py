@@ -393,6 +393,17 @@ def test_a_window_is_all_that_is_held() -> None:
     assert all(seq.num_tokens == 200 for seq in seqs)
 
 
+def test_one_that_has_room_behind_its_window_waits() -> None:
+    """For others to end, as if it kept all of its blocks: four of 200 tokens would want 200."""
+    scheduler = make_scheduler(num_blocks=44, window=15)
+    seqs = [add(scheduler, fresh(100), max_model_len=200, max_tokens=100) for _ in range(4)]
+    for _ in range(8):
+        step(scheduler)
+    assert all(seq.status is SequenceStatus.RUNNING for seq in seqs)
+    drain(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [3, 16, 1000])
 @pytest.mark.parametrize("num_blocks", [4, 5, 9])
