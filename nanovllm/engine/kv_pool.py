@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import longest_sequence
+from nanovllm.engine.block_manager import longest_sequence, most_held
 from nanovllm.layers.attention import Attention
 
 logger = logging.getLogger("nanovllm")
@@ -90,9 +90,12 @@ def settle_lengths(
     capacity = num_blocks * block_size
     longest = longest_sequence(num_blocks, block_size, window)
     if config.max_model_len is not None and config.max_model_len > longest:
+        hint = (
+            f"; {most_held(window, block_size)} blocks are enough for any length" if window else ""
+        )
         raise ValueError(
             f"max_model_len={config.max_model_len} does not fit: the KV pool holds {capacity}"
-            f" tokens ({num_blocks} blocks of {block_size})"
+            f" tokens ({num_blocks} blocks of {block_size}){hint}"
         )
     if capacity < 2:
         raise ValueError("the KV pool holds 1 token; a request needs 2: raise num_kvcache_blocks")

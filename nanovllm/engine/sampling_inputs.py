@@ -78,7 +78,10 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
 
 
 def plain_choices(seqs: list[Sequence]) -> tuple[Array, Array]:
-    """Temperatures and keys for the rows that nothing narrows; the others are greedy for now."""
+    """Temperatures and keys for the rows that nothing narrows.
+
+    The others are drawn again afterwards, and greedy for now, which is quickest.
+    """
     drawn = [seq.temperature > 0 and not seq.is_narrowed for seq in seqs]
     temperatures = (seq.temperature * draw for seq, draw in zip(seqs, drawn, strict=True))
     keys = [noise_key(seq) if draw else 0 for seq, draw in zip(seqs, drawn, strict=True)]

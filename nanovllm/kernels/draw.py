@@ -18,124 +18,27 @@ top_p is a share of what top_k leaves.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
 
-from nanovllm.kernels.common import INTERPRETED
+from nanovllm.kernels.at_hand import (
+    NOBODY,
+    NOTHING,
+    UNROLL,
+    best_of_lanes,
+    comes_before,
+    draw_at_hand,
+    enough_mass,
+    kth_largest,
+    load_logits,
+    next_float,
+    weights_of,
+)
 from nanovllm.kernels.cuts import Cuts
 from nanovllm.kernels.sample import _log_exponential
 
 LANES = 4096
 WARPS = 16
-UNROLL = tl.constexpr(4)  # loads of one turn come while another computes
-NOTHING = tl.constexpr(-float("inf"))
-NOBODY = tl.constexpr(2147483647)
-TINY = tl.constexpr(1.1754944e-38)
 TRIES = tl.constexpr(8)  # lanes that race again one by one, before all do
 FEW = tl.constexpr(2)  # the same, where nothing is lost without an answer
-
-
-@triton.jit
-def _load(row_ptr, ids, size):  # type: ignore[no-untyped-def]
-    """Logits in float32, minus infinity for what is no token."""
-    return tl.load(row_ptr + ids, mask=ids < size, other=NOTHING).to(tl.float32)
-
-
-@triton.jit
-def _order(x):  # type: ignore[no-untyped-def]
-    """An integer for a float: the larger, the larger. `_value` is the way back."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _value(order):  # type: ignore[no-untyped-def]
-    bits = order.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _above(value):  # type: ignore[no-untyped-def]
-    """The next float."""
-    return _value(_order(value) + 1)
-
-
-@triton.jit
-def _before(x, ids, value, token):  # type: ignore[no-untyped-def]
-    """What comes before a token of that value: larger ones, and equal ones with lower ids."""
-    return (x > value) | ((x == value) & (ids < token))
-
-
-@triton.jit
-def _weights(x, top, temperature):  # type: ignore[no-untyped-def]
-    """Masses, that of the largest logit being 1; nothing for what is far below it."""
-    x = (x - top) * (1.0 / temperature)
-    return tl.exp(x) if INTERPRETED else libdevice.fast_expf(x)
-
-
-@triton.jit
-def _best_of_lanes(row_ptr, size, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each lane's two best tokens: the first's values and ids, the second's; the third's values."""
-    n = tl.arange(0, LANES)
-    x1 = tl.full([LANES], NOTHING, tl.float32)
-    x2, x3 = x1, x1
-    ids1 = tl.full([LANES], NOBODY, tl.int32)
-    ids2 = ids1
-    for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
-        ids = start + n
-        x = _load(row_ptr, ids, size)
-        first, second = x > x1, x > x2
-        x3 = tl.where(second, x2, tl.maximum(x3, x))
-        x2 = tl.where(first, x1, tl.where(second, x, x2))
-        ids2 = tl.where(first, ids1, tl.where(second, ids, ids2))
-        x1 = tl.where(first, x, x1)
-        ids1 = tl.where(first, ids, ids1)
-    return x1, ids1, x2, ids2, x3
-
-
-@triton.jit
-def _three(a, b, c):  # type: ignore[no-untyped-def]
-    """Three truths as one number, of which sums can be taken."""
-    return a.to(tl.int64) + (b.to(tl.int64) << 20) + (c.to(tl.int64) << 40)
-
-
-@triton.jit
-def _kth(  # type: ignore[no-untyped-def]
-    row_ptr, size, x1, x2, low, top, k, IN_ROW: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """The k-th largest of a row, or of lanes' best, or less, if that leaves k; at least `low`.
-
-    Each turn looks at three bounds, and leaves a quarter of the floats that it may be. At least
-    `k` reach `low`.
-    """
-    first = _order(low)
-    last = _order(top) + 1
-    number = k + 1
-    while (number != k) & (last - first > 1):
-        quarter = (last - first) // 4
-        b = first + (last - first) // 2
-        a, c = b - quarter, b + quarter
-        if IN_ROW:
-            n = tl.arange(0, LANES)
-            reach = tl.zeros([LANES], tl.int64)
-            for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
-                x = _load(row_ptr, start + n, size)
-                reach += _three(x >= _value(a), x >= _value(b), x >= _value(c))
-        else:
-            reach = _three(x1 >= _value(a), x1 >= _value(b), x1 >= _value(c))
-            reach += _three(x2 >= _value(a), x2 >= _value(b), x2 >= _value(c))
-        numbers = tl.sum(reach, axis=0)
-        num_a = (numbers & 0xFFFFF).to(tl.int32)
-        num_b = ((numbers >> 20) & 0xFFFFF).to(tl.int32)
-        num_c = (numbers >> 40).to(tl.int32)
-        if num_c >= k:
-            first, number = c, num_c
-        elif num_b >= k:
-            first, number, last = b, num_b, c
-        elif num_a >= k:
-            first, number, last = a, num_a, b
-        else:
-            last = a
-    return _value(first)
 
 
 @triton.jit
@@ -158,12 +61,12 @@ def _race(  # type: ignore[no-untyped-def]
     largest = best
     for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
         ids = start + n
-        x = _load(row_ptr, ids, size)
+        x = load_logits(row_ptr, ids, size)
         largest = tl.maximum(largest, x)
         scores = _scores(x, ids, key, temperature)
         better = scores > best
         if not AMONG_ALL:
-            better = better & (x >= least) & _before(x, ids, value, token)
+            better = better & (x >= least) & comes_before(x, ids, value, token)
         best = tl.where(better, scores, best)
         best_ids = tl.where(better, ids, best_ids)
     return best, best_ids, tl.max(largest, axis=0)
@@ -184,8 +87,8 @@ def _race_in_lane(  # type: ignore[no-untyped-def]
     """Let tokens of the loser's lane race, from `least` on and before `token`, for its place."""
     lane = loser % LANES
     others = lane + LANES * tl.arange(0, TURNS)
-    x = _load(row_ptr, others, size)
-    races = (x >= least) & _before(x, others, value, token)
+    x = load_logits(row_ptr, others, size)
+    races = (x >= least) & comes_before(x, others, value, token)
     others_scores = tl.where(races, _scores(x, others, key, temperature), NOTHING)
     others = tl.where(others_scores > NOTHING, others, NOBODY)
     score, winner = tl.reduce((others_scores, others), 0, _first)
@@ -209,8 +112,8 @@ def _next(  # type: ignore[no-untyped-def]
     again = True
     while again:
         first, leader = tl.reduce((scores, ids), 0, _first)
-        x = _load(row_ptr, leader, size)
-        inside = (x >= least) & _before(x, leader, value, token)
+        x = load_logits(row_ptr, leader, size)
+        inside = (x >= least) & comes_before(x, leader, value, token)
         winner = tl.where(inside, leader, NOBODY)
         again = (first > NOTHING) & (winner == NOBODY) & (SURELY | (tries < FEW))
         if again:
@@ -234,9 +137,9 @@ def _weigh(row_ptr, size, temperature, top, least, LANES: tl.constexpr):  # type
     mass = tl.zeros([LANES], tl.float32)
     number = tl.zeros([LANES], tl.int32)
     for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
-        x = _load(row_ptr, start + n, size)
+        x = load_logits(row_ptr, start + n, size)
         inside = x >= least
-        mass += tl.where(inside, _weights(x, top, temperature), 0.0)
+        mass += tl.where(inside, weights_of(x, top, temperature), 0.0)
         number += inside.to(tl.int32)
     return tl.sum(number, axis=0), tl.sum(mass, axis=0)
 
@@ -245,7 +148,7 @@ def _weigh(row_ptr, size, temperature, top, least, LANES: tl.constexpr):  # type
 def _ties(row_ptr, size, value, token, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which tokens of that value come before `token` in its own turn."""
     ids = token // LANES * LANES + tl.arange(0, LANES)
-    return (_load(row_ptr, ids, size) == value) & (ids < token)
+    return (load_logits(row_ptr, ids, size) == value) & (ids < token)
 
 
 @triton.jit
@@ -267,10 +170,10 @@ def _weigh_before(  # type: ignore[no-untyped-def]
     mass = tl.zeros([LANES], tl.float32)
     mass1, mass2 = mass, mass
     numbers = tl.zeros([LANES], tl.int32)  # 16 bits for each: a lane has not so many tokens
-    above1, above2 = _above(value1), _above(value2)
+    above1, above2 = next_float(value1), next_float(value2)
     for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
-        x = _load(row_ptr, start + n, size)
-        weights = _weights(x, top, temperature)
+        x = load_logits(row_ptr, start + n, size)
+        weights = weights_of(x, top, temperature)
         before1 = x >= tl.where(start + LANES <= token1, value1, above1)
         before2 = x >= tl.where(start + LANES <= token2, value2, above2)
         mass += tl.where(x >= least, weights, 0.0)
@@ -280,8 +183,8 @@ def _weigh_before(  # type: ignore[no-untyped-def]
             numbers += tl.where(before1, 1, 0) + tl.where(before2, 1 << 16, 0)
     ties1 = _ties(row_ptr, size, value1, token1, LANES)
     ties2 = _ties(row_ptr, size, value2, token2, LANES)
-    mass1 += tl.where(ties1, _weights(value1, top, temperature), 0.0)
-    mass2 += tl.where(ties2, _weights(value2, top, temperature), 0.0)
+    mass1 += tl.where(ties1, weights_of(value1, top, temperature), 0.0)
+    mass2 += tl.where(ties2, weights_of(value2, top, temperature), 0.0)
     mass, mass1, mass2 = tl.reduce((mass, mass1, mass2), 0, _sums)
     number1, number2 = 0, 0
     if COUNT:
@@ -289,50 +192,6 @@ def _weigh_before(  # type: ignore[no-untyped-def]
         number1 = tl.sum(numbers & 0xFFFF, axis=0)
         number2 = tl.sum(numbers >> 16, axis=0)
     return mass, mass1, mass2, number1, number2
-
-
-@triton.jit
-def _enough(top_p, mass):  # type: ignore[no-untyped-def]
-    """How much mass before a token leaves it out."""
-    return tl.where(top_p < 1.0, tl.maximum(top_p * mass, TINY), -NOTHING)
-
-
-@triton.jit
-def _draw_at_hand(  # type: ignore[no-untyped-def]
-    row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2,
-    number, third, k, top_p, LANES: tl.constexpr,
-):  # fmt: skip
-    """Draw from lanes' best that are `inside`, where no other token may be left."""
-    weights1 = tl.where(inside1, _weights(x1, top, temperature), 0.0)
-    weights2 = tl.where(inside2, _weights(x2, top, temperature), 0.0)
-    mass = tl.sum(weights1 + weights2, axis=0)
-    if (number > k) & (top_p < 1.0):  # a share of what top_k leaves: of equal tokens some, maybe
-        kth = _kth(row_ptr, size, x1, x2, third, top, k, False, LANES)
-        above1, above2 = inside1 & (x1 > kth), inside2 & (x2 > kth)
-        above = tl.sum(above1.to(tl.int32) + above2.to(tl.int32), axis=0)
-        some = tl.where(above1, weights1, 0.0) + tl.where(above2, weights2, 0.0)
-        mass = tl.sum(some, axis=0) + (k - above) * _weights(kth, top, temperature)
-        inside1, inside2 = inside1 & (x1 >= kth), inside2 & (x2 >= kth)
-    enough = _enough(top_p, mass)
-    times1, times2 = _log_exponential(key, ids1), _log_exponential(key, ids2)
-    scores1 = tl.where(inside1, x1 - temperature * times1, NOTHING)
-    scores2 = tl.where(inside2, x2 - temperature * times2, NOTHING)
-    winner = NOBODY
-    again = True
-    while again:
-        first = tl.max(tl.maximum(scores1, scores2), axis=0)
-        places1, places2 = scores1 == first, scores2 == first
-        ids = tl.minimum(tl.where(places1, ids1, NOBODY), tl.where(places2, ids2, NOBODY))
-        winner = tl.min(ids, axis=0)
-        value = _load(row_ptr, winner, size)
-        before1 = inside1 & _before(x1, ids1, value, winner)
-        before2 = inside2 & _before(x2, ids2, value, winner)
-        number = tl.sum(before1.to(tl.int32) + before2.to(tl.int32), axis=0)
-        some = tl.where(before1, weights1, 0.0) + tl.where(before2, weights2, 0.0)
-        again = (number >= k) | (tl.sum(some, axis=0) >= enough)
-        scores1 = tl.where(before1, scores1, NOTHING)
-        scores2 = tl.where(before2, scores2, NOTHING)
-    return winner
 
 
 @triton.jit
@@ -368,7 +227,7 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
                 row_ptr, size, temperature, top, least, value, token, other_value, other,
                 HAS_K, LANES,
             )  # fmt: skip
-            enough = _enough(top_p, tl.where(mass < 0, all_mass, mass))
+            enough = enough_mass(top_p, tl.where(mass < 0, all_mass, mass))
             again = (number >= k) | (before >= enough)
             if again & (other != NOBODY):
                 winner, value, token = other, other_value, other
@@ -388,7 +247,7 @@ def _draw_few(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, min_p_log, k, top_p, LANES: tl.constexpr, TURNS: tl.constexpr
 ):
     """Draw from what top_k leaves, and maybe the others as well."""
-    x1, ids1, x2, ids2, x3 = _best_of_lanes(row_ptr, size, LANES)
+    x1, ids1, x2, ids2, x3 = best_of_lanes(row_ptr, size, LANES)
     top = tl.max(x1, axis=0)
     least = _least(top, temperature, min_p_log)
 
@@ -399,21 +258,21 @@ def _draw_few(  # type: ignore[no-untyped-def]
     inside2 = (x2 > third) & (x2 >= least)
     number = tl.sum(inside1.to(tl.int32) + inside2.to(tl.int32), axis=0)
     if (least > third) | (third == NOTHING) | (number >= k):
-        winner = _draw_at_hand(
+        winner = draw_at_hand(
             row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2,
             number, third, k, top_p, LANES,
         )  # fmt: skip
     else:
         if k < tl.minimum(size, 2 * LANES):
-            kth = _kth(row_ptr, size, x1, x2, tl.min(x2, axis=0), top, k, False, LANES)
+            kth = kth_largest(row_ptr, size, x1, x2, tl.min(x2, axis=0), top, k, False, LANES)
             least = tl.maximum(least, kth)
         mass = -1.0
         if (k < size) & (top_p < 1.0):
             number, mass = _weigh(row_ptr, size, temperature, top, least, LANES)
             if number > k:
-                least = _kth(row_ptr, size, x1, x2, least, top, k, True, LANES)
-                above, mass = _weigh(row_ptr, size, temperature, top, _above(least), LANES)
-                mass += (k - above) * _weights(least, top, temperature)
+                least = kth_largest(row_ptr, size, x1, x2, least, top, k, True, LANES)
+                above, mass = _weigh(row_ptr, size, temperature, top, next_float(least), LANES)
+                mass += (k - above) * weights_of(least, top, temperature)
         winner = _draw_from_row(
             row_ptr, size, key, temperature, least, min_p_log, mass, k, top_p, True, LANES, TURNS
         )
