@@ -8,6 +8,7 @@ asks for more than there is.
 import dataclasses
 import difflib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON's parser would take the last of equal names, and say nothing."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{shorten(name)} is there twice")
     return value
 
