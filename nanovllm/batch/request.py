@@ -6,7 +6,6 @@ asks for more than there is.
 """
 
 import dataclasses
-import difflib
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int, shorten
+from nanovllm.utils.checks import check_bool, check_int, did_you_mean, shorten
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENVELOPE = ("custom_id", "method", "url", "body")
@@ -115,9 +114,7 @@ def _open_envelope(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _check_name(name: str, known: tuple[str, ...]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown field {shorten(name)}{hint}")
+        raise ValueError(f"unknown field {shorten(name)}{did_you_mean(name, known)}")
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
