@@ -126,10 +126,10 @@ def answer(
 ) -> "ray.data.Dataset":
     """`dataset` with an answer to each row: the columns in `ANSWER`.
 
-    A replica takes `tensor_parallel_size` GPUs of one machine where the cluster has any, and else
-    `num_cpus` cores, one for each rank if it does not say. A batch is what is moved, and what is
-    done again if its replica dies. The other options are as in `EngineReplica`; they are checked
-    here, and nothing is computed before the rows are asked for.
+    A replica takes `tensor_parallel_size` GPUs of one machine where the cluster has any, and
+    `num_cpus` cores: if that does not say, none beside GPUs, and else one for each rank. A batch is
+    what is moved, and what is done again if its replica dies. The other options are as in
+    `EngineReplica`; they are checked here, and nothing is computed before the rows are asked for.
     """
     config = Config.from_options(model, engine_options)
     SamplingParams(**(sampling or {}))
