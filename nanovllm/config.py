@@ -5,14 +5,13 @@ model's length, the pool's size) is settled by the engine, in a copy.
 """
 
 import dataclasses
-import difflib
 import math
 import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
+from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, did_you_mean
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -105,7 +104,6 @@ class Config:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.58)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-                raise TypeError(f"unknown option {name!r}; {hint}")
+                hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+                raise TypeError(f"unknown option {name!r}{hint}")
         return cls(model=model, **options)  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 try:
     import pyarrow as pa
     import ray
@@ -86,24 +88,27 @@ class EngineReplica:
             return lines
         kept = [name for name in self._keep if name in batch.column_names]
         rows = batch.drop_columns(kept).to_pylist(maps_as_pydicts="strict")
-        return [_without_nulls(row) for row in rows]
+        return [_plain(row) for row in rows]
 
     def _answer(self, lines: list[Any]) -> list[Answer]:
         """Answers in the order of lines."""
         answers: dict[int, Answer] = {}
         pending: dict[int, tuple[int, str, BatchRequest]] = {}
-        for index, line in enumerate(lines):
-            try:
-                custom_id, value = _identify(line)
-                request_id, request = submit(self._llm, custom_id, value, self._sampling)
-            except (TypeError, ValueError) as error:
-                answers[index] = (None, None, None, str(error))
-            else:
-                pending[request_id] = (index, custom_id, request)
-        while pending:
-            for output in self._llm.step():
-                index, custom_id, request = pending.pop(output["request_id"])
-                answers[index] = _answered(custom_id, request, output, self._llm)
+        try:
+            for index, line in enumerate(lines):
+                try:
+                    custom_id, value = _identify(line)
+                    request_id, request = submit(self._llm, custom_id, value, self._sampling)
+                except (TypeError, ValueError) as error:
+                    answers[index] = (None, None, None, str(error))
+                else:
+                    pending[request_id] = (index, custom_id, request)
+            while pending:
+                for output in self._llm.step():
+                    index, custom_id, request = pending.pop(output["request_id"])
+                    answers[index] = _answered(custom_id, request, output, self._llm)
+        finally:
+            self._llm._abandon([*pending])  # Ray may be told to go on after an exception
         return [answers[index] for index in range(len(lines))]
 
 
@@ -121,10 +126,10 @@ def answer(
 ) -> "ray.data.Dataset":
     """`dataset` with an answer to each row: the columns in `ANSWER`.
 
-    A replica takes `tensor_parallel_size` GPUs of one machine where the cluster has any, and else
-    `num_cpus` cores, one for each rank if it does not say. A batch is what is moved, and what is
-    done again if its replica dies. The other options are as in `EngineReplica`; they are checked
-    here, and nothing is computed before the rows are asked for.
+    A replica takes `tensor_parallel_size` GPUs of one machine where the cluster has any, and
+    `num_cpus` cores: if that does not say, none beside GPUs, and else one for each rank. A batch is
+    what is moved, and what is done again if its replica dies. The other options are as in
+    `EngineReplica`; they are checked here, and nothing is computed before the rows are asked for.
     """
     config = Config.from_options(model, engine_options)
     SamplingParams(**(sampling or {}))
@@ -151,16 +156,18 @@ def _resources(
     """What a replica takes of the cluster, and its device there."""
     if config.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with Ray, got {config.device!r}")
-    ranks = config.tensor_parallel_size
-    if config.device == "cuda" or (config.device == "auto" and cluster.get("GPU")):
-        # Ray shows it these GPUs alone. A core that it had to wait for might be a reader's.
-        return {"num_gpus": ranks, "num_cpus": num_cpus or 0}, "cuda"
-    num_cpus = ranks if num_cpus is None else check_float("num_cpus", num_cpus, 0.0, above=True)
-    if replicas * num_cpus > cluster["CPU"] - 1:
+    ranks, num_there = config.tensor_parallel_size, cluster.get("CPU", 0)
+    on_cuda = config.device == "cuda" or (config.device == "auto" and cluster.get("GPU", 0) > 0)
+    if num_cpus is None:
+        num_cpus = 0 if on_cuda else ranks
+    check_float("num_cpus", num_cpus, 0.0, above=not on_cuda)
+    if replicas * num_cpus > max(num_there - 1, 0):
         raise ValueError(
             f"{replicas} replicas of {num_cpus:g} CPUs leave none of the cluster's"
-            f" {cluster['CPU']:g} to read and write; take fewer replicas, or less num_cpus"
+            f" {num_there:g} to read and write; take fewer replicas, or less num_cpus"
         )
+    if on_cuda:
+        return {"num_gpus": ranks, "num_cpus": num_cpus}, "cuda"  # Ray shows it these GPUs alone
     return {"num_cpus": num_cpus}, "cpu"
 
 
@@ -181,11 +188,16 @@ def _identify(line: Any) -> tuple[str, dict[str, Any]]:
     return custom_id, value
 
 
-def _without_nulls(value: Any) -> Any:
-    """Arrow's structs have the fields of all rows: those that are null are not there."""
+def _plain(value: Any) -> Any:
+    """Arrow's structs have the fields of all rows: those that are null are not there.
+
+    Arrays are Ray's own, and become lists.
+    """
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     if isinstance(value, Mapping):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: _plain(item) for name, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _answered(custom_id: str, request: BatchRequest, output: RequestOutput, llm: LLM) -> Answer:

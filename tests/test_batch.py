@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from nanovllm.batch import lines as batch_lines
 from nanovllm.batch.job import Job
 from nanovllm.batch.journal import Journal, Seen, digest_of
 from nanovllm.batch.lines import Line, count_lines, read_lines
-from nanovllm.batch.request import CHAT, COMPLETIONS, parse_request
+from nanovllm.batch.request import CHAT, COMPLETIONS, parse_line, parse_request
 from nanovllm.batch.token_bytes import token_bytes
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 
@@ -301,6 +302,16 @@ def test_a_name_twice_is_the_last_one(llm: LLM, tmp_path: Path) -> None:
     first, second = run(llm, tmp_path / "out", data)
     assert first["error"]["message"].endswith("not valid JSON: 'max_tokens' is there twice")
     assert "'role' is there twice" in second["error"]["message"]
+
+
+def test_which_name_is_there_twice_takes_minutes() -> None:
+    """Biases of a vocabulary, one of which comes again at the end."""
+    names = [str(token) for token in range(30_000)]
+    biases = ", ".join(f'"{name}": 1' for name in [*names, names[-1]])
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="'29999' is there twice"):
+        parse_line(f'{{"logit_bias": {{{biases}}}}}'.encode())
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("blanks", [b"\n", b"\n\n", b" \n", b"\r\n"])

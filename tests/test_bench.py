@@ -411,6 +411,18 @@ def test_an_installed_package_has_no_benchmark(command: tuple[str, ...], tmp_pat
     assert (result["options"]["seed"], result["options"]["max_model_len"]) == (3, 4096)
 
 
+def test_whole_experts_are_shared_out_like_parts(tmp_path: Path) -> None:
+    """Refused where the engine would run them, and refused late where it would not."""
+    options = {"device": "cpu", "tensor_parallel_size": 4, "enable_expert_parallel": True}
+    write_shape("qwen3-30b-a3b", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_intermediate_size": 770}))
+    plan = make_plan({**options, "model": str(tmp_path)}, None, Lengths(), tmp_path)
+    assert plan.config.enable_expert_parallel
+    with pytest.raises(ValueError, match="this model has no experts"):
+        make_plan(options, "qwen3-42m", Lengths(), tmp_path)
+
+
 def test_the_script_measures_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a model it is the classic shape, as it always was."""
     shapes: list[Any] = []

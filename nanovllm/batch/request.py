@@ -6,14 +6,14 @@ asks for more than there is.
 """
 
 import dataclasses
-import difflib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int, shorten
+from nanovllm.utils.checks import check_bool, check_int, did_you_mean, shorten
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENVELOPE = ("custom_id", "method", "url", "body")
@@ -58,8 +58,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON's parser would take the last of equal names, and say nothing."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{shorten(name)} is there twice")
     return value
 
@@ -115,9 +114,7 @@ def _open_envelope(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _check_name(name: str, known: tuple[str, ...]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown field {shorten(name)}{hint}")
+        raise ValueError(f"unknown field {shorten(name)}{did_you_mean(name, known)}")
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def make_plan(
             f" {lengths.max_input_len + lengths.max_output_len}, above {max_model_len},"
             " the longest sequence"
         )
-    model.check_parallel_size(config.tensor_parallel_size)
+    model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
     device = resolve_device(config.device, Ranks(0, config.tensor_parallel_size))
     workload = draw_workload(lengths, model.vocab_size)
     return Plan(shape, shape or options["model"], config, model, device, lengths, workload)

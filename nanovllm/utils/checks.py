@@ -1,5 +1,6 @@
 """Checks of values that users pass: every error names the field, the range and the value."""
 
+import difflib
 import math
 import numbers
 import reprlib
@@ -13,6 +14,12 @@ NOT_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 _repr = reprlib.Repr()
 _repr.maxother = _repr.maxstring = 100
 shorten = _repr.repr  # a message holds a few items of a long value, not all of them
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """What to add to an error about `name`: the known name that it is most like, if any is."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.58)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
