@@ -5,53 +5,77 @@
     RAY_ADDRESS=auto python examples/ray_batch.py s3://bucket/requests.jsonl s3://bucket/results ...
 
 A line, or a row with its columns, is a request as in `nanovllm run-batch`: {"prompt": "12+34="} is
-one. RESULTS is a folder of files of the same kind: what came in, and the answers to it.
+one. RESULTS is a folder of files of the same kind: what came in, and the answers to it. The status
+is 1 if some could not be answered.
 """
 
 import argparse
-
-import ray
+import contextlib
+import sys
+from pathlib import Path
 
 from nanovllm.command.options import (
+    UsageError,
     add_engine_options,
     add_sampling_options,
     engine_options,
     sampling_options,
 )
-from nanovllm.ray import answer
+from nanovllm.ray import answer  # which says what to install, if there is no Ray
+
+import ray  # isort: skip
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     """Read, answer, write, and count what went wrong."""
-    parser = argparse.ArgumentParser(description="Answer a file of requests with Ray Data.")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s INPUT RESULTS [options]",
+        description="Answer a file of requests with Ray Data.",
+    )
     parser.add_argument("input", help="JSON Lines, or Parquet if its name ends so")
     parser.add_argument("results", help="a folder, which must not be there yet")
     parser.add_argument("--replicas", type=int, default=1, help="engines")
+    parser.add_argument("--num-cpus", type=float, help="cores that one takes")
     parser.add_argument(
         "--batch-size", type=int, default=2048, help="rows that one takes at a time"
+    )
+    parser.add_argument(
+        "--keep", nargs="+", default=(), metavar="COLUMN", help="of Parquet, no part of a request"
     )
     add_engine_options(parser)
     add_sampling_options(parser)  # of rows that do not say
     args = parser.parse_args(argv)
 
     is_parquet = args.input.endswith(".parquet")
-    # Lines as they are: one that is no JSON is an error of its row, and types may vary.
-    requests = (ray.data.read_parquet if is_parquet else ray.data.read_text)(args.input)
-    results = answer(
-        requests,
-        replicas=args.replicas,
-        batch_size=args.batch_size,
-        line_column=None if is_parquet else "text",
-        sampling=sampling_options(args),
-        **engine_options(args),
-    )
-    write = results.write_parquet if is_parquet else results.write_json
-    write(args.results, mode="error")
+    try:
+        if Path(args.results).exists():
+            raise UsageError(f"{args.results} is there already; name another folder, or remove it")
+        # Lines as they are: one that is no JSON is an error of its row, and types may vary.
+        requests = (ray.data.read_parquet if is_parquet else ray.data.read_text)(args.input)
+        results = answer(
+            requests,
+            replicas=args.replicas,
+            batch_size=args.batch_size,
+            num_cpus=args.num_cpus,
+            keep=args.keep,
+            line_column=None if is_parquet else "text",
+            sampling=sampling_options(args),
+            **engine_options(args),
+        )
+    except (UsageError, OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    (results.write_parquet if is_parquet else results.write_json)(args.results, mode="error")
 
-    written = (ray.data.read_parquet if is_parquet else ray.data.read_json)(args.results)
-    failed = written.filter(lambda row: row["error"] is not None).count()
-    print(f"{written.count()} rows, {failed} of them with an error")
+    read = ray.data.read_parquet if is_parquet else ray.data.read_json
+    num_rows = num_failed = 0
+    with contextlib.suppress(FileNotFoundError):  # of no rows nothing is written
+        errors = read(args.results).select_columns(["error"])
+        for batch in errors.iter_batches(batch_format="pyarrow"):
+            num_rows += len(batch)
+            num_failed += len(batch) - batch["error"].null_count
+    print(f"{num_rows} rows, {num_failed} of them with an error")
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -134,6 +134,8 @@ def answer(
     config = Config.from_options(model, engine_options)
     SamplingParams(**(sampling or {}))
     options = dict(model=config.model, sampling=sampling, keep=check_texts("keep", keep))
+    if line_column is not None and keep:
+        raise ValueError("with line_column all other columns are kept; keep is for rows of columns")
     replicas = check_int("replicas", replicas, 1)
     batch_size = check_int("batch_size", batch_size, 1)
     resources, device = _resources(config, replicas, num_cpus, ray.cluster_resources())
@@ -167,6 +169,12 @@ def _resources(
             f" {num_there:g} to read and write; take fewer replicas, or less num_cpus"
         )
     if on_cuda:
+        num_gpus = cluster.get("GPU", 0)
+        if replicas * ranks > num_gpus:  # an autoscaler may bring others
+            logger.warning(
+                "%d replicas of %d GPUs: some wait until the cluster has more than its %g",
+                replicas, ranks, num_gpus,
+            )  # fmt: skip
         return {"num_gpus": ranks, "num_cpus": num_cpus}, "cuda"  # Ray shows it these GPUs alone
     return {"num_cpus": num_cpus}, "cpu"
 

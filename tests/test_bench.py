@@ -343,6 +343,21 @@ class TestCommandLine:
         for text in ("--shape", "--attention-backend", "--json", "(default: 1024)"):
             assert text in run.stdout
 
+    @pytest.mark.parametrize("was_there", [False, True])
+    def test_a_run_that_fails_takes_the_last_result_with_it(
+        self, was_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        files = [tmp_path / "result.json", tmp_path / "trace.json"]
+        for file in files:
+            if was_there:
+                file.write_text("the last one")
+        options = [f"--json={files[0]}", f"--profile={files[1]}", "--num-kvcache-blocks=4"]
+        assert bench.main([*options, "--shape=qwen3-42m", "--num-seqs=1"]) == 1
+        assert "does not fit" in capsys.readouterr().err
+        assert [file.read_text() for file in files if file.exists()] == ["the last one"] * (
+            2 * was_there
+        )
+
     @pytest.mark.parametrize(
         ("options", "status", "message"),
         [
@@ -353,7 +368,8 @@ class TestCommandLine:
             (["--num-seqs=many"], 2, "cannot read 'many'"),
             (["--seed=-1"], 2, "seed must be >= 0, got -1"),
             (["--repeats=0"], 2, "must be at least 1, got 0"),
-            (["--min-input-len=9", "--max-input-len=8"], 2, "max_input_len must be >= 9, got 8"),
+            (["--min-input-len=9", "--max-input-len=8"], 2, "8 is less than min_input_len=9"),
+            (["--json=x", "--profile=x"], 2, "--json and --profile are different files"),
             (["--max-input-len=4000"], 1, "add up to 5024"),
             (["--device=tpu"], 2, "device must be"),
             (["--json=/nowhere/result.json"], 1, "/nowhere"),

@@ -118,22 +118,54 @@ def answers_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return answers
 
 
+def example() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_fails_without_rows(cluster: None, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "in.jsonl").touch()
+    flags = ["--max-model-len=64", "--device=cpu"]
+    assert example().main([str(tmp_path / "in.jsonl"), str(tmp_path / "results"), *flags]) == 0
+    assert capsys.readouterr().out.endswith("0 rows, 0 of them with an error\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-tokens=-1"], "max_tokens must be"),
+        (["--replicas=5"], "take fewer replicas"),
+        (["--keep", "label"], "keep is for rows of columns"),
+    ],
+)
+def test_a_mistake_of_the_examples_user_is_a_traceback(
+    cluster: None, flags: list[str], words: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "1+1="}\n')
+    for results, said in (("results", words), ("", "is there already")):
+        with pytest.raises(SystemExit):
+            example().main([str(tmp_path / "in.jsonl"), str(tmp_path / results), *flags])
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_the_example_answers_otherwise_than_run_batch(
     cluster: None, tmp_path: Path, capsys: Any, undisturbed: dict[str, Any], kind: str
 ) -> None:
     source, results = tmp_path / f"in.{kind}", tmp_path / "results"
+    options = {"replicas": 2, "batch_size": BATCH_SIZE, **OPTIONS}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     if kind == "jsonl":
         source.write_text(jsonl(requests()))
     else:
-        pq.write_table(table(requests()), source)
-    spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    options = {"replicas": 2, "batch_size": BATCH_SIZE, **OPTIONS}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    example.main([str(source), str(results), *flags])
+        rows = [row | {"label": "x"} for row in requests()]
+        pq.write_table(table(rows), source)
+        flags.append("--keep=label")
+    assert example().main([str(source), str(results), *flags]) == 1
     assert capsys.readouterr().out.endswith(f"{NUM_ROWS} rows, 1 of them with an error\n")
     if kind == "jsonl":
         lines = "".join(file.read_text() for file in results.iterdir()).splitlines()
@@ -300,6 +332,7 @@ def test_a_rank_that_ends_ends_the_job() -> None:
         (lambda r: EngineReplica(sampling={"n": 0}), ValueError, "n must be in"),
         (lambda r: EngineReplica(keep="label"), TypeError, "keep must be a list of texts"),
         (lambda r: answer(None, max_num_sequences=3), TypeError, "did you mean 'max_num_seqs'?"),
+        (lambda r: answer(None, keep=["a"], line_column="b"), ValueError, "keep is for rows"),
         (lambda r: answer(None, replicas=0), ValueError, "replicas must be >= 1, got 0"),
         (lambda r: answer(None, batch_size=0), ValueError, "batch_size must be >= 1, got 0"),
         (lambda r: answer(None, sampling={"n": 0}), ValueError, "n must be in"),
@@ -350,6 +383,15 @@ def test_replicas_wait_for_each_other(
     """For ever, if nobody can read the rows."""
     with pytest.raises(ValueError, match=re.escape(words)):
         _resources(Config("m", **options), replicas, num_cpus, CPUS)
+
+
+@pytest.mark.parametrize(("replicas", "waits"), [(2, False), (3, True)])
+def test_replicas_that_wait_for_gpus_say_nothing(
+    replicas: int, waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _resources(Config("m", tensor_parallel_size=2), replicas, None, {"CPU": 8.0, "GPU": 4.0})
+    words = ["3 replicas of 2 GPUs: some wait until the cluster has more than its 4"]
+    assert caplog.messages == words * waits
 
 
 def test_a_cluster_without_cores_is_a_key_error() -> None:

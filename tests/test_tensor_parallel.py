@@ -275,8 +275,10 @@ def test_experts_that_ranks_cannot_hold_whole(tmp_path: Path, model_dir: Path) -
     config = ModelConfig.from_dir(path)
     for size in (2, 3, 4, 6):
         config.check_parallel_size(size, whole_experts=True)
-    with pytest.raises(ValueError, match=r"moe_intermediate_size=28 and .* 1, 2, 4 can"):
-        config.check_parallel_size(3)
+    for size, way_out in ((3, ", and 3 can with enable_expert_parallel=True"), (5, "")):
+        says = f"moe_intermediate_size=28 and .* 1, 2, 4 can{way_out}$"
+        with pytest.raises(ValueError, match=says):
+            config.check_parallel_size(size)
     edit_config(path, num_experts=3, num_local_experts=None)
     config = ModelConfig.from_dir(path)
     says = "intermediate_size=96 and num_experts=3; 1, 2, 3 can"

@@ -96,7 +96,10 @@ def _open_envelope(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if not line.keys() & {"method", "url", "body"}:
         plain = {name: value for name, value in line.items() if name != "custom_id"}
         if ("prompt" in plain) == ("messages" in plain):
-            raise ValueError("a line must have a prompt or messages, or else method, url and body")
+            many = "and not both, " if "prompt" in plain else ""
+            raise ValueError(
+                f"a line must have a prompt or messages, {many}or else method, url and body"
+            )
         return (CHAT if "messages" in plain else COMPLETIONS), plain
     for name in line:
         _check_name(name, ENVELOPE)

@@ -24,8 +24,10 @@ class Lengths:
         for name in ("num_seqs", "min_input_len", "min_output_len"):
             check_int(name, getattr(self, name), 1)
         for kind in ("input", "output"):
-            low = getattr(self, f"min_{kind}_len")
-            check_int(f"max_{kind}_len", getattr(self, f"max_{kind}_len"), low)
+            low, high = getattr(self, f"min_{kind}_len"), getattr(self, f"max_{kind}_len")
+            check_int(f"max_{kind}_len", high, 1)
+            if high < low:
+                raise ValueError(f"max_{kind}_len={high} is less than min_{kind}_len={low}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Two rates are measured first, and make the roofline. The last line on stdout is 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import tempfile
@@ -89,11 +88,13 @@ def run(
     from nanovllm.bench.measure import describe, print_floor, run_alone
     from nanovllm.bench.plan import make_plan
 
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as files:
+    if args.json is not None and args.json == args.profile:
+        raise UsageError("--json and --profile are different files")
+    with tempfile.TemporaryDirectory() as scratch:
         plan = make_plan(options, shape, lengths, Path(scratch))
-        output = files.enter_context(args.json.open("w", encoding="utf-8")) if args.json else None
-        if args.profile:
-            args.profile.touch()
+        for path in (args.json, args.profile):
+            if path is not None:
+                _check_writable(path)
         result = describe(plan)
         print_floor(result)
         if measure is not None:
@@ -102,9 +103,17 @@ def run(
             run_alone(plan, result, args.repeats, args.profile)
         line = json.dumps(result)
         print(line)
-        if output:
-            output.write(line + "\n")
+        if args.json is not None:
+            args.json.write_text(line + "\n", encoding="utf-8")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raise before anything is measured, and leave what is there as it is."""
+    was_there = path.exists()
+    path.open("a").close()
+    if not was_there:
+        path.unlink()
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:

@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: stdin is the prompt")
     parser.add_argument("-f", "--file", help="read the prompt from a file; - is stdin")
     parser.add_argument(
-        "--lines", action="store_true", help="each line of file or stdin is a prompt"
+        "--lines",
+        action="store_true",
+        help="each line of file or stdin that is not empty is one",
     )
     parser.add_argument(
         "--chat", action="store_true", help="a prompt is a user's message in the chat template"

@@ -89,27 +89,36 @@ class ModelConfig:
 
     def check_parallel_size(self, size: int, whole_experts: bool = False) -> None:
         """Refuse a number of ranks that cannot share this model out, or its `whole_experts`."""
-        num_experts = self.experts.num_experts if self.experts and self.experts.layers else 0
+        num_experts = self._num_experts
         if whole_experts and not num_experts:
             raise ValueError("enable_expert_parallel=True: this model has no experts")
-        kv_heads, widths = self.num_key_value_heads, self._widths(whole_experts)
-
-        def fits(size: int) -> bool:
-            """Key heads may also be fewer than ranks, which then hold copies."""
-            each_has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
-            each_has_experts = not whole_experts or num_experts >= size
-            shared = (self.num_attention_heads, *widths.values())
-            return each_has_kv_heads and each_has_experts and all(n % size == 0 for n in shared)
-
-        if not fits(size):
-            fit = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if fits(n))
+        if not self._fits(size, whole_experts):
+            sizes = (n for n in range(1, MAX_RANKS + 1) if self._fits(n, whole_experts))
+            fit = ", ".join(map(str, sizes))
+            widths = self._widths(whole_experts)
             widths |= {"num_experts": num_experts} if whole_experts else {}
             named = " and ".join(f"{name}={n}" for name, n in widths.items())
+            hint = ""
+            if num_experts and not whole_experts and self._fits(size, whole_experts=True):
+                hint = f", and {size} can with enable_expert_parallel=True"
             raise ValueError(
                 f"tensor_parallel_size={size} cannot share out num_attention_heads"
-                f"={self.num_attention_heads}, num_key_value_heads={kv_heads} and {named};"
-                f" {fit} can"
+                f"={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads} and"
+                f" {named};"
+                f" {fit} can{hint}"
             )
+
+    @property
+    def _num_experts(self) -> int:
+        return self.experts.num_experts if self.experts and self.experts.layers else 0
+
+    def _fits(self, size: int, whole_experts: bool) -> bool:
+        """Key heads may also be fewer than ranks, which then hold copies."""
+        kv_heads = self.num_key_value_heads
+        each_has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
+        each_has_experts = not whole_experts or self._num_experts >= size
+        shared = (self.num_attention_heads, *self._widths(whole_experts).values())
+        return each_has_kv_heads and each_has_experts and all(n % size == 0 for n in shared)
 
     def _widths(self, whole_experts: bool) -> dict[str, int]:
         """The widths of the feed-forward layers that the ranks share out."""
