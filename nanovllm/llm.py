@@ -4,6 +4,7 @@ import dataclasses
 import numbers
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -229,12 +230,14 @@ class LLM(LLMEngine):
         """Step until all of `ids` are finished; outputs of other requests wait for `step()`."""
         pending = set(ids)
         window = deque([dataclasses.replace(self.counter)], maxlen=WINDOW)
-        with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+        # Not a silent bar: what Ctrl-C raises while one is collected is lost.
+        made = tqdm(total=len(ids), desc="Generating", unit="req") if use_tqdm else nullcontext()
+        with made as bar:
             while pending:
                 self._step()
                 done = pending & self._finished.keys()
                 pending -= done
-                if use_tqdm:
+                if bar is not None:
                     window.append(dataclasses.replace(self.counter))
                     bar.set_postfix_str(self._progress(window[0]), refresh=False)
                     bar.update(len(done))

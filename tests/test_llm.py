@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -681,6 +681,43 @@ def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
     llm.close()
     report = "\n".join(f"{Path(file).name}:{line}: {what}" for (file, line), what in broken.items())
     assert not broken, f"{len(broken)} of {len(executed)} lines\n{report}"
+
+
+def test_ctrl_c_is_swallowed(model_dir: Path) -> None:
+    """Wherever a function is entered: a library's own, and what cleans up after objects."""
+    entered: set[CodeType] = set()
+    struck: CodeType | None = None
+
+    def trace(frame: FrameType, event: str, arg: Any) -> None:
+        entered.add(frame.f_code)
+        if frame.f_code is struck:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+
+    def run() -> None:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            generate(llm, ["hello", "worl"], greedy(4))
+        finally:
+            sys.settrace(before)
+
+    swallowed = []
+    with make_llm(model_dir) as llm:
+        run()
+        entered.clear()
+        run()
+        named = [code for code in entered if not code.co_name.startswith("<")]
+        assert len(named) > 100, "the trace sees what is called"
+        for struck in named:
+            entered.clear()
+            try:
+                run()
+            except KeyboardInterrupt:
+                continue
+            if struck in entered:
+                swallowed.append(struck.co_qualname)
+    assert not swallowed
 
 
 def test_a_tokenizer_that_fails_leaves_requests_behind(tmp_path: Path) -> None:

@@ -121,9 +121,10 @@ class Writer:
 
     def _wake(self) -> None:
         fence()  # a reader says that it sleeps and looks again; we write and look who sleeps
-        for reader in np.flatnonzero(self.ring.asleep):
-            with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
-                os.write(self.bells[reader][1], b"!")
+        for asleep, (_, bell) in zip(self.ring.asleep.tolist(), self.bells, strict=True):
+            if asleep:
+                with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+                    os.write(bell, b"!")
 
 
 class Reader:

@@ -122,6 +122,30 @@ def test_a_full_bell_blocks_the_writer() -> None:
             writer._wake()
 
 
+SLEEPER = """
+import sys, time
+from nanovllm.engine.channel import Ring
+ring = Ring(int(sys.argv[1]), 1)
+until = time.time() + 1.0
+while time.time() < until:
+    ring.asleep[0] = 1
+    ring.asleep[0] = 0
+"""
+
+
+def test_a_reader_that_falls_asleep_meanwhile_stops_the_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()  # the other process has the real size
+    writer = Writer(1, no_check)
+    command = [sys.executable, "-c", SLEEPER, str(writer.fd)]
+    with subprocess.Popen(command, pass_fds=[writer.fd]) as process:
+        while process.poll() is None:
+            writer._wake()
+    assert process.returncode == 0
+    writer.close()
+
+
 def test_waiting_takes_a_core() -> None:
     with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
         before = time.process_time()
