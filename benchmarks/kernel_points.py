@@ -17,6 +17,7 @@ from nanovllm.kernels import paged_attention, plain
 from nanovllm.kernels import prefill_attention as prefill
 from nanovllm.kernels.common import INTERPRETED
 from nanovllm.kernels.experts import experts
+from nanovllm.kernels.few_rows import few_rows
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.sample import sample
@@ -211,6 +212,39 @@ def silu_and_mul_point(num_tokens: int, size: int) -> Point:
     return Point(f"{num_tokens} x {size}", make, 3 * num_tokens * size * ITEMSIZE)
 
 
+def few_rows_point(num_rows: int, hidden: int, attended: int, projected: int, inner: int) -> Point:
+    """A layer without its attention. The twin is what it takes the place of: PyTorch's linear
+    layers, the Triton kernels around them. Its first norm is made before, as its last is ours.
+    """
+    sizes = ((projected, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner))
+
+    def make() -> Calls:
+        qkv, o, gate_up, down = (normal(*size).mul_(size[1] ** -0.5) for size in sizes)
+        x, attention = normal(num_rows, hidden), normal(num_rows, attended)
+        norms = (normal(hidden), normal(hidden))
+        squares = x.float().square().sum(dim=1, keepdim=True)
+        scaled = plain.Scaled(x * norms[0], squares, EPS)
+        normed = rms_norm(x, norms[0], EPS)
+        few = few_rows([qkv, o, gate_up, down])
+        assert few is not None, "not for this GPU"
+
+        def ours() -> Any:
+            total, inside = few.add(attention, o, None, x, norms[0], EPS)
+            out, _ = few.add(few.gated(inside, gate_up), down, None, total, norms[1], EPS)
+            return few.linear(scaled, qkv), out
+
+        def twin() -> Any:
+            inside, total = add_rms_norm(F.linear(attention, o), x, norms[0], EPS)
+            out = F.linear(silu_and_mul(F.linear(inside, gate_up)), down)
+            return F.linear(normed, qkv), add_rms_norm(out, total, norms[1], EPS)[1]
+
+        return {"ours": ours, "twin": twin}
+
+    weights = sum(rows * columns for rows, columns in sizes)
+    name = f"{num_rows} rows, hidden {hidden}"
+    return Point(name, make, weights * ITEMSIZE, flops=2 * num_rows * weights)
+
+
 def experts_point(
     num_tokens: int, num_here: int, num_experts: int, hidden: int, inside: int
 ) -> Point:
@@ -310,6 +344,12 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
     "add_rms_norm": (partial(norm_point, add_rms_norm, plain.add_rms_norm, 2), NORMS, [(3, 1024)]),
     "silu_and_mul": (
         silu_and_mul_point, [(n, size) for size in (3072, 12288) for n in TOKENS], [(3, 3072)],
+    ),
+    "few_rows": (  # of Qwen3-0.6B and 8B
+        few_rows_point,
+        [(n, 1024, 2048, 4096, 3072) for n in (1, 16, 32, 64, 128)]
+        + [(n, 4096, 4096, 6144, 12288) for n in (1, 16, 32, 64)],
+        [(3, 64, 128, 256, 192)],
     ),
     "experts": (
         experts_point, [(n, here, 128, 2048, 768) for here in (128, 16) for n in TOKENS],

@@ -254,6 +254,8 @@ class ModelRunner:
                     module.kernels = self.backend.kernels
                     if isinstance(module, Experts):
                         module.pack()
+            if self.ranks.size == 1:
+                model.model.bind_few_rows(self.backend.kernels)
         return model.eval()
 
     def _forward(self, inputs: StepInputs, input_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share. Letters: N keys of a tile, D head dimension."""
+"""What the Triton kernels share. Letters: N keys of a tile, D head dimension."""
 
 import functools
 
@@ -26,6 +26,47 @@ def _nothing():  # type: ignore[no-untyped-def]
 
 # Under TRITON_INTERPRET=1, kernels are Python over CPU tensors.
 INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options that let a kernel's launch go on while the kernel before it ends, where GPUs can.
+
+    It calls `await_inputs` before it touches any memory. Then all that was written before is there,
+    whoever let whom begin: the kernel before it had waited as well, or had begun after the end of
+    what was before.
+    """
+    can = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait") and _capability(device) >= 90
+    return {"EARLY": can, "launch_pdl": can} if can else {"EARLY": False}
+
+
+def _capability(device: torch.device) -> int:
+    """Of the GPU, or of the one that kernels are compiled for where there is none."""
+    if device.type != "cuda":
+        return int(triton.runtime.driver.active.get_current_target().arch)
+    return _cuda_capability(device)
+
+
+@functools.cache
+def _cuda_capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@triton.jit
+def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for the end of the kernel before this one."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Once all programs have come here, those of the next kernel may, if it waits for its inputs.
+
+    Where it is best to say so was measured: a linear layer's end, for one, not its beginning.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -20,7 +20,10 @@ from nanovllm.kernels.common import (
     LOG2E,
     TILE,
     attend,
+    await_inputs,
     cache_offsets,
+    early,
+    let_next_begin,
     num_multiprocessors,
     tile_keys,
 )
@@ -84,11 +87,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr, WINDOW: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, a row's beginning."""
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
+    await_inputs(EARLY)
     row = tl.load(starts_ptr + program * 4)
     row_begin = tl.load(starts_ptr + program * 4 + 1)
     length = tl.load(starts_ptr + program * 4 + 2)
@@ -143,6 +147,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         row_begin = row_end
         row += 1
         length = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+    let_next_begin(EARLY)
 
 
 @triton.jit
@@ -240,5 +245,6 @@ def decode_attention(
         WINDOW=window or 0,
         num_warps=2 if narrow and block_g < 16 else 4,
         num_stages=2,
+        **early(q.device),
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.common import await_inputs, early, let_next_begin
 from nanovllm.kernels.plain import Rope
 
 FEW_TOKENS = 128  # up to here a token's heads are spread over several programs, to fill the device
@@ -18,7 +19,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, eps, qkv_stride, rope_stride,
     H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr,
-    STORE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    STORE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program takes some heads of one token, each as the two halves that rotate together.
 
@@ -38,6 +39,8 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     is_k = (head >= H) & (head < H + KVH)
     is_v = (head >= H + KVH) & (head < H + 2 * KVH)
     real = (head < H + 2 * KVH)[:, None] & inside[None, :]
+    await_inputs(EARLY)
+    let_next_begin(EARLY)
     at = qkv_ptr + token * qkv_stride + head[:, None] * D
     raw1 = tl.load(at + d1[None, :], mask=real, other=0.0)
     raw2 = tl.load(at + d2[None, :], mask=real, other=0.0)
@@ -107,6 +110,6 @@ def norm_rope_store(
         eps, qkv.stride(0), cos.stride(0),
         H=num_q_heads, KVH=num_kv_heads, D=head_dim, R=2 * cos.shape[2],
         NORM=norms is not None, STORE=store, BLOCK_H=block_h,
-        BLOCK_D=triton.next_power_of_2(head_dim // 2), num_warps=4,
+        BLOCK_D=triton.next_power_of_2(head_dim // 2), num_warps=4, **early(qkv.device),
     )  # fmt: skip
     return q, k, qkv[:, num_q_heads + num_kv_heads :]

@@ -5,6 +5,7 @@ tokens of the vocabulary, H query heads, KVH key heads, D head dimension.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -43,6 +44,50 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of x [T, 2 * I], gate beside up: [T, I]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Rows [T, K] whose norm lacks its factor: 1 / sqrt(sum(squares) / K + eps), of each row."""
+
+    product: torch.Tensor  # of the rows and the norm's weight
+    squares: torch.Tensor  # [T, any], float32: parts of the rows' sums of squares
+    eps: float
+
+    def normed(self) -> torch.Tensor:
+        """The norm, in float32."""
+        squares = self.squares.sum(dim=1, keepdim=True)
+        return self.product.float() * torch.rsqrt(squares / self.product.shape[1] + self.eps)
+
+
+def scaled_linear(
+    x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`norm @ weight.T + bias`, in float32 inside."""
+    return _wide_linear(x.normed(), weight, bias).to(x.product.dtype)
+
+
+def scaled_gated(x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`silu(gate) * up` of such a product, in float32 inside."""
+    return silu_and_mul(_wide_linear(x.normed(), weight, bias)).to(x.product.dtype)
+
+
+def add_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, Scaled]:
+    """`residual + x @ weight.T + bias`, in float32 inside, and that sum for a norm's weight."""
+    total = (residual.float() + _wide_linear(x.float(), weight, bias)).to(x.dtype)
+    squares = total.float().square().sum(dim=1, keepdim=True)
+    return total, Scaled(total * norm, squares, eps)
+
+
+def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight.float(), None if bias is None else bias.float())
 
 
 def experts(

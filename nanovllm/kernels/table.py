@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from nanovllm.kernels import cuts, plain
 from nanovllm.kernels.cuts import Cuts
 from nanovllm.kernels.plain import Rope
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.few_rows import FewRows  # which needs Triton
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Kernels:
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    few_rows: Callable[[list[Tensor | None]], "FewRows | None"] = lambda _: None
 
 
 PLAIN = Kernels(
@@ -43,14 +48,16 @@ def triton_kernels() -> Kernels:
     """The Triton kernels; an ImportError where there is no Triton."""
     from nanovllm.kernels.draw import draw
     from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.few_rows import few_rows
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sample import sample
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
     return Kernels(
-        "Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw, experts
-    )
+        "Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw, experts,
+        few_rows,
+    )  # fmt: skip
 
 
 def compiled_kernels() -> Kernels:

@@ -71,6 +71,12 @@ class LinearBase(nn.Module):
             self.packed = pack(self.weight)
             self.weight = None
 
+    @property
+    def matrix(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight, which must not have been packed, and the bias."""
+        assert self.weight is not None
+        return self.weight, self.bias
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x, self.bias)
 

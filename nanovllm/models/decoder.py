@@ -3,18 +3,20 @@
 T tokens of a step stand in one row, whatever sequences they belong to.
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.plain import Rope
+from nanovllm.kernels.plain import Rope, Scaled
+from nanovllm.kernels.table import Kernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -23,6 +25,9 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.utils.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.few_rows import FewRows  # which needs Triton
 
 
 class SelfAttention(nn.Module):
@@ -44,11 +49,15 @@ class SelfAttention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim, window)
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 * KVH, D]
-        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
-        attended = self.attn(qkv, rope, norms)  # [T, H, D]
-        out: torch.Tensor = self.o_proj(attended.flatten(1))
+        out: torch.Tensor = self.o_proj(self.attend(self.qkv_proj(x), rope))
         return out
+
+    def attend(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """From one projection to the other: [T, (H + 2 * KVH) * D] -> [T, H * D]."""
+        qkv = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
+        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
+        attended: torch.Tensor = self.attn(qkv, rope, norms)
+        return attended.flatten(1)
 
 
 class MLP(nn.Module):
@@ -115,6 +124,30 @@ class DecoderLayer(nn.Module):
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
+    @property
+    def linears(self) -> tuple[LinearBase, LinearBase, LinearBase, LinearBase]:
+        """The four of a dense layer, in the order of their use."""
+        assert isinstance(self.mlp, MLP)
+        attention, mlp = self.self_attn, self.mlp
+        return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+    def forward_few(
+        self, few_rows: "FewRows", x: torch.Tensor, scaled: Scaled | None, rope: Rope, norm: RMSNorm
+    ) -> tuple[torch.Tensor, Scaled]:
+        """The same in six kernels instead of nine, for the residual x, which `scaled` is made of.
+
+        `norm` is the one behind this layer. Norms and sums are done by the linears around them.
+        """
+        qkv, o, gate_up, down = self.linears
+        if scaled is None:
+            projected = qkv(self.input_layernorm(x))
+        else:
+            projected = few_rows.linear(scaled, *qkv.matrix)
+        attended, inside = self.self_attn.attend(projected, rope), self.post_attention_layernorm
+        x, scaled = few_rows.add(attended, *o.matrix, x, inside.weight, inside.eps)
+        gated = few_rows.gated(scaled, *gate_up.matrix)
+        return few_rows.add(gated, *down.matrix, x, norm.weight, norm.eps)
+
 
 class Decoder(nn.Module):
     """The decoder: token ids and positions [T] -> hidden states [T, hidden]."""
@@ -132,15 +165,33 @@ class Decoder(nn.Module):
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.few_rows: FewRows | None = None
+
+    def bind_few_rows(self, kernels: Kernels) -> None:
+        """Compute few rows in another way, where there are faster kernels for that."""
+        layers: list[Any] = list(self.layers)
+        if all(isinstance(layer.mlp, MLP) for layer in layers):
+            self.few_rows = kernels.few_rows([part.weight for part in layers[0].linears])
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         rope = self.rotary_emb(positions)
+        if self.few_rows is not None and len(x) <= self.few_rows.most_rows:
+            return self._forward_few(self.few_rows, x, rope)
         for layer in self.layers:
             x, residual = layer(x, residual, rope)
         assert residual is not None
         return self.norm.add(x, residual)[0]
+
+    def _forward_few(self, few_rows: "FewRows", x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        layers: list[Any] = list(self.layers)
+        norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        scaled: Scaled | None = None
+        for layer, norm in zip(layers, norms, strict=True):
+            x, scaled = layer.forward_few(few_rows, x, scaled, rope, norm)
+        hidden: torch.Tensor = self.norm(x)
+        return hidden
 
 
 class CausalLM(nn.Module):

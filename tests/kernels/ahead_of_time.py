@@ -34,10 +34,11 @@ CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 
 @dataclass(frozen=True)
 class Case:
-    """A call that launches kernels, and how many bytes of registers they may keep in memory."""
+    """A call that launches kernels, how many bytes they may spill, and where they are used."""
 
     call: Callable[[], object]
-    max_spill: int = 0
+    max_spill: int
+    capabilities: tuple[int, ...]
 
 
 # What the models have: query heads, KV heads, head_dim.
@@ -95,6 +96,17 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
     weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
     x, shares = bf16(tokens, hidden), torch.empty(tokens, per_token)
     experts(x, *weights, ids, shares, num_experts)
+
+
+def few_rows(hidden: int, inner: int, qkv: int, rows: int) -> None:
+    from nanovllm.kernels import few_rows
+
+    x, few = bf16(rows, hidden), few_rows.FewRows(rows, int32(2048))
+    with mock.patch.object(few_rows, "num_multiprocessors", return_value=132):
+        total, scaled = few.add(x, bf16(hidden, hidden), None, x, bf16(hidden), EPS)
+        few.linear(scaled, bf16(qkv, hidden))
+        few.gated(scaled, bf16(2 * inner, hidden))
+        few.add(bf16(rows, inner), bf16(hidden, inner), None, total, bf16(hidden), EPS)
 
 
 def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:
@@ -168,6 +180,14 @@ CALLS: dict[str, Callable[[], object]] = {
         for tokens in (ROWS, 8 * TOKENS)
     },
     **{
+        f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
+        for name, sizes, some in (
+            ("Qwen3-0.6B", (1024, 3072, 4096), (8, 64, 128)),
+            ("Qwen3-8B", (4096, 12288, 6144), (8, 32, 64)),
+        )
+        for rows in some
+    },
+    **{
         f"{call.__name__}, {name}, block size {size}": partial(call, h, size)
         for name, h in ATTENTION_HEADS.items()
         for call, sizes in ((decode_attention, (16, 64)), (prefill_attention, (0, 16, 64)))
@@ -186,12 +206,14 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
 # 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version. Decode with
-# small heads and blocks keeps four numbers there under Triton 3.6, and none under 3.7; with a
-# window it keeps two. The draw keeps up to six outside its loops where registers are fewest.
+# small heads and blocks, or a group of two, keeps four numbers there under Triton 3.6, and none
+# under 3.7; with a window it keeps two. The draw keeps up to six outside its loops where registers
+# are fewest.
 SPILLS = {
     "prefill_attention": 128,
     "prefill_attention, head_dim 256": 256,
     "decode_attention, head_dim 64, block size 16": 16,
+    "decode_attention, Qwen3-0.6B, block size 64": 16,
     "decode_attention, Mistral's window": 16,
     "draw": 32,
 }
@@ -202,7 +224,12 @@ def max_spill(name: str) -> int:
     return max((n for prefix, n in SPILLS.items() if name.startswith(prefix)), default=0)
 
 
-CASES = {name: Case(call, max_spill(name)) for name, call in CALLS.items()}
+def capabilities(name: str) -> tuple[int, ...]:
+    """Where its kernels are used."""
+    return (90,) if name.startswith("few_rows") else tuple(CAPABILITIES)
+
+
+CASES = {name: Case(call, max_spill(name), capabilities(name)) for name, call in CALLS.items()}
 
 
 class AbsentGPU:
@@ -269,10 +296,10 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 
 def compile_all(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Every case for every capability, over the cores; Triton is imported once for all."""
+    """Every case for all its capabilities, over the cores; Triton is imported once for all."""
     import triton.runtime.jit  # noqa: F401
 
-    tasks = [(name, capability) for name in names for capability in CAPABILITIES]
+    tasks = [(name, capability) for name in names for capability in CASES[name].capabilities]
     cores = min(len(os.sched_getaffinity(0)), len(tasks))
     with ProcessPoolExecutor(cores, multiprocessing.get_context("fork")) as pool:
         futures = {task: pool.submit(compile_case, *task) for task in tasks}
