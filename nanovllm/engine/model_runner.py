@@ -254,8 +254,7 @@ class ModelRunner:
                     module.kernels = self.backend.kernels
                     if isinstance(module, Experts):
                         module.pack()
-            if self.ranks.size == 1:
-                model.model.bind_few_rows(self.backend.kernels)
+            model.model.bind_few_rows(self.backend.kernels)
         return model.eval()
 
     def _forward(self, inputs: StepInputs, input_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -348,13 +347,16 @@ class ModelRunner:
         return int(budget / (1 + self.backend.copied_layers / self.model_config.num_hidden_layers))
 
     def _warm_up(self) -> None:
-        """Run the largest step, and the smallest: their kernels may be others."""
+        """Run the largest step, and smaller ones: their kernels may be others."""
         config, vocab_size = self.config, self.model_config.vocab_size
-        sizes = (1, config.max_num_batched_tokens)
-        short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
+        most, few_rows = config.max_num_batched_tokens, self.model.model.few_rows
+        few = [n for n in few_rows.warmup_rows if n < most] if few_rows else []
+        short, *between, long = (warmup_inputs(n, self.max_positions) for n in (1, *few, most))
         try:
             self.ranks.broadcast(upload(short.input_ids, self.device))  # NCCL connects in the first
             self._forward(short)  # exchange of a kind
+            for inputs in between:
+                self._forward(inputs)
             hidden = self._forward(long)
             told = self.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
             if self.ranks.rank == 0:

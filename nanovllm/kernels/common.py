@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+MEASURED = 90  # compute capability where early launches and `few_rows` were run, and were faster
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 TILE = 64  # keys of a tile, at most
 TILE_BYTES = 1 << 14  # of its K and of its V, which with a copy or two are what shared memory holds
@@ -28,28 +29,24 @@ def _nothing():  # type: ignore[no-untyped-def]
 INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 
 
-def early(device: torch.device) -> dict[str, bool]:
-    """Options that let a kernel's launch go on while the kernel before it ends, where GPUs can.
-
-    It calls `await_inputs` before it touches any memory. Then all that was written before is there,
-    whoever let whom begin: the kernel before it had waited as well, or had begun after the end of
-    what was before.
-    """
-    can = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait") and _capability(device) >= 90
-    return {"EARLY": can, "launch_pdl": can} if can else {"EARLY": False}
-
-
-def _capability(device: torch.device) -> int:
-    """Of the GPU, or of the one that kernels are compiled for where there is none."""
-    if device.type != "cuda":
-        return int(triton.runtime.driver.active.get_current_target().arch)
-    return _cuda_capability(device)
-
-
 @functools.cache
-def _cuda_capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
+    """A GPU's compute capability, 90 for 9.0; 0 of what is none."""
+    if device.type != "cuda":
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options that let a kernel be launched while the kernel before it ends.
+
+    Every program of such a kernel calls `await_inputs` before it touches memory. Then all is there
+    that was written before, whoever let whom begin: the kernel before it waited too, or began when
+    all before had ended.
+    """
+    can = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait") and capability(device) == MEASURED
+    return {"EARLY": can, "launch_pdl": can} if can else {"EARLY": False}
 
 
 @triton.jit

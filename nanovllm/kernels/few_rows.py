@@ -12,6 +12,7 @@ Programs take tiles of the outputs. Where there are few of these, several progra
 with a part of the inputs; whoever comes last adds up the parts, in their order.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.common import (
+    MEASURED,
     await_inputs,
+    capability,
     dot,
     early,
     let_next_begin,
@@ -27,13 +30,14 @@ from nanovllm.kernels.common import (
 )
 from nanovllm.kernels.plain import Scaled
 
-MEASURED = {9}  # compute capabilities (major) where all of this was, and was faster
 LEAST = 16  # of everything that tensor cores multiply: sizes are multiples of it
 MOST_ROWS, MOST_OF_LARGE = 128, 64  # cuBLAS is ahead of more, the latter where a layer is large
 LARGE_LAYER = 32 << 20  # weights
-ONE_BYTES, TWO_BYTES = 160 << 10, 112 << 10  # for tiles on their way, by programs a multiprocessor
-WIDE_PROGRAMS = {16: 64, 32: 48, 64: 80}  # so many that tiles of 64 outputs are better, by rows
-SHARING_PROGRAMS = {16: 264, 32: 200, 64: 132}  # up to so many, several share a tile
+SHARED_BYTES = {1: 160 << 10, 2: 112 << 10}  # of tiles in flight, by programs on a multiprocessor
+# Programs for each multiprocessor, by the rows of a tile: from how many on tiles of 64 outputs are
+# faster than of 32, and up to how many are made by sharing tiles.
+WIDE_FROM = {16: 0.48, 32: 0.36, 64: 0.6}
+SHARE_UP_TO = {16: 2, 32: 1.5, 64: 1}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -119,6 +123,11 @@ class FewRows:
     most_rows: int  # above it they are not faster
     arrivals: torch.Tensor  # int32: of a tile's programs, how many are done
 
+    @property
+    def warmup_rows(self) -> list[int]:
+        """So many rows, one after the other, are all tiles that there are."""
+        return [rows for rows in (16, 32, 64, 128) if rows <= self.most_rows]
+
     def linear(
         self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -162,12 +171,13 @@ class FewRows:
         """Launch the kernel; the squares of the sums, if there are addends."""
         (num_rows, size_in), size_out = x.shape, out.shape[1]
         assert x.is_contiguous() and weight.is_contiguous()
-        tiles = _tiles(num_rows, size_in, size_out, gated, addends is not None, x.device)
+        processors = num_multiprocessors(x.device)
+        tiles = _tiles(num_rows, size_in, size_out, gated, addends is not None, processors)
         rows, columns = triton.cdiv(num_rows, tiles.rows), size_out // tiles.outputs
         assert rows * columns <= len(self.arrivals)
         parts = rows * columns * tiles.rows * tiles.outputs * tiles.programs
         partial = x.new_empty(parts if tiles.programs > 1 else 0, dtype=torch.float32)
-        squares = x.new_empty(num_rows, columns, dtype=torch.float32)
+        squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
         residual, norm, product = addends or (x, x, x)
         squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
         width = 0 if scaled is None else squares_in.shape[1]
@@ -190,26 +200,25 @@ class Tiles:
     outputs: int
     inputs: int  # at a time
     programs: int  # that share a tile
-    stages: int  # so many times the inputs are on their way
+    stages: int  # tiles of inputs in flight
 
 
+@functools.cache
 def _tiles(
-    num_rows: int, size_in: int, size_out: int, gated: bool, add: bool, device: torch.device
+    num_rows: int, size_in: int, size_out: int, gated: bool, add: bool, processors: int
 ) -> Tiles:
     """By what was fastest for the layers of Qwen3-0.6B, 4B and 8B."""
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     row_tiles = triton.cdiv(num_rows, rows)
     wide_programs = row_tiles * size_out // 64 * (2 if add else 1)
-    outputs = _divisor(size_out, 64 if wide_programs >= WIDE_PROGRAMS[rows] else 32)
+    outputs = _divisor(size_out, 64 if wide_programs >= WIDE_FROM[rows] * processors else 32)
     inputs = _divisor(size_in, 64 if gated and outputs == 64 else 128)
-    num_tiles, steps = row_tiles * size_out // outputs, size_in // inputs
-    can_share = (
-        n for n in (4, 2) if add and steps % n == 0 and num_tiles * n <= SHARING_PROGRAMS[rows]
-    )
-    programs = next(can_share, 1)
-    alone = num_tiles * programs <= num_multiprocessors(device)
-    stage_bytes = (rows + outputs * (1 + gated)) * inputs * 2
-    stages = (ONE_BYTES if alone else TWO_BYTES) // stage_bytes
+    num_tiles, most = row_tiles * size_out // outputs, SHARE_UP_TO[rows] * processors
+    can_share = (n for n in (4, 2) if size_in // inputs % n == 0 and num_tiles * n <= most)
+    programs = next(can_share, 1) if add else 1
+    side_by_side = 1 if num_tiles * programs <= processors else 2
+    tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
+    stages = SHARED_BYTES[side_by_side] // tile_bytes
     return Tiles(rows, outputs, inputs, programs, max(2, min(5, stages)))
 
 
@@ -218,7 +227,7 @@ def _divisor(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
-def few_rows(weights: list[torch.Tensor | None]) -> FewRows | None:
+def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
     """The kernels for a layer's weights, or None where they would not be faster.
 
     Not for float16, in which rows that lack their factor may be too large.
@@ -227,7 +236,7 @@ def few_rows(weights: list[torch.Tensor | None]) -> FewRows | None:
     if len(plain) < len(weights) or any(n % LEAST for weight in plain for n in weight.shape):
         return None
     device = plain[0].device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in MEASURED:
+    if device.type == "cuda" and capability(device) != MEASURED:
         return None
     large = sum(weight.numel() for weight in plain) >= LARGE_LAYER
     largest = max(n for weight in plain for n in weight.shape)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kernels:
-    """A function for each operation, with the signature and the meaning of its twin in PLAIN."""
+    """A function for each operation, with the signature and the meaning of its twin in PLAIN.
+
+    `few_rows` is another way through a layer, where it is faster; PLAIN has none.
+    """
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -48,7 +51,7 @@ def triton_kernels() -> Kernels:
     """The Triton kernels; an ImportError where there is no Triton."""
     from nanovllm.kernels.draw import draw
     from nanovllm.kernels.experts import experts
-    from nanovllm.kernels.few_rows import few_rows
+    from nanovllm.kernels.few_rows import few_rows_for
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sample import sample
@@ -56,7 +59,7 @@ def triton_kernels() -> Kernels:
 
     return Kernels(
         "Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw, experts,
-        few_rows,
+        few_rows_for,
     )  # fmt: skip
 
 

@@ -390,6 +390,11 @@ def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     kernels.norm_rope_store(
         qkv, spec.num_kv_heads, (angles, angles), None, 0.0, empty, empty, nowhere
     )
+    matrix = torch.zeros(64, 64, **options)
+    if few_rows := kernels.few_rows([matrix]):
+        _, scaled = few_rows.add(matrix[:1], matrix, None, matrix[:1], matrix[0], 1.0)
+        few_rows.linear(scaled, matrix)
+        few_rows.gated(scaled, matrix)
     return kernels
 
 

@@ -72,8 +72,8 @@ class LinearBase(nn.Module):
             self.weight = None
 
     @property
-    def matrix(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight, which must not have been packed, and the bias."""
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight, which must not be packed, and the bias."""
         assert self.weight is not None
         return self.weight, self.bias
 

@@ -134,19 +134,21 @@ class DecoderLayer(nn.Module):
     def forward_few(
         self, few_rows: "FewRows", x: torch.Tensor, scaled: Scaled | None, rope: Rope, norm: RMSNorm
     ) -> tuple[torch.Tensor, Scaled]:
-        """The same in six kernels instead of nine, for the residual x, which `scaled` is made of.
+        """The same in six kernels instead of nine: norms and sums are done by the linears.
 
-        `norm` is the one behind this layer. Norms and sums are done by the linears around them.
+        x is the residual, and `scaled` it for this layer's first norm, None in the first layer.
+        `norm` is the one that follows this layer.
         """
         qkv, o, gate_up, down = self.linears
         if scaled is None:
             projected = qkv(self.input_layernorm(x))
         else:
-            projected = few_rows.linear(scaled, *qkv.matrix)
-        attended, inside = self.self_attn.attend(projected, rope), self.post_attention_layernorm
-        x, scaled = few_rows.add(attended, *o.matrix, x, inside.weight, inside.eps)
-        gated = few_rows.gated(scaled, *gate_up.matrix)
-        return few_rows.add(gated, *down.matrix, x, norm.weight, norm.eps)
+            projected = few_rows.linear(scaled, *qkv.weight_and_bias)
+        attended = self.self_attn.attend(projected, rope)
+        between = self.post_attention_layernorm
+        x, scaled = few_rows.add(attended, *o.weight_and_bias, x, between.weight, between.eps)
+        gated = few_rows.gated(scaled, *gate_up.weight_and_bias)
+        return few_rows.add(gated, *down.weight_and_bias, x, norm.weight, norm.eps)
 
 
 class Decoder(nn.Module):
@@ -168,9 +170,13 @@ class Decoder(nn.Module):
         self.few_rows: FewRows | None = None
 
     def bind_few_rows(self, kernels: Kernels) -> None:
-        """Compute few rows in another way, where there are faster kernels for that."""
+        """Compute few rows in another way, where there are faster kernels for that.
+
+        They know neither other ranks, with whom a sum is shared, nor experts.
+        """
         layers: list[Any] = list(self.layers)
-        if all(isinstance(layer.mlp, MLP) for layer in layers):
+        alone = layers[0].self_attn.o_proj.ranks.size == 1
+        if alone and all(isinstance(layer.mlp, MLP) for layer in layers):
             self.few_rows = kernels.few_rows([part.weight for part in layers[0].linears])
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -190,7 +196,7 @@ class Decoder(nn.Module):
         scaled: Scaled | None = None
         for layer, norm in zip(layers, norms, strict=True):
             x, scaled = layer.forward_few(few_rows, x, scaled, rope, norm)
-        hidden: torch.Tensor = self.norm(x)
+        hidden: torch.Tensor = self.norm(x)  # the last of `scaled` is nobody's: one kernel for all
         return hidden
 
 

@@ -30,6 +30,7 @@ import torch
 
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+HOPPER = 90  # `few_rows` is used there alone
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,20 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
     experts(x, *weights, ids, shares, num_experts)
 
 
-def few_rows(hidden: int, inner: int, qkv: int, rows: int) -> None:
+def few_rows(
+    hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
+) -> None:
     from nanovllm.kernels import few_rows
 
+    def layer(size_out: int, size_in: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return bf16(size_out, size_in), bf16(size_out) if bias else None
+
     x, few = bf16(rows, hidden), few_rows.FewRows(rows, int32(2048))
-    with mock.patch.object(few_rows, "num_multiprocessors", return_value=132):
-        total, scaled = few.add(x, bf16(hidden, hidden), None, x, bf16(hidden), EPS)
-        few.linear(scaled, bf16(qkv, hidden))
-        few.gated(scaled, bf16(2 * inner, hidden))
-        few.add(bf16(rows, inner), bf16(hidden, inner), None, total, bf16(hidden), EPS)
+    with mock.patch.object(few_rows, "num_multiprocessors", return_value=132):  # an H100's
+        _, scaled = few.add(bf16(rows, attended), *layer(hidden, attended), x, bf16(hidden), EPS)
+        few.linear(scaled, *layer(qkv, hidden))
+        few.gated(scaled, *layer(2 * inner, hidden))
+        few.add(bf16(rows, inner), *layer(hidden, inner), x, bf16(hidden), EPS)
 
 
 def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:
@@ -182,11 +188,12 @@ CALLS: dict[str, Callable[[], object]] = {
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
         for name, sizes, some in (
-            ("Qwen3-0.6B", (1024, 3072, 4096), (8, 64, 128)),
-            ("Qwen3-8B", (4096, 12288, 6144), (8, 32, 64)),
+            ("Qwen3-0.6B", (1024, 2048, 3072, 4096), (8, 32, 64, 128)),
+            ("Qwen3-8B", (4096, 4096, 12288, 6144), (8, 32, 64)),
         )
         for rows in some
     },
+    "few_rows, Qwen2.5-0.5B, biases": partial(few_rows, 896, 896, 4864, 1152, 8, bias=True),
     **{
         f"{call.__name__}, {name}, block size {size}": partial(call, h, size)
         for name, h in ATTENTION_HEADS.items()
@@ -207,14 +214,15 @@ CALLS: dict[str, Callable[[], object]] = {
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
 # 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version. Decode with
 # small heads and blocks, or a group of two, keeps four numbers there under Triton 3.6, and none
-# under 3.7; with a window it keeps two. The draw keeps up to six outside its loops where registers
-# are fewest.
+# under 3.7; with a window it keeps two, as a sum with a bias does. The draw keeps up to six outside
+# its loops where registers are fewest.
 SPILLS = {
     "prefill_attention": 128,
     "prefill_attention, head_dim 256": 256,
     "decode_attention, head_dim 64, block size 16": 16,
     "decode_attention, Qwen3-0.6B, block size 64": 16,
     "decode_attention, Mistral's window": 16,
+    "few_rows, Qwen2.5-0.5B, biases": 8,
     "draw": 32,
 }
 
@@ -226,7 +234,7 @@ def max_spill(name: str) -> int:
 
 def capabilities(name: str) -> tuple[int, ...]:
     """Where its kernels are used."""
-    return (90,) if name.startswith("few_rows") else tuple(CAPABILITIES)
+    return (HOPPER,) if name.startswith("few_rows") else tuple(CAPABILITIES)
 
 
 CASES = {name: Case(call, max_spill(name), capabilities(name)) for name, call in CALLS.items()}
@@ -255,6 +263,8 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from nanovllm.kernels import common
+
     run, kernels = JITFunction.run, {}
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -262,10 +272,15 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
         kernels[kernel.hash] = kernel
 
     driver.set_active(AbsentGPU(capability))
+    known = mock.patch.object(common, "capability", return_value=capability)
     place = {"case": name, "capability": capability}
     try:
         # What Triton prints on an error must not stand between the lines of JSON.
-        with redirect_stdout(sys.stderr), mock.patch.object(JITFunction, "run", compile_only):
+        with (
+            known,
+            redirect_stdout(sys.stderr),
+            mock.patch.object(JITFunction, "run", compile_only),
+        ):
             CASES[name].call()
         assert kernels, "the call launches no kernel"
         return [place | resources(kernel) for kernel in kernels.values()]

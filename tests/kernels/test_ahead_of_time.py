@@ -134,6 +134,7 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
+# Of `few_rows` there are 128 at most.
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("few_rows")])
 def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled) -> None:
     """Row times stride above 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
@@ -144,13 +145,25 @@ def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled)
         assert narrow_accesses(ir) == []
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_merge_reads_what_others_have_not_written(capability: int, compiled: Compiled) -> None:
-    """The parts of a row: written, then all threads' writes before the count that publishes them;
+@pytest.mark.parametrize(
+    ("name", "kernel", "capability"),
+    [("decode_attention, Qwen3-0.6B, block size 64", "_decode_kernel", c) for c in CAPABILITIES]
+    + [(f"few_rows, Qwen3-0.6B, {rows} rows", "_linear_kernel", 90) for rows in (8, 128)],
+)
+def test_merge_reads_what_others_have_not_written(
+    name: str, kernel: str, capability: int, compiled: Compiled
+) -> None:
+    """The parts of a sum: written, then all threads' writes before the count that publishes them;
     the count, then all threads' reads, past the cache of their multiprocessor."""
-    (kernel,) = (k for k in compiled["decode_attention, Qwen3-0.6B, block size 64", capability]
-                 if k["kernel"] == "_decode_kernel")  # fmt: skip
-    ptx = (Path(kernel["folder"]) / "_decode_kernel.ptx").read_text()
+    found = [line for line in compiled[name, capability] if line["kernel"] == kernel]
+    texts = [(Path(line["folder"]) / f"{kernel}.ptx").read_text() for line in found]
+    merging = [ptx for ptx in texts if "atom." in ptx]
+    assert merging
+    for ptx in merging:
+        check_merge(ptx)
+
+
+def check_merge(ptx: str) -> None:
     count = ptx.index("atom.global.gpu.acq_rel.add")
     before, after = ptx[:count], ptx[count:]
     assert before.rindex("bar.sync") > before.rindex("st.global")
@@ -161,19 +174,19 @@ def test_merge_reads_what_others_have_not_written(capability: int, compiled: Com
 
 
 # Those that begin while the kernel before them ends: a case of each.
-EARLY = {
+EARLY_CASES = {
     "_linear_kernel": "few_rows, Qwen3-0.6B, 64 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
     "_decode_kernel": "decode_attention, Qwen3-0.6B, block size 64",
 }
 
 
-@pytest.mark.parametrize("kernel", EARLY)
+@pytest.mark.parametrize("kernel", EARLY_CASES)
 def test_kernel_that_begins_early_touches_memory_before_it_may(
     kernel: str, compiled: Compiled
 ) -> None:
     """Its inputs are being written then, and what it writes is being read."""
-    found = [line for line in compiled[EARLY[kernel], 90] if line["kernel"] == kernel]
+    found = [line for line in compiled[EARLY_CASES[kernel], 90] if line["kernel"] == kernel]
     assert found
     for line in found:
         ptx = (Path(line["folder"]) / f"{kernel}.ptx").read_text()

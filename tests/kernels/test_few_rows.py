@@ -4,8 +4,10 @@ On a device, or interpreted where there is none.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +17,26 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import few_rows as module
 from nanovllm.kernels import plain
-from nanovllm.kernels.few_rows import FewRows, few_rows
+from nanovllm.kernels.few_rows import FewRows, few_rows_for
 from nanovllm.kernels.plain import Scaled
+from nanovllm.kernels.table import triton_kernels
 from nanovllm.layers import linear
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.decoder import MLP, Decoder, SparseMLP
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "four_processors")
 
 EPS = 1e-6
 bf16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def four_processors() -> Iterator[None]:
+    """On a GPU too: small products fill so few with tiles of either width."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "num_multiprocessors", lambda device: 4)
+        yield
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class Shape:
     seed: int = 0
 
 
-# Up to 4 programs share a tile where the inputs are many and the tiles few.
+# Tiles have 16 to 64 outputs, and up to 4 programs share one where the inputs are many.
 SHAPES = st.builds(
     Shape,
     rows=st.sampled_from([1, 2, 15, 16, 17, 40, 64, 65, 128]),
@@ -73,7 +85,7 @@ def scaled_of(shape: Shape, device: str) -> Scaled:
 
 
 def made(*weights: torch.Tensor) -> FewRows:
-    found = few_rows(list(weights))
+    found = few_rows_for(list(weights))
     assert found is not None
     return found
 
@@ -152,28 +164,55 @@ def test_the_factor_is_not_that_of_the_norm(kernel_device: str) -> None:
     ids=["float16", "float32", "a size of 72", "packed"],
 )
 def test_what_it_cannot_do_is_tried(kernel_device: str, weights: list[torch.Tensor | None]) -> None:
-    assert few_rows(weights) is None
-    assert few_rows([torch.zeros(64, 64, dtype=bf16)]) is not None
+    assert few_rows_for(weights) is None
+    assert few_rows_for([torch.zeros(64, 64, dtype=bf16)]) is not None
+
+
+def test_tiles_of_all_widths_are_shared_and_not() -> None:
+    """By the shapes above, lest they test one way alone."""
+    sizes = [(t, k, n) for t in (1, 17, 64, 128) for k in (64, 1024) for n in (16, 96, 256)]
+    made = {module._tiles(*size, False, add, 4) for size in sizes for add in (False, True)}
+    assert {tiles.outputs for tiles in made} == {16, 32, 64}
+    assert {tiles.programs for tiles in made} == {1, 2, 4}
+    assert {16, 32} <= {tiles.rows for tiles in made if tiles.outputs == 64}, "turned products"
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1024, 128), (16384, 64)])
+def test_large_layers_leave_more_rows_to_others(rows: int, most: int) -> None:
+    few = few_rows_for([torch.zeros(rows, 2048, dtype=bf16, device="meta")])
+    assert few is not None and few.most_rows == few.warmup_rows[-1] == most
 
 
 PROMPTS = [[3, 14, 15, 92, 65, 35], [89, 79, 32], list(range(100, 170))]
-PARAMS = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+# The token is given, so that all compute the same; what is said of it is said before.
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, allowed_token_ids=[7]
+)
 
 
-def told(path: Path, device: str, **options: Any) -> list[float]:
-    """What an engine says of its prompts' tokens, and of the first of its own."""
-    with LLM(path, device=device, max_model_len=128, num_kvcache_blocks=40, **options) as llm:
+def told(path: Path, device: str, **options: Any) -> tuple[list[float], list[float]]:
+    """What an engine says of its prompts' tokens, and of those that it decodes."""
+    with LLM(path, device=device, max_model_len=256, num_kvcache_blocks=40, **options) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    entries = (out["prompt_logprobs"][1:] + out["logprobs"][:1] for out in outputs)
-    return [entry[0]["logprob"] for some in entries for entry in some]
+        llm.generate([[5] * 150], PARAMS, use_tqdm=False)  # too many rows
+    prefilled = [entry for out in outputs for entry in out["prompt_logprobs"][1:]]
+    decoded = [entry for out in outputs for entry in out["logprobs"][1:]]
+    return tuple([e[0]["logprob"] for e in entries] for entries in (prefilled, decoded))
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Qwen2"])
+BIASES = dict(attention_bias=True, mlp_bias=True)
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("Qwen3", {}), ("Llama", BIASES), ("Qwen2", {})])
 def test_a_model_computes_something_else(
-    family: str, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    overrides: dict[str, Any],
+    tmp_path: Path,
+    kernel_device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Next to float32, whose rounding is far below that of bfloat16."""
-    path = make_model(tmp_path, family=family)
+    path = make_model(tmp_path, family=family, **overrides)
     exact = told(path, kernel_device, dtype="float32", attention_backend="torch")
     options: dict[str, Any] = dict(dtype="bfloat16", attention_backend="triton", enforce_eager=True)
     monkeypatch.setattr(linear, "can_pack", lambda _: False)  # as on a GPU
@@ -184,10 +223,27 @@ def test_a_model_computes_something_else(
     )
     few = told(path, kernel_device, **options)
     assert {79, 3} <= set(calls), "prompts and decoding take that way"
+    assert max(calls) <= 128, "more rows do not"
     monkeypatch.setattr(Decoder, "bind_few_rows", lambda *_: None)
     ordinary = told(path, kernel_device, **options)
+    for off, usual, right in zip(few, ordinary, exact, strict=True):
+        assert 0 < math.dist(off, right) < 1.5 * math.dist(usual, right)
 
-    def error(other: list[float]) -> float:
-        return math.dist(exact, other)
 
-    assert 0 < error(few) < 1.3 * error(ordinary)
+@pytest.mark.parametrize("why", ["two ranks", "experts"])
+def test_a_model_that_it_cannot_compute_goes_that_way(why: str) -> None:
+    """Two ranks, each of which has a part of a sum; experts, whose weights are others."""
+    weight = torch.zeros(64, 64, dtype=bf16)
+
+    def decoder(why: str) -> Any:
+        part = SimpleNamespace(weight=weight, ranks=SimpleNamespace(size=1 + (why == "two ranks")))
+        layer = SimpleNamespace(
+            self_attn=SimpleNamespace(o_proj=part), linears=[part] * 4,
+            mlp=SparseMLP.__new__(SparseMLP) if why == "experts" else MLP.__new__(MLP),
+        )  # fmt: skip
+        return SimpleNamespace(layers=[layer], few_rows=None)
+
+    for case in (why, "neither"):
+        made = decoder(case)
+        Decoder.bind_few_rows(made, triton_kernels())
+        assert (made.few_rows is None) == (case == why)
