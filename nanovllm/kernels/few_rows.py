@@ -125,7 +125,7 @@ class FewRows:
 
     @property
     def warmup_rows(self) -> list[int]:
-        """So many rows, one after the other, are all tiles that there are."""
+        """Numbers of rows that between them take all the tiles that there are."""
         return [rows for rows in (16, 32, 64, 128) if rows <= self.most_rows]
 
     def linear(
