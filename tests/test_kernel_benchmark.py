@@ -50,7 +50,8 @@ def test_a_quick_run_measures_every_kernel(tmp_path: Path) -> None:
     assert ("the times mean nothing" in done.stdout) == interpret and "WRONG" not in done.stdout
     text = (tmp_path / "figures.json").read_text()
     kernels = json.loads(text, parse_constant=refuse)["kernels"]  # NaN and infinities
-    assert set(kernels) | {"few_rows"} == KERNELS  # which is not for every GPU
+    everywhere = interpret or torch.cuda.get_device_capability() == (9, 0)
+    assert set(kernels) == (KERNELS if everywhere else KERNELS - {"few_rows"})
     for row in (row for rows in kernels.values() for row in rows):
         assert row["right"] and row["bytes"] > 0
         assert min(row["ours_us"], row["twin_us"], row["floor_us"], row["speedup"]) > 0

@@ -3,8 +3,9 @@
 On a device, or interpreted where there is none.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.inputs import StepInputs
 from nanovllm.kernels import few_rows as module
 from nanovllm.kernels import plain
 from nanovllm.kernels.few_rows import FewRows, few_rows_for
@@ -181,6 +183,40 @@ def test_tiles_of_all_widths_are_shared_and_not() -> None:
 def test_large_layers_leave_more_rows_to_others(rows: int, most: int) -> None:
     few = few_rows_for([torch.zeros(rows, 2048, dtype=bf16, device="meta")])
     assert few is not None and few.most_rows == few.warmup_rows[-1] == most
+
+
+@pytest.mark.parametrize("most_rows", [64, 128])
+def test_a_tile_is_compiled_while_serving(most_rows: int) -> None:
+    """One that the rows of the warm-up do not take, in layers as Qwen3-0.6B and 8B have them."""
+    sizes = [(1024, 4096), (2048, 1024), (1024, 3072), (4096, 6144), (4096, 4096), (12288, 4096)]
+    ways = [(False, False), (True, False), (False, True)]
+
+    def tiles(rows: Iterable[int]) -> set[Any]:
+        made = itertools.product(rows, sizes, ways)
+        return {(size, *way, module._tiles(n, *size, *way, 132)) for n, size, way in made}
+
+    warm = FewRows(most_rows, torch.empty(0)).warmup_rows
+    assert tiles(warm) == tiles(range(1, most_rows + 1))
+
+
+def test_the_warm_up_leaves_rows_out(
+    tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "can_pack", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    options: dict[str, Any] = dict(dtype="bfloat16", attention_backend="triton", enforce_eager=True)
+    sizes: list[int] = []
+    small = dict(max_num_batched_tokens=100, max_model_len=128, num_kvcache_blocks=10)
+
+    def forward(inputs: StepInputs) -> torch.Tensor:
+        sizes.append(len(inputs.input_ids))
+        return torch.zeros(sizes[-1], hidden_size, dtype=bf16, device=kernel_device)
+
+    with LLM(make_model(tmp_path), device=kernel_device, **options | small) as llm:
+        hidden_size = llm.model_config.hidden_size
+        monkeypatch.setattr(llm._runner, "_forward", forward)
+        llm._runner._warm_up()
+    assert sizes == [1, 16, 32, 64, 100]
 
 
 PROMPTS = [[3, 14, 15, 92, 65, 35], [89, 79, 32], list(range(100, 170))]
