@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nanovllm.kernels import decode_attention as decode
 from nanovllm.kernels import paged_attention, plain
 from nanovllm.kernels import prefill_attention as prefill
-from nanovllm.kernels.common import INTERPRETED
+from nanovllm.kernels.common import INTERPRETED, rows_with_room
 from nanovllm.kernels.experts import experts
 from nanovllm.kernels.few_rows import few_rows_for
 from nanovllm.kernels.norm_rope_store import norm_rope_store
@@ -220,7 +220,8 @@ def few_rows_point(num_rows: int, hidden: int, attended: int, projected: int, in
 
     def make() -> Calls:
         qkv, o, gate_up, down = (normal(*size).mul_(size[1] ** -0.5) for size in sizes)
-        x, attention = normal(num_rows, hidden), normal(num_rows, attended)
+        x, attention = normal(num_rows, hidden), rows_with_room(num_rows, attended, qkv)
+        attention.copy_(normal(num_rows, attended))
         norms = (normal(hidden), normal(hidden))
         few = few_rows_for([qkv, o, gate_up, down])
         assert few is not None
@@ -346,7 +347,7 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
     ),
     "few_rows": (  # of Qwen3-0.6B and 8B
         few_rows_point,
-        [(n, 1024, 2048, 4096, 3072) for n in (1, 16, 32, 64, 128)]
+        [(n, 1024, 2048, 4096, 3072) for n in (1, 16, 32, 64, 128, 256)]
         + [(n, 4096, 4096, 6144, 12288) for n in (1, 16, 32, 64)],
         [(3, 64, 128, 256, 192)],
     ),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -186,19 +187,19 @@ class ModelRunner:
             input_ids = self.ranks.broadcast(input_ids)
         if self.graphs and self._replays(inputs):
             return self.graphs.replay(inputs, input_ids, choices)
-        hidden = self._forward(inputs, input_ids)
+        rows, num_told = inputs.sample_rows, 0
+        if rows is not None and inputs.prompt_rows is not None:
+            rows, num_told = np.append(inputs.prompt_rows, rows), len(inputs.prompt_rows)
+        hidden = self._forward(inputs, input_ids, rows)
         if inputs.copied_blocks is not None:
             for source, target in inputs.copied_blocks.reshape(-1, 2).tolist():
                 self.pool.copy(source, target)
-        if (rows := inputs.prompt_rows) is not None:
-            size = rows_at_a_time(self.model_config.vocab_size)
-            for start in range(0, len(rows), size):
-                part = upload(rows[start : start + size], self.device)
-                logits = self.model.compute_logits(hidden[part])
-                if tell is not None:
-                    tell(logits)
-        if inputs.sample_rows is not None:
-            hidden = hidden[upload(inputs.sample_rows, self.device)]
+        of_prompts, hidden = hidden[:num_told], hidden[num_told:]
+        size = rows_at_a_time(self.model_config.vocab_size)
+        for start in range(0, num_told, size):
+            logits = self.model.compute_logits(of_prompts[start : start + size])
+            if tell is not None:
+                tell(logits)
         return self.model.compute_logits(hidden) if len(hidden) else hidden, None
 
     @property
@@ -254,18 +255,26 @@ class ModelRunner:
                     module.kernels = self.backend.kernels
                     if isinstance(module, Experts):
                         module.pack()
-            model.model.bind_few_rows(self.backend.kernels)
+            if not config.enforce_eager:  # the host takes longer to launch them
+                model.model.bind_few_rows(self.backend.kernels)
         return model.eval()
 
-    def _forward(self, inputs: StepInputs, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def _forward(
+        self,
+        inputs: StepInputs,
+        input_ids: torch.Tensor | None = None,
+        rows: Array | None = None,
+    ) -> torch.Tensor:
+        """The hidden states of a step's tokens, or of those `rows` of them alone."""
         if input_ids is None:
             input_ids = upload(inputs.input_ids, self.device)
         context = inputs.context(self.device)
         positions = upload(inputs.positions, self.device)
+        needed = None if rows is None else upload(rows, self.device)
         self.backend.plan(context)
         set_context(context)
         try:
-            hidden: torch.Tensor = self.model(input_ids, positions)
+            hidden: torch.Tensor = self.model(input_ids, positions, needed)
             return hidden
         finally:
             reset_context()
@@ -347,16 +356,13 @@ class ModelRunner:
         return int(budget / (1 + self.backend.copied_layers / self.model_config.num_hidden_layers))
 
     def _warm_up(self) -> None:
-        """Run the largest step, and smaller ones: their kernels may be others."""
+        """Run the largest step, and the smallest: their kernels may be others."""
         config, vocab_size = self.config, self.model_config.vocab_size
-        most, few_rows = config.max_num_batched_tokens, self.model.model.few_rows
-        few = [n for n in few_rows.warmup_rows if n < most] if few_rows else []
-        short, *between, long = (warmup_inputs(n, self.max_positions) for n in (1, *few, most))
+        sizes = (1, config.max_num_batched_tokens)
+        short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
         try:
             self.ranks.broadcast(upload(short.input_ids, self.device))  # NCCL connects in the first
             self._forward(short)  # exchange of a kind
-            for inputs in between:
-                self._forward(inputs)
             hidden = self._forward(long)
             told = self.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
             if self.ranks.rank == 0:

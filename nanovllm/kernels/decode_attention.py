@@ -25,6 +25,7 @@ from nanovllm.kernels.common import (
     early,
     let_next_begin,
     num_multiprocessors,
+    rows_with_room,
     tile_keys,
 )
 
@@ -229,7 +230,7 @@ def decode_attention(
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     group = num_heads // num_kv_heads
     parts = len(plan.starts) * num_kv_heads * 2 * group
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = rows_with_room(len(q), num_heads * head_dim, q).view(q.shape)
     partial = q.new_empty(parts, head_dim, dtype=torch.float32)
     lse = q.new_empty(parts, dtype=torch.float32)
     block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)

@@ -8,8 +8,7 @@ Whoever adds to the residual has its rows at hand, and writes them multiplied by
 beside the sums of their squares; whoever reads that applies the factor, which is a row's, to what
 it has computed.
 
-Programs take tiles of the outputs. Where there are few of these, several programs share one, each
-with a part of the inputs; whoever comes last adds up the parts, in their order.
+A GPU's copy engine brings the tiles; a program computes one tile of the outputs, whole.
 """
 
 import functools
@@ -27,121 +26,102 @@ from nanovllm.kernels.common import (
     early,
     let_next_begin,
     num_multiprocessors,
+    rows_with_room,
 )
 from nanovllm.kernels.plain import Scaled
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
+
 LEAST = 16  # of everything that tensor cores multiply: sizes are multiples of it
-MOST_ROWS, MOST_OF_LARGE = 128, 64  # cuBLAS is ahead of more, the latter where a layer is large
-LARGE_LAYER = 32 << 20  # weights
-SHARED_BYTES = {1: 160 << 10, 2: 112 << 10}  # of tiles in flight, by programs on a multiprocessor
-# Programs for each multiprocessor, by the rows of a tile: from how many on tiles of 64 outputs are
-# faster than of 32, and up to how many are made by sharing tiles.
-WIDE_FROM = {16: 0.48, 32: 0.36, 64: 0.6}
-SHARE_UP_TO = {16: 2, 32: 1.5, 64: 1}
+MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # of layers of fewer weights; cuBLAS is ahead of more
+MOST_OF_LARGE = 64  # rows, of larger layers
+SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # of tiles in flight, by programs on a multiprocessor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, squares_ptr, weight_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr,
-    out_squares_ptr, partial_ptr, arrivals_ptr, num_rows, eps,
+    x_tiles, weight_tiles, squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr,
+    out_squares_ptr, num_rows, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs, or this program's part of it."""
-    part = tl.program_id(2)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = part * (K // SPLIT) + tl.arange(0, BLOCK_K)
+    """One tile of outputs. Programs of the same outputs are neighbours, and share the weights."""
+    first_t = tl.program_id(0) * BLOCK_T
+    first_n = tl.program_id(1) * BLOCK_N
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
     real = (t < num_rows)[:, None]
+    at = t[:, None] * N + n[None, :]
     await_inputs(EARLY)
-    if P:  # read before the weights, which take longest
+    # What is needed at the end is asked for before the weights, which take longest.
+    if P:
         p = tl.arange(0, BLOCK_P)
         parts = real & (p < P)[None, :]
         squares = tl.load(squares_ptr + t[:, None] * P + p[None, :], mask=parts, other=0.0)
-        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-    x_at = x_ptr + t[:, None] * K + k[None, :]
-    weight_at = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-    # Tensor cores take 64 rows of what is on the left: the outputs, where there are no more rows.
-    TURNED: tl.constexpr = BLOCK_T < 64 and BLOCK_N >= 64  # noqa: N806
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=real, other=0.0)
+        norm = tl.load(norm_ptr + n)
+    # Tensor cores take 64 rows of what is on the left: the outputs, if a tile has so many.
+    TURNED: tl.constexpr = BLOCK_N >= 64  # noqa: N806
     acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
     up = acc
-    for _ in range(0, K // SPLIT, BLOCK_K):
-        x = tl.load(x_at, mask=real, other=0.0)
-        weight = tl.load(weight_at)
+    for k in range(0, K, BLOCK_K):
+        x = x_tiles.load([first_t, k])
+        weight = weight_tiles.load([first_n, k])
         acc += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
         if GATED:
-            weight = tl.load(weight_at + tl.full([], N, tl.int64) * K)
+            weight = weight_tiles.load([N + first_n, k])
             up += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
-        x_at += BLOCK_K
-        weight_at += BLOCK_K
     let_next_begin(EARLY)
     if TURNED:
         acc = tl.trans(acc)
         up = tl.trans(up)
-    is_last = True
-    if SPLIT > 1:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        inside = tl.arange(0, BLOCK_T)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        parts_at = partial_ptr + tile * (SPLIT * BLOCK_T * BLOCK_N) + inside
-        tl.store(parts_at + part * (BLOCK_T * BLOCK_N), acc)
-        # The barrier puts all threads' writes before the release; reads are behind the acquire.
-        tl.debug_barrier()
-        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
-        if is_last:
-            acc = tl.load(parts_at, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
-                acc += tl.load(parts_at + other * (BLOCK_T * BLOCK_N), cache_modifier=".cg")
-            tl.store(arrivals_ptr + tile, 0)  # for the next layer
-    if is_last:
-        if P:
-            acc *= factor
-            up *= factor
-        if BIAS:
-            acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
+    if P:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= factor
+        up *= factor
+    if BIAS:
+        acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]
         if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
-        at = t[:, None] * N + n[None, :]
-        if ADD:
-            acc += tl.load(residual_ptr + at, mask=real, other=0.0).to(tl.float32)
-        rounded = acc.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at, rounded, mask=real)
-        if ADD:
-            wide = rounded.to(tl.float32)
-            product = wide * tl.load(norm_ptr + n).to(tl.float32)[None, :]
-            tl.store(product_ptr + at, product.to(product_ptr.dtype.element_ty), mask=real)
-            square_at = out_squares_ptr + t * (N // BLOCK_N) + tl.program_id(0)
-            tl.store(square_at, tl.sum(wide * wide, axis=1), mask=t < num_rows)
+            up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if ADD:
+        acc += residual.to(tl.float32)
+    rounded = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, rounded, mask=real)
+    if ADD:
+        wide = rounded.to(tl.float32)
+        product = wide * norm.to(tl.float32)[None, :]
+        tl.store(product_ptr + at, product.to(product_ptr.dtype.element_ty), mask=real)
+        square_at = out_squares_ptr + t * (N // BLOCK_N) + tl.program_id(1)
+        tl.store(square_at, tl.sum(wide * wide, axis=1), mask=t < num_rows)
 
 
 @dataclass(frozen=True)
 class FewRows:
-    """The kernels, and what they share. Between two of them all counters are 0."""
+    """The kernels, and for how many rows they are: with more they are not faster."""
 
-    most_rows: int  # above it they are not faster
-    arrivals: torch.Tensor  # int32: of a tile's programs, how many are done
-
-    @property
-    def warmup_rows(self) -> list[int]:
-        """Numbers of rows that between them take all the tiles that there are."""
-        return [rows for rows in (16, 32, 64, 128) if rows <= self.most_rows]
+    most_rows: int
 
     def linear(
         self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Multiply normed rows by weight [N, K]. Reads it once for each 64 rows."""
-        out = x.product.new_empty(len(x.product), len(weight))
-        self._launch(x.product, weight, bias, out, scaled=x)
+        """Multiply normed rows by weight [N, K]."""
+        out = rows_with_room(len(x.product), len(weight), x.product)
+        _launch(x.product, weight, bias, out, scaled=x)
         return out
 
     def gated(
         self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The same with gate beside up, weight [2 * N, K], and the activation of both: [T, N]."""
-        out = x.product.new_empty(len(x.product), len(weight) // 2)
-        self._launch(x.product, weight, bias, out, scaled=x, gated=True)
+        out = rows_with_room(len(x.product), len(weight) // 2, x.product)
+        _launch(x.product, weight, bias, out, scaled=x, gated=True)
         return out
 
     def add(
@@ -154,42 +134,50 @@ class FewRows:
         eps: float,
     ) -> tuple[torch.Tensor, Scaled]:
         """Add `x @ weight.T + bias` to the residual: the sum, and it for a norm's weight."""
-        total, product = torch.empty_like(residual), torch.empty_like(residual)
-        squares = self._launch(x, weight, bias, total, addends=(residual, norm, product))
+        total, product = (rows_with_room(len(x), len(weight), x) for _ in range(2))
+        squares = _launch(x, weight, bias, total, addends=(residual, norm, product))
         return total, Scaled(product, squares, eps)
 
-    def _launch(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        scaled: Scaled | None = None,
-        gated: bool = False,
-        addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Launch the kernel; the squares of the sums, if there are addends."""
-        (num_rows, size_in), size_out = x.shape, out.shape[1]
-        assert x.is_contiguous() and weight.is_contiguous()
-        processors = num_multiprocessors(x.device)
-        tiles = _tiles(num_rows, size_in, size_out, gated, addends is not None, processors)
-        rows, columns = triton.cdiv(num_rows, tiles.rows), size_out // tiles.outputs
-        assert rows * columns <= len(self.arrivals)
-        parts = rows * columns * tiles.rows * tiles.outputs * tiles.programs
-        partial = x.new_empty(parts if tiles.programs > 1 else 0, dtype=torch.float32)
-        squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
-        residual, norm, product = addends or (x, x, x)
-        squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
-        width = 0 if scaled is None else squares_in.shape[1]
-        _linear_kernel[(columns, rows, tiles.programs)](
-            x, squares_in, weight, x if bias is None else bias, residual, norm, out, product,
-            squares, partial, self.arrivals, num_rows, eps,
-            N=size_out, K=size_in, P=width, BLOCK_P=triton.next_power_of_2(max(1, width)),
-            BIAS=bias is not None, GATED=gated, ADD=addends is not None, SPLIT=tiles.programs,
-            BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
-            num_warps=4, num_stages=tiles.stages, **early(x.device),
-        )  # fmt: skip
-        return squares
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    scaled: Scaled | None = None,
+    gated: bool = False,
+    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Launch the kernel; the squares of the sums, if there are addends."""
+    (num_rows, size_in), size_out = x.shape, out.shape[1]
+    tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
+    columns = size_out // tiles.outputs
+    squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
+    residual, norm, product = addends or (x, x, x)
+    squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
+    width = 0 if scaled is None else squares_in.shape[1]
+    _linear_kernel[(triton.cdiv(num_rows, tiles.rows), columns)](
+        _described(x, tiles.rows, tiles.inputs), _described(weight, tiles.outputs, tiles.inputs),
+        squares_in, x if bias is None else bias, residual, norm, out, product, squares,
+        num_rows, eps,
+        N=size_out, K=size_in, P=width, BLOCK_P=triton.next_power_of_2(max(1, width)),
+        BIAS=bias is not None, GATED=gated, ADD=addends is not None,
+        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
+        num_warps=4, num_stages=tiles.stages, **early(x.device),
+    )  # fmt: skip
+    return squares
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What a GPU's copy engine needs to know of x, and of the rows that are in memory behind it.
+
+    It takes up to twice as long for a tile that reaches over the end.
+    """
+    assert x.is_contiguous()
+    size = x.shape[1]
+    there = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // size
+    shape = [min(there, triton.cdiv(len(x), rows) * rows), size]
+    return TensorDescriptor(x, shape, [size, 1], [rows, columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,27 +187,30 @@ class Tiles:
     rows: int
     outputs: int
     inputs: int  # at a time
-    programs: int  # that share a tile
     stages: int  # tiles of inputs in flight
 
 
 @functools.cache
-def _tiles(
-    num_rows: int, size_in: int, size_out: int, gated: bool, add: bool, processors: int
-) -> Tiles:
-    """By what was fastest for the layers of Qwen3-0.6B, 4B and 8B."""
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    row_tiles = triton.cdiv(num_rows, rows)
-    wide_programs = row_tiles * size_out // 64 * (2 if add else 1)
-    outputs = _divisor(size_out, 64 if wide_programs >= WIDE_FROM[rows] * processors else 32)
-    inputs = _divisor(size_in, 64 if gated and outputs == 64 else 128)
-    num_tiles, most = row_tiles * size_out // outputs, SHARE_UP_TO[rows] * processors
-    can_share = (n for n in (4, 2) if size_in // inputs % n == 0 and num_tiles * n <= most)
-    programs = next(can_share, 1) if add else 1
-    side_by_side = 1 if num_tiles * programs <= processors else 2
+def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: int) -> Tiles:
+    """By what was fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
+
+    As small as they can be if all are to be computed at once, each on a multiprocessor alone; if
+    they cannot, with two on each.
+    """
+    sizes = [rows for rows in (16, 32, 64, 128) if rows < 2 * max(num_rows, LEAST)]
+    alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == 128)]
+    if gated and num_rows <= 16:
+        alone.append((16, 128, 1))
+    for rows, most, side_by_side in [*alone, *((rows, 64, 2) for rows in sizes)]:
+        outputs = _divisor(size_out, most)
+        programs = triton.cdiv(num_rows, rows) * size_out // outputs
+        if programs <= side_by_side * processors:
+            break
+    inputs = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
+    inputs = _divisor(size_in, inputs)
     tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
     stages = SHARED_BYTES[side_by_side] // tile_bytes
-    return Tiles(rows, outputs, inputs, programs, max(2, min(5, stages)))
+    return Tiles(rows, outputs, inputs, min(6, stages))
 
 
 def _divisor(size: int, most: int) -> int:
@@ -236,9 +227,8 @@ def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
     if len(plain) < len(weights) or any(n % LEAST for weight in plain for n in weight.shape):
         return None
     device = plain[0].device
-    if device.type == "cuda" and capability(device) != MEASURED:
+    if TensorDescriptor is None or (device.type == "cuda" and capability(device) != MEASURED):
         return None
-    large = sum(weight.numel() for weight in plain) >= LARGE_LAYER
-    largest = max(n for weight in plain for n in weight.shape)
-    arrivals = torch.zeros(2 * largest // LEAST, dtype=torch.int32, device=device)
-    return FewRows(MOST_OF_LARGE if large else MOST_ROWS, arrivals)
+    size = sum(weight.numel() for weight in plain)
+    most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
+    return FewRows(most)

@@ -24,6 +24,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ExpertsConfig, ModelConfig
+from nanovllm.utils.context import get_context
 from nanovllm.utils.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -47,10 +48,6 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
         self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim, window)
-
-    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        out: torch.Tensor = self.o_proj(self.attend(self.qkv_proj(x), rope))
-        return out
 
     def attend(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
         """From one projection to the other: [T, (H + 2 * KVH) * D] -> [T, H * D]."""
@@ -114,14 +111,23 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rope: Rope,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every token has its keys and values; what follows is computed for `rows`, if given."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rope)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x = self.self_attn.attend(self.self_attn.qkv_proj(x), rope)
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+            if not len(rows):  # a part of a prompt, whose end is in another step
+                return residual, residual
+        x, residual = self.post_attention_layernorm.add(self.self_attn.o_proj(x), residual)
         return self.mlp(x), residual
 
     @property
@@ -152,7 +158,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder: token ids and positions [T] -> hidden states [T, hidden]."""
+    """The decoder: token ids and positions [T] -> hidden states [T, hidden], or those of `rows`."""
 
     def __init__(
         self, config: ModelConfig, max_positions: int, ranks: Ranks, whole_experts: bool
@@ -170,7 +176,7 @@ class Decoder(nn.Module):
         self.few_rows: FewRows | None = None
 
     def bind_few_rows(self, kernels: Kernels) -> None:
-        """Compute few rows in another way, where there are faster kernels for that.
+        """Compute decode steps of few rows in another way, where there are faster kernels for that.
 
         They know neither other ranks, with whom a sum is shared, nor experts.
         """
@@ -179,16 +185,21 @@ class Decoder(nn.Module):
         if alone and all(isinstance(layer.mlp, MLP) for layer in layers):
             self.few_rows = kernels.few_rows([part.weight for part in layers[0].linears])
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         rope = self.rotary_emb(positions)
-        if self.few_rows is not None and len(x) <= self.few_rows.most_rows:
-            return self._forward_few(self.few_rows, x, rope)
-        for layer in self.layers:
+        few_rows = self.few_rows
+        if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
+            return self._forward_few(few_rows, x, rope)
+        *layers, last = self.layers
+        for layer in layers:
             x, residual = layer(x, residual, rope)
+        x, residual = last(x, residual, rope, rows)
         assert residual is not None
-        return self.norm.add(x, residual)[0]
+        return self.norm.add(x, residual)[0] if len(x) else x
 
     def _forward_few(self, few_rows: "FewRows", x: torch.Tensor, rope: Rope) -> torch.Tensor:
         layers: list[Any] = list(self.layers)
@@ -230,9 +241,11 @@ class CausalLM(nn.Module):
             self.lm_head.tie(self.model.embed_tokens)
             self.spare_weights = ("lm_head.weight",)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden] of a step's tokens."""
-        hidden: torch.Tensor = self.model(input_ids, positions)
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden] of a step's tokens, or of those `rows` of them alone."""
+        hidden: torch.Tensor = self.model(input_ids, positions, rows)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -107,7 +107,7 @@ def few_rows(
     def layer(size_out: int, size_in: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return bf16(size_out, size_in), bf16(size_out) if bias else None
 
-    x, few = bf16(rows, hidden), few_rows.FewRows(rows, int32(2048))
+    x, few = bf16(rows, hidden), few_rows.FewRows(rows)
     with mock.patch.object(few_rows, "num_multiprocessors", return_value=132):  # an H100's
         _, scaled = few.add(bf16(rows, attended), *layer(hidden, attended), x, bf16(hidden), EPS)
         few.linear(scaled, *layer(qkv, hidden))
@@ -188,8 +188,10 @@ CALLS: dict[str, Callable[[], object]] = {
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
         for name, sizes, some in (
-            ("Qwen3-0.6B", (1024, 2048, 3072, 4096), (8, 32, 64, 128)),
+            ("Qwen3-0.6B", (1024, 2048, 3072, 4096), (8, 32, 64, 128, 256)),
+            ("Qwen3-4B", (2560, 4096, 9728, 6144), (128,)),
             ("Qwen3-8B", (4096, 4096, 12288, 6144), (8, 32, 64)),
+            ("Qwen3-14B", (5120, 5120, 17408, 7168), (8, 32, 64)),
         )
         for rows in some
     },
@@ -214,15 +216,14 @@ CALLS: dict[str, Callable[[], object]] = {
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
 # 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version. Decode with
 # small heads and blocks, or a group of two, keeps four numbers there under Triton 3.6, and none
-# under 3.7; with a window it keeps two, as a sum with a bias does. The draw keeps up to six outside
-# its loops where registers are fewest.
+# under 3.7; with a window it keeps two. The draw keeps up to six outside its loops where registers
+# are fewest.
 SPILLS = {
     "prefill_attention": 128,
     "prefill_attention, head_dim 256": 256,
     "decode_attention, head_dim 64, block size 16": 16,
     "decode_attention, Qwen3-0.6B, block size 64": 16,
     "decode_attention, Mistral's window": 16,
-    "few_rows, Qwen2.5-0.5B, biases": 8,
     "draw": 32,
 }
 

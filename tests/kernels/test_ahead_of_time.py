@@ -10,7 +10,7 @@ from typing import Any
 
 import ahead_of_time
 import pytest
-from ahead_of_time import CAPABILITIES, CASES
+from ahead_of_time import CAPABILITIES, CASES, HOPPER
 
 Compiled = dict[tuple[str, int], list[dict[str, Any]]]
 
@@ -134,7 +134,7 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# Of `few_rows` there are 128 at most.
+# Of `few_rows` there are 256 at most.
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("few_rows")])
 def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled) -> None:
     """Row times stride above 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
@@ -145,21 +145,18 @@ def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled)
         assert narrow_accesses(ir) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "kernel", "capability"),
-    [("decode_attention, Qwen3-0.6B, block size 64", "_decode_kernel", c) for c in CAPABILITIES]
-    + [(f"few_rows, Qwen3-0.6B, {rows} rows", "_linear_kernel", 90) for rows in (8, 128)],
-)
-def test_merge_reads_what_others_have_not_written(
-    name: str, kernel: str, capability: int, compiled: Compiled
-) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_merge_reads_what_others_have_not_written(capability: int, compiled: Compiled) -> None:
     """The parts of a sum: written, then all threads' writes before the count that publishes them;
     the count, then all threads' reads, past the cache of their multiprocessor."""
-    found = [line for line in compiled[name, capability] if line["kernel"] == kernel]
-    texts = [(Path(line["folder"]) / f"{kernel}.ptx").read_text() for line in found]
-    merging = [ptx for ptx in texts if "atom." in ptx]
-    assert merging
-    for ptx in merging:
+    found = compiled["decode_attention, Qwen3-0.6B, block size 64", capability]
+    texts = [
+        (Path(line["folder"]) / "_decode_kernel.ptx").read_text()
+        for line in found
+        if line["kernel"] == "_decode_kernel"
+    ]
+    assert texts
+    for ptx in texts:
         check_merge(ptx)
 
 
@@ -194,3 +191,12 @@ def test_kernel_that_begins_early_touches_memory_before_it_may(
         touched = r"\b(ld|st|atom|red)\.global|cp\.async"
         assert not re.search(touched, ptx[: ptx.index("griddepcontrol.wait")])
         assert re.search(touched, ptx)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few_rows")])
+def test_tiles_are_brought_by_hand(name: str, compiled: Compiled) -> None:
+    """The copy engine brings them, to where the wide tensor cores read them."""
+    for line in compiled[name, HOPPER]:
+        ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
+        assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
+        assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
