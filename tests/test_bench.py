@@ -82,10 +82,11 @@ class TestCounts:
         assert roofline.kv_bytes_per_token(self.config, itemsize=2) == 2 * 3 * 1 * 2 * 2
 
     def test_prefill_flops(self) -> None:
-        linear = 2 * 360 * (3 + 1)
+        # Of the last layer two tokens need no more than keys and values, each 4 x 2.
+        linear = 2 * (360 * (3 + 1) - 2 * (32 + 16 + 72 - 2 * 4 * 2))
         head = 2 * 40 * 2  # the last row of each prompt
-        pairs = (1 + 2 + 3) + 1
-        attention = pairs * 3 * 2 * (2 * 2 + 2 * 2)  # layers, heads, q @ k and p @ v
+        pairs = 2 * ((1 + 2 + 3) + 1) + (3 + 1)  # two layers, and the last one's last rows
+        attention = pairs * 2 * (2 * 2 + 2 * 2)  # heads, q @ k and p @ v
         assert roofline.prefill_flops(self.config, [3, 1]) == linear + head + attention
 
     def test_decode(self) -> None:
@@ -101,8 +102,8 @@ class TestCounts:
         config = dataclasses.replace(self.config, sliding_windows=(None, 7, 2))
         read = roofline.decode_kv_bytes(config, 2, [5, 9, 3], [4, 1, 2])
         assert read == 8 * ((6 + 7 + 8 + 4) + (6 + 7 + 7 + 4) + 4 * 2)
-        pairs = (1 + 2 + 3 + 4) + (1 + 2 + 3 + 4) + (1 + 2 + 2 + 2)
-        linear = 2 * 360 * 4 + 2 * 40
+        pairs = (1 + 2 + 3 + 4) + (1 + 2 + 3 + 4) + 2
+        linear = 2 * (360 * 4 - 3 * 104) + 2 * 40
         assert roofline.prefill_flops(config, [4]) == linear + pairs * 2 * (2 * 2 + 2 * 2)
 
     @pytest.mark.parametrize(

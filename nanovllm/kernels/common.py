@@ -8,7 +8,7 @@ import triton.language as tl
 
 MEASURED = 90  # compute capability where early launches and `few_rows` were run, and were faster
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
-ROOM = 128  # rows of the largest tile of linear layers
+ROOM = 128  # rows of the largest tile of `few_rows`
 TILE = 64  # keys of a tile, at most
 TILE_BYTES = 1 << 14  # of its K and of its V, which with a copy or two are what shared memory holds
 
@@ -31,7 +31,7 @@ INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 
 
 def rows_with_room(num_rows: int, size: int, like: torch.Tensor) -> torch.Tensor:
-    """New rows, with memory behind them up to a multiple of ROOM: all tiles can be read whole."""
+    """New rows for `few_rows` to read, with memory behind them for whole tiles of up to ROOM."""
     whole = like.new_empty(triton.cdiv(num_rows, ROOM) * ROOM, size)
     return whole[:num_rows]
 

@@ -8,7 +8,8 @@ Whoever adds to the residual has its rows at hand, and writes them multiplied by
 beside the sums of their squares; whoever reads that applies the factor, which is a row's, to what
 it has computed.
 
-A GPU's copy engine brings the tiles; a program computes one tile of the outputs, whole.
+A program computes one tile of the outputs, from all inputs. What it reads comes in tiles too, which
+Hopper's tensor memory accelerator copies: it is told of a matrix once, and then the tiles' places.
 """
 
 import functools
@@ -20,6 +21,7 @@ import triton.language as tl
 
 from nanovllm.kernels.common import (
     MEASURED,
+    ROOM,
     await_inputs,
     capability,
     dot,
@@ -112,7 +114,7 @@ class FewRows:
         self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply normed rows by weight [N, K]."""
-        out = rows_with_room(len(x.product), len(weight), x.product)
+        out = x.product.new_empty(len(x.product), len(weight))
         _launch(x.product, weight, bias, out, scaled=x)
         return out
 
@@ -134,7 +136,7 @@ class FewRows:
         eps: float,
     ) -> tuple[torch.Tensor, Scaled]:
         """Add `x @ weight.T + bias` to the residual: the sum, and it for a norm's weight."""
-        total, product = (rows_with_room(len(x), len(weight), x) for _ in range(2))
+        total, product = torch.empty_like(residual), rows_with_room(len(x), len(weight), x)
         squares = _launch(x, weight, bias, total, addends=(residual, norm, product))
         return total, Scaled(product, squares, eps)
 
@@ -169,9 +171,9 @@ def _launch(
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What a GPU's copy engine needs to know of x, and of the rows that are in memory behind it.
+    """What the accelerator is told of x, and of as many rows behind it as there are in memory.
 
-    It takes up to twice as long for a tile that reaches over the end.
+    Tiles that reach over the end of what it is told of take it up to twice as long.
     """
     assert x.is_contiguous()
     size = x.shape[1]
@@ -197,8 +199,8 @@ def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: 
     As small as they can be if all are to be computed at once, each on a multiprocessor alone; if
     they cannot, with two on each.
     """
-    sizes = [rows for rows in (16, 32, 64, 128) if rows < 2 * max(num_rows, LEAST)]
-    alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == 128)]
+    sizes = [rows for rows in (16, 32, 64, ROOM) if rows < 2 * max(num_rows, LEAST)]
+    alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == ROOM)]
     if gated and num_rows <= 16:
         alone.append((16, 128, 1))
     for rows, most, side_by_side in [*alone, *((rows, 64, 2) for rows in sizes)]:
@@ -229,6 +231,8 @@ def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
     device = plain[0].device
     if TensorDescriptor is None or (device.type == "cuda" and capability(device) != MEASURED):
         return None
+    if max(map(len, plain)) > 2 * 64 * 2 * num_multiprocessors(device):
+        return None  # tiles of gate and up that take turns were not measured
     size = sum(weight.numel() for weight in plain)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
     return FewRows(most)

@@ -193,6 +193,7 @@ class Decoder(nn.Module):
         rope = self.rotary_emb(positions)
         few_rows = self.few_rows
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
+            assert rows is None
             return self._forward_few(few_rows, x, rope)
         *layers, last = self.layers
         for layer in layers:

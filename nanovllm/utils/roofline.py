@@ -3,7 +3,8 @@
 Plain arithmetic over a model's shape and the lengths of requests: it knows no tensors and measures
 nothing. All requests run at once. Counted is what no engine gets around:
 
-- prefill: each prompt token through the decoder's linear layers and causal attention;
+- prefill: each prompt token through the decoder's linear layers and causal attention, but of the
+  last layer only through the keys and values, for all but the token that is sampled from;
 - decode: each step reads the weights once, and every running sequence's KV once. Of experts, those
   that some token takes: as many as there are on average if each is as likely as the others.
 
@@ -11,6 +12,7 @@ The head is counted for rows that are sampled. Norms, activations, embedding row
 host are not counted: they are small, or can be hidden.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +60,16 @@ def decoder_params(config: ModelConfig, num_experts: float | None = None) -> flo
     return total + dense * 3 * hidden * config.intermediate_size
 
 
+def last_layer_params(config: ModelConfig) -> float:
+    """Of these weights, those of the last layer that are not for keys and values."""
+    shorter = dataclasses.replace(config, num_hidden_layers=config.num_hidden_layers - 1)
+    if experts := config.experts:
+        others = dataclasses.replace(experts, layers=experts.layers - {shorter.num_hidden_layers})
+        shorter = dataclasses.replace(shorter, experts=others)
+    keys_and_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
+    return decoder_params(config) - decoder_params(shorter) - keys_and_values
+
+
 def touched_experts(config: ModelConfig, rows: int) -> float:
     """How many experts of a layer some of `rows` tokens take, on average, if all are as likely."""
     if config.experts is None:
@@ -99,11 +111,12 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     """FLOPs of prefilling prompts of these lengths; each samples from its last row alone."""
     heads = config.num_attention_heads * config.head_dim
-    attention = sum(
-        4 * heads * seen_keys(0, n, window) for window in config.sliding_windows for n in input_lens
-    )
-    linear = 2 * decoder_params(config) * sum(input_lens)
-    return attention + linear + 2 * head_params(config) * len(input_lens)
+    *windows, last_window = config.sliding_windows
+    pairs = sum(seen_keys(0, n, window) for window in windows for n in input_lens)
+    pairs += sum(seen_keys(n - 1, 1, last_window) for n in input_lens)
+    not_sampled = sum(input_lens) - len(input_lens)
+    linear = decoder_params(config) * sum(input_lens) - last_layer_params(config) * not_sampled
+    return 4 * heads * pairs + 2 * linear + 2 * head_params(config) * len(input_lens)
 
 
 def decode_batches(output_lens: Sequence[int]) -> list[int]:

@@ -16,7 +16,8 @@ PROMPT = list(range(3, 53))
 SEEN = {
     "tokens alone": ({}, [1, 1]),
     "prompt_logprobs": (dict(prompt_logprobs=0), [16, 16, 16, 1 + 1, 1]),
-    "two samples": (dict(n=2, temperature=1.0), [2, 2]),
+    "two samples": (dict(n=2, temperature=1.0), [1, 2]),
+    "both": (dict(n=9, temperature=1.0, prompt_logprobs=0), [16, 16, 16, 1 + 1, 9]),
 }
 
 
