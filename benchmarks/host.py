@@ -91,9 +91,14 @@ class StandIn:
         self.hidden = torch.zeros(num_tokens, 1)
         self.token_ids = torch.full((num_tokens,), 7)
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,  # noqa: ARG002
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         self.clock.lap("prepare")
-        hidden = self.hidden[: len(input_ids)]
+        hidden = self.hidden[: len(input_ids if rows is None else rows)]
         self.clock.lap("launch")
         return hidden
 
