@@ -21,8 +21,9 @@ Array = npt.NDArray[Any]
 class StepInputs:
     """T tokens of B sequences, on the host. `Context` says what the fields mean.
 
-    `sample_rows` are the tokens that are sampled from, None for all of them; of `prompt_rows` the
-    logits are told. `copied_blocks` are pairs, from and to, that are copied when T is computed.
+    `sample_rows` are the tokens that are sampled from, None for all of them; `shared_rows` which of
+    these each sequence takes, if forks share them. Of `prompt_rows` the logits are told.
+    `copied_blocks` are pairs, from and to, that are copied when T is computed.
     """
 
     input_ids: Array
@@ -33,6 +34,7 @@ class StepInputs:
     context_lens: Array | None = None  # of a decode step
     block_tables: Array | None = None
     sample_rows: Array | None = None
+    shared_rows: Array | None = None
     prompt_rows: Array | None = None
     copied_blocks: Array | None = None
 
@@ -56,7 +58,7 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
     seqs = batch.seqs
     token_ids: list[int] = []
     positions, slots, prompt_rows = [], [], []
-    last_rows: dict[int, int] = {}
+    sampled: dict[int, int] = {}  # by seq_id: the row
     cu_seqlens_q, cu_seqlens_k = [0], [0]
     for seq in seqs:
         end = seq.num_cached_tokens + seq.num_scheduled_tokens
@@ -69,8 +71,9 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
         cu_seqlens_q.append(len(token_ids))
         cu_seqlens_k.append(cu_seqlens_k[-1] + end)
         if seq.samples:
-            last_rows[seq.seq_id] = len(token_ids) - 1
-    forked_rows = [last_rows[seq.seq_id] for seq, _ in batch.forks]
+            sampled[seq.seq_id] = len(token_ids) - 1
+    places = {seq_id: place for place, seq_id in enumerate(sampled)}
+    shared = [*places.values(), *(places[seq.seq_id] for seq, _ in batch.forks)]
     tails = [
         (seq.block_table[-1], follower.block_table[-1])
         for seq, follower in batch.forks
@@ -84,7 +87,8 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
         cu_seqlens_q=np.array(cu_seqlens_q, np.int32),
         cu_seqlens_k=np.array(cu_seqlens_k, np.int32),
         block_tables=_block_tables(seqs) if cached else None,
-        sample_rows=np.array([*last_rows.values(), *forked_rows], np.int64),
+        sample_rows=np.array([*sampled.values()], np.int64),
+        shared_rows=np.array(shared, np.int64) if batch.forks else None,
         prompt_rows=np.array(prompt_rows, np.int64) if prompt_rows else None,
         copied_blocks=np.array(tails, np.int32).ravel() if tails else None,
     )

@@ -187,11 +187,9 @@ class ModelRunner:
             input_ids = self.ranks.broadcast(input_ids)
         if self.graphs and self._replays(inputs):
             return self.graphs.replay(inputs, input_ids, choices)
-        rows, of_seqs, num_told = inputs.sample_rows, None, 0
-        if rows is not None:
-            rows, of_seqs = np.unique(rows, return_inverse=True)  # forks share their prompt's
-            if inputs.prompt_rows is not None:
-                rows, num_told = np.append(inputs.prompt_rows, rows), len(inputs.prompt_rows)
+        rows, num_told = inputs.sample_rows, 0
+        if rows is not None and inputs.prompt_rows is not None:
+            rows, num_told = np.append(inputs.prompt_rows, rows), len(inputs.prompt_rows)
         hidden = self._forward(inputs, input_ids, rows)
         if inputs.copied_blocks is not None:
             for source, target in inputs.copied_blocks.reshape(-1, 2).tolist():
@@ -202,8 +200,8 @@ class ModelRunner:
             logits = self.model.compute_logits(of_prompts[start : start + size])
             if tell is not None:
                 tell(logits)
-        if of_seqs is not None and len(of_seqs) > len(hidden):
-            hidden = hidden[upload(of_seqs, self.device)]
+        if inputs.shared_rows is not None:
+            hidden = hidden[upload(inputs.shared_rows, self.device)]
         return self.model.compute_logits(hidden) if len(hidden) else hidden, None
 
     @property

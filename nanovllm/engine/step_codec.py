@@ -14,9 +14,9 @@ from nanovllm.engine.inputs import Array, StepInputs
 # The arrays of a message, one behind the other. The wide ones come first, so that all are aligned.
 LAYOUT: dict[str, Any] = {
     "input_ids": np.int64, "positions": np.int64, "slot_mapping": np.int64,
-    "sample_rows": np.int64, "prompt_rows": np.int64, "cu_seqlens_q": np.int32,
-    "cu_seqlens_k": np.int32, "context_lens": np.int32, "copied_blocks": np.int32,
-    "changed": np.int32, "values": np.int32,
+    "sample_rows": np.int64, "shared_rows": np.int64, "prompt_rows": np.int64,
+    "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "context_lens": np.int32,
+    "copied_blocks": np.int32, "changed": np.int32, "values": np.int32,
 }  # fmt: skip
 FIELDS = tuple(LAYOUT)[:-2]  # the last two are the block tables
 # Their lengths, NONE for one that is not there; rows and columns of the block tables.
