@@ -47,7 +47,7 @@ def test_a_step_is_not_what_was_sent(data: st.DataObject) -> None:
         is_prefill = data.draw(st.booleans())
         inputs = (prefill_inputs if is_prefill else decode_inputs)(Batch(seqs, is_prefill), 4)
         if data.draw(st.booleans()):
-            inputs.prompt_rows = np.arange(step, dtype=np.int64)
+            inputs.prompt_rows = inputs.shared_rows = np.arange(step, dtype=np.int64)
             inputs.copied_blocks = np.arange(2 * step, dtype=np.int32)
         assert_equal(receiver.decode(bytearray(sender.encode(inputs))), inputs)
 
