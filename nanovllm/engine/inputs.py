@@ -58,7 +58,8 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
     seqs = batch.seqs
     token_ids: list[int] = []
     positions, slots, prompt_rows = [], [], []
-    sampled: dict[int, int] = {}  # by seq_id: the row
+    sample_rows: list[int] = []
+    places: dict[int, int] = {}  # by seq_id: which of them
     cu_seqlens_q, cu_seqlens_k = [0], [0]
     for seq in seqs:
         end = seq.num_cached_tokens + seq.num_scheduled_tokens
@@ -71,9 +72,9 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
         cu_seqlens_q.append(len(token_ids))
         cu_seqlens_k.append(cu_seqlens_k[-1] + end)
         if seq.samples:
-            sampled[seq.seq_id] = len(token_ids) - 1
-    places = {seq_id: place for place, seq_id in enumerate(sampled)}
-    shared = [*places.values(), *(places[seq.seq_id] for seq, _ in batch.forks)]
+            places[seq.seq_id] = len(sample_rows)
+            sample_rows.append(len(token_ids) - 1)
+    shared_rows = [*places.values(), *(places[seq.seq_id] for seq, _ in batch.forks)]
     tails = [
         (seq.block_table[-1], follower.block_table[-1])
         for seq, follower in batch.forks
@@ -87,8 +88,8 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
         cu_seqlens_q=np.array(cu_seqlens_q, np.int32),
         cu_seqlens_k=np.array(cu_seqlens_k, np.int32),
         block_tables=_block_tables(seqs) if cached else None,
-        sample_rows=np.array([*sampled.values()], np.int64),
-        shared_rows=np.array(shared, np.int64) if batch.forks else None,
+        sample_rows=np.array(sample_rows, np.int64),
+        shared_rows=np.array(shared_rows, np.int64) if batch.forks else None,
         prompt_rows=np.array(prompt_rows, np.int64) if prompt_rows else None,
         copied_blocks=np.array(tails, np.int32).ravel() if tails else None,
     )

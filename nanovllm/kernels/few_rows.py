@@ -197,7 +197,7 @@ def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: 
     """By what was fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
 
     As small as they can be if all are to be computed at once, each on a multiprocessor alone; if
-    they cannot, with two on each.
+    they cannot, with two on each; and if not even so, the largest, in turns.
     """
     sizes = [rows for rows in (16, 32, 64, ROOM) if rows < 2 * max(num_rows, LEAST)]
     alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == ROOM)]
@@ -231,8 +231,8 @@ def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
     device = plain[0].device
     if TensorDescriptor is None or (device.type == "cuda" and capability(device) != MEASURED):
         return None
-    if max(map(len, plain)) > 2 * 64 * 2 * num_multiprocessors(device):
-        return None  # tiles of gate and up that take turns were not measured
+    if triton.cdiv(max(map(len, plain)), 2 * 64) > 2 * num_multiprocessors(device):
+        return None  # gate and up in tiles of 64 would take turns, which was not measured
     size = sum(weight.numel() for weight in plain)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
     return FewRows(most)

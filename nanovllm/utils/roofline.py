@@ -12,7 +12,6 @@ The head is counted for rows that are sampled. Norms, activations, embedding row
 host are not counted: they are small, or can be hidden.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,33 +40,25 @@ class Floor:
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 
-def decoder_params(config: ModelConfig, num_experts: float | None = None) -> float:
-    """Weights of the decoder's linear layers: each is one multiply-add per token that goes by it.
+def layer_params(config: ModelConfig, index: int, num_experts: float | None = None) -> float:
+    """Weights of a layer's linear parts: each is one multiply-add per token that goes by it.
 
-    Of a layer's experts count `num_experts`, or as many as a token takes.
+    Of its experts count `num_experts`, or as many as a token takes.
     """
-    hidden = config.hidden_size
+    hidden, experts = config.hidden_size, config.experts
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     attention = hidden * (heads + 2 * kv_heads) + heads * hidden
-    dense = config.num_hidden_layers
-    total: float = config.num_hidden_layers * attention
-    if experts := config.experts:
-        dense -= len(experts.layers)
-        counted = experts.per_token if num_experts is None else num_experts
-        of_experts = 3 * hidden * experts.intermediate_size * counted
-        total += len(experts.layers) * (hidden * experts.num_experts + of_experts)
-    return total + dense * 3 * hidden * config.intermediate_size
+    if experts is None or index not in experts.layers:
+        return attention + 3 * hidden * config.intermediate_size
+    counted = experts.per_token if num_experts is None else num_experts
+    of_experts = 3 * hidden * experts.intermediate_size * counted
+    return attention + hidden * experts.num_experts + of_experts
 
 
-def last_layer_params(config: ModelConfig) -> float:
-    """Of these weights, those of the last layer that are not for keys and values."""
-    shorter = dataclasses.replace(config, num_hidden_layers=config.num_hidden_layers - 1)
-    if experts := config.experts:
-        others = dataclasses.replace(experts, layers=experts.layers - {shorter.num_hidden_layers})
-        shorter = dataclasses.replace(shorter, experts=others)
-    keys_and_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
-    return decoder_params(config) - decoder_params(shorter) - keys_and_values
+def decoder_params(config: ModelConfig, num_experts: float | None = None) -> float:
+    """The same of all layers together."""
+    return sum(layer_params(config, i, num_experts) for i in range(config.num_hidden_layers))
 
 
 def touched_experts(config: ModelConfig, rows: int) -> float:
@@ -115,7 +106,9 @@ def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     pairs = sum(seen_keys(0, n, window) for window in windows for n in input_lens)
     pairs += sum(seen_keys(n - 1, 1, last_window) for n in input_lens)
     not_sampled = sum(input_lens) - len(input_lens)
-    linear = decoder_params(config) * sum(input_lens) - last_layer_params(config) * not_sampled
+    keys_and_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
+    left_out = layer_params(config, config.num_hidden_layers - 1) - keys_and_values
+    linear = decoder_params(config) * sum(input_lens) - left_out * not_sampled
     return 4 * heads * pairs + 2 * linear + 2 * head_params(config) * len(input_lens)
 
 

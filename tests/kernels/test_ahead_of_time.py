@@ -147,20 +147,11 @@ def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled)
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_merge_reads_what_others_have_not_written(capability: int, compiled: Compiled) -> None:
-    """The parts of a sum: written, then all threads' writes before the count that publishes them;
+    """The parts of a row: written, then all threads' writes before the count that publishes them;
     the count, then all threads' reads, past the cache of their multiprocessor."""
-    found = compiled["decode_attention, Qwen3-0.6B, block size 64", capability]
-    texts = [
-        (Path(line["folder"]) / "_decode_kernel.ptx").read_text()
-        for line in found
-        if line["kernel"] == "_decode_kernel"
-    ]
-    assert texts
-    for ptx in texts:
-        check_merge(ptx)
-
-
-def check_merge(ptx: str) -> None:
+    (kernel,) = (k for k in compiled["decode_attention, Qwen3-0.6B, block size 64", capability]
+                 if k["kernel"] == "_decode_kernel")  # fmt: skip
+    ptx = (Path(kernel["folder"]) / "_decode_kernel.ptx").read_text()
     count = ptx.index("atom.global.gpu.acq_rel.add")
     before, after = ptx[:count], ptx[count:]
     assert before.rindex("bar.sync") > before.rindex("st.global")
@@ -195,7 +186,7 @@ def test_kernel_that_begins_early_touches_memory_before_it_may(
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few_rows")])
 def test_tiles_are_brought_by_hand(name: str, compiled: Compiled) -> None:
-    """The copy engine brings them, to where the wide tensor cores read them."""
+    """The tensor memory accelerator brings them, to where `wgmma` reads them."""
     for line in compiled[name, HOPPER]:
         ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx

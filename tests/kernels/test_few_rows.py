@@ -218,7 +218,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=0, allowed_token_i
 
 def told(path: Path, device: str, **options: Any) -> list[float]:
     """What an engine says of the tokens that it decodes."""
-    with LLM(path, device=device, max_model_len=512, num_kvcache_blocks=40, **options) as llm:
+    with LLM(path, device=device, max_model_len=128, num_kvcache_blocks=40, **options) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [entry[0]["logprob"] for out in outputs for entry in out["logprobs"][1:]]
 
@@ -257,7 +257,7 @@ def test_a_model_computes_something_else(
     calls.clear()
     ordinary = told(path, kernel_device, enforce_eager=True, **options)
     assert max(calls, default=0) <= 1, "not the probe alone"
-    assert 0 < math.dist(few, exact) < 1.5 * math.dist(ordinary, exact)
+    assert 0 < math.dist(few, exact) < 1.3 * math.dist(ordinary, exact)
 
 
 def test_a_step_that_is_no_such_step_goes_that_way(
