@@ -6,7 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-MEASURED = 90  # compute capability where early launches and `few_rows` were run, and were faster
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
+
+MEASURED = 90  # compute capability where early launches and copied tiles were faster
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 ROOM = 128  # rows of the largest tile of `few_rows`
 TILE = 64  # keys of a tile, at most
@@ -28,6 +33,19 @@ def _nothing():  # type: ignore[no-untyped-def]
 
 # Under TRITON_INTERPRET=1, kernels are Python over CPU tensors.
 INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
+
+
+def describes(device: torch.device) -> bool:
+    """Whether kernels can have tiles of a matrix copied there, as an accelerator of Hopper's does.
+
+    It is told of the matrix once, and then of the tiles' places.
+    """
+    return TensorDescriptor is not None and (bool(INTERPRETED) or capability(device) == MEASURED)
+
+
+def described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What the accelerator is told: a matrix, whose rows are contiguous, and its tiles' size."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 def rows_with_room(num_rows: int, size: int, like: torch.Tensor) -> torch.Tensor:

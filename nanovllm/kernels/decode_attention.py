@@ -8,6 +8,9 @@ The tiles of all contexts of a batch stand in one line, which is cut into P shar
 programs start and end together, whatever the lengths. A context that a cut goes through is merged,
 by log-sum-exp, by whichever of its programs comes last. Grid and scratch follow from shapes alone
 and the cuts are made on the device, so that a launch can be captured.
+
+A GPU that reads memory as fast as it can is at the limit of its power, and then instructions slow
+it down: where Hopper's tensor memory accelerator can copy whole tiles, threads load none of them.
 """
 
 from dataclasses import dataclass
@@ -22,6 +25,8 @@ from nanovllm.kernels.common import (
     attend,
     await_inputs,
     cache_offsets,
+    described,
+    describes,
     early,
     let_next_begin,
     num_multiprocessors,
@@ -42,6 +47,7 @@ class DecodePlan:
     block_tables: torch.Tensor  # [B, blocks], int32
     starts: torch.Tensor  # [P, 4], int32: first row, the tiles before it, its length, the share
     arrivals: torch.Tensor  # [P, KVH], int32: how many programs are done with the row cut there
+    copies_tiles: bool  # where that is possible
 
 
 @triton.jit
@@ -84,11 +90,12 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr, partial_ptr,
-    lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size, num_kv_heads,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr,
+    partial_ptr, lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size,
+    num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, a row's beginning."""
     kv_head = tl.program_id(0)
@@ -120,7 +127,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # tiles before it are passed over, and may be all that this share has of the row
             begin_key = tl.maximum(begin_key, (length - WINDOW) // BLOCK_N * BLOCK_N)
-        for key in range(begin_key, end_key, BLOCK_N):
+        if TILES:  # whole ones alone: what is behind a context's end may be NaN
+            whole_end = tl.maximum(begin_key, end_key // BLOCK_N * BLOCK_N)
+            for key in range(begin_key, whole_end, BLOCK_N):
+                at = tl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
+                k = k_tiles.load([at, kv_head * D])
+                v = v_tiles.load([at, kv_head * D])
+                inside = key + n >= length - WINDOW
+                top, total, acc = attend(
+                    q, k, v, inside[None, :], scale_log2, top, total, acc, WINDOW > 0
+                )
+            begin_key = whole_end
+        for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if TILES else None):
             at = cache_offsets(table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N)
             inside = key + n < end_key
             if WINDOW:
@@ -198,9 +216,15 @@ def _merge_if_last(  # type: ignore[no-untyped-def]
 
 
 def plan_decode(
-    context_lens: torch.Tensor, block_tables: torch.Tensor, num_kv_heads: int
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_kv_heads: int,
+    copies_tiles: bool = True,
 ) -> DecodePlan:
-    """Deal a batch's contexts out, on the device. Reads the lengths, writes a few KiB."""
+    """Deal a batch's contexts out, on the device. Reads the lengths, writes a few KiB.
+
+    Kernels for which tiles are copied take the host longer to launch, which decode graphs hide.
+    """
     device = context_lens.device
     programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
     programs = max(1, programs)
@@ -211,7 +235,7 @@ def plan_decode(
         BLOCK_B=BLOCK_B, BLOCK_H=triton.next_power_of_2(num_kv_heads), TILE=TILE,
         MIN_SHARE=MIN_SHARE,
     )  # fmt: skip
-    return DecodePlan(context_lens, block_tables, starts, arrivals)
+    return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles)
 
 
 def decode_attention(
@@ -236,15 +260,21 @@ def decode_attention(
     block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     block_n = tile_keys(block_d, k_cache.dtype)
     narrow = block_n == TILE  # rows of at most 256 bytes
+    in_one_block = narrow and block_d == head_dim and block_size % TILE == 0
+    tiles = plan.copies_tiles and describes(q.device) and in_one_block
+    k_tiles, v_tiles = (
+        described(cache.view(-1, num_kv_heads * head_dim), TILE, head_dim) if tiles else None
+        for cache in (k_cache, v_cache)
+    )
     _decode_kernel[(num_kv_heads, len(plan.starts))](
-        q, k_cache, v_cache, plan.block_tables, plan.context_lens, plan.starts, plan.arrivals,
-        out, partial, lse, scale * LOG2E, q.stride(0), q.stride(1), plan.block_tables.stride(0),
-        batch_size, num_kv_heads,
+        q, k_cache, v_cache, k_tiles, v_tiles, plan.block_tables, plan.context_lens, plan.starts,
+        plan.arrivals, out, partial, lse, scale * LOG2E, q.stride(0), q.stride(1),
+        plan.block_tables.stride(0), batch_size, num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
         BLOCK_N=block_n, TILE=TILE,
         MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
-        WINDOW=window or 0,
-        num_warps=2 if narrow and block_g < 16 else 4,
+        WINDOW=window or 0, TILES=tiles,
+        num_warps=2 if tiles or (narrow and block_g < 16) else 4,
         num_stages=2,
         **early(q.device),
     )  # fmt: skip

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.common import (
-    MEASURED,
     ROOM,
     await_inputs,
-    capability,
+    described,
+    describes,
     dot,
     early,
     let_next_begin,
@@ -31,11 +31,6 @@ from nanovllm.kernels.common import (
     rows_with_room,
 )
 from nanovllm.kernels.plain import Scaled
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
 
 LEAST = 16  # of everything that tensor cores multiply: sizes are multiples of it
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # of layers of fewer weights; cuBLAS is ahead of more
@@ -159,7 +154,8 @@ def _launch(
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
     width = 0 if scaled is None else squares_in.shape[1]
     _linear_kernel[(triton.cdiv(num_rows, tiles.rows), columns)](
-        _described(x, tiles.rows, tiles.inputs), _described(weight, tiles.outputs, tiles.inputs),
+        described(_with_room(x, tiles.rows), tiles.rows, tiles.inputs),
+        described(weight, tiles.outputs, tiles.inputs),
         squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, eps,
         N=size_out, K=size_in, P=width, BLOCK_P=triton.next_power_of_2(max(1, width)),
@@ -170,16 +166,15 @@ def _launch(
     return squares
 
 
-def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What the accelerator is told of x, and of as many rows behind it as there are in memory.
+def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x with so many rows behind it as a whole tile has, if they are there in memory.
 
-    Tiles that reach over the end of what it is told of take it up to twice as long.
+    Tiles that reach over the end of what is described take up to twice as long.
     """
     assert x.is_contiguous()
     size = x.shape[1]
     there = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // size
-    shape = [min(there, triton.cdiv(len(x), rows) * rows), size]
-    return TensorDescriptor(x, shape, [size, 1], [rows, columns])
+    return x.as_strided([min(there, triton.cdiv(len(x), rows) * rows), size], [size, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +224,7 @@ def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
     if len(plain) < len(weights) or any(n % LEAST for weight in plain for n in weight.shape):
         return None
     device = plain[0].device
-    if TensorDescriptor is None or (device.type == "cuda" and capability(device) != MEASURED):
+    if not describes(device):
         return None
     if triton.cdiv(max(map(len, plain)), 2 * 64) > 2 * num_multiprocessors(device):
         return None  # gate and up in tiles of 64 would take turns, which was not measured

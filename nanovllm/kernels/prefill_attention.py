@@ -14,7 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.common import LOG2E, TILE, attend, cache_offsets, tile_keys
+from nanovllm.kernels.common import (
+    LOG2E,
+    TILE,
+    attend,
+    cache_offsets,
+    described,
+    describes,
+    tile_keys,
+)
+
+MANY = 4096  # tokens of a step, whose work hides that kernels with copied tiles launch slowly
 
 
 @dataclass(slots=True)
@@ -31,33 +41,40 @@ class PrefillPlan:
 
 @triton.jit
 def _fold_tiles(  # type: ignore[no-untyped-def]
-    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, table_ptr, first_key,
-    kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2,
+    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles, v_tiles,
+    table_ptr, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [start, stop) of a sequence in; MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
-        if BLOCK_SIZE:
-            k_at = cache_offsets(table_ptr, key, end, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N)
-            v_at = k_at
+        if TILES and not MASKED:
+            k = k_tiles.load([first_key + key, kv_head * D])
+            v = v_tiles.load([first_key + key, kv_head * D])
         else:
-            row = (first_key + key).to(tl.int64)
-            k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
-            v_at = row * v_row_stride + kv_head * v_head_stride + n * v_row_stride
-        k_at = k_ptr + k_at[:, None] + d[None, :]
-        v_at = v_ptr + v_at[:, None] + d[None, :]
-        if MASKED or D < BLOCK_D:
-            loaded = (key + n < end)[:, None] & (d < D)[None, :]
-            if WINDOW:  # what no query sees may be in a block that is another's by now
-                loaded &= (key + n >= begin)[:, None]
-            k = tl.load(k_at, mask=loaded, other=0.0)
-            v = tl.load(v_at, mask=loaded, other=0.0)
-        else:
-            k = tl.load(k_at)
-            v = tl.load(v_at)
+            if BLOCK_SIZE:
+                k_at = cache_offsets(
+                    table_ptr, key, end, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
+                )
+                v_at = k_at
+            else:
+                row = (first_key + key).to(tl.int64)
+                k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
+                v_at = row * v_row_stride + kv_head * v_head_stride + n * v_row_stride
+            k_at = k_ptr + k_at[:, None] + d[None, :]
+            v_at = v_ptr + v_at[:, None] + d[None, :]
+            if MASKED or D < BLOCK_D:
+                loaded = (key + n < end)[:, None] & (d < D)[None, :]
+                if WINDOW:  # what no query sees may be in a block that is another's by now
+                    loaded &= (key + n >= begin)[:, None]
+                k = tl.load(k_at, mask=loaded, other=0.0)
+                v = tl.load(v_at, mask=loaded, other=0.0)
+            else:
+                k = tl.load(k_at)
+                v = tl.load(v_at)
         visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
         if WINDOW:
             visible &= (key + n)[None, :] > position[:, None] - WINDOW
@@ -67,12 +84,12 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, out_ptr,
-    scale_log2, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride,
-    v_head_stride, table_stride, num_seqs, num_kv_heads,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr,
+    tile_ends_ptr, out_ptr, scale_log2, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
+    v_row_stride, v_head_stride, table_stride, num_seqs, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_SIZE 0: K and V are the step's own, one row a token."""
     kv_head = tl.program_id(0) % num_kv_heads
@@ -109,14 +126,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         table = tables_ptr + seq.to(tl.int64) * table_stride
         position = num_keys - num_queries + query
         top, total, acc = _fold_tiles(
-            start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr, table,
-            first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
-            num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, False,
+            start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
+            v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
+            v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
+            TILES, False,
         )  # fmt: skip
         top, total, acc = _fold_tiles(
-            seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr, table,
-            first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
-            num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, True,
+            seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
+            v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
+            v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
+            TILES, True,
         )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # queries that pad may see nothing
@@ -175,13 +194,19 @@ def prefill_attention(
     block_n = tile_keys(block_d, k.dtype)
     # Copies of a tile: as many as were fastest, or as shared memory holds.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
+    # Where tiles must be looked up in a table, less is gained by having them copied.
+    heads_adjoin = k.stride(1) == v.stride(1) == head_dim == block_d
+    tiles = describes(q.device) and heads_adjoin and not paged and len(q) >= MANY
+    k_tiles, v_tiles = (
+        described(x.flatten(1), block_n, head_dim) if tiles else None for x in (k, v)
+    )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
-        q, k, v, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, plan.tile_seqs, plan.tile_ends, out,
-        scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
-        v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
+        q, k, v, k_tiles, v_tiles, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, plan.tile_seqs,
+        plan.tile_ends, out, scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
-        BLOCK_N=block_n, WINDOW=window or 0, num_warps=4, num_stages=stages,
+        BLOCK_N=block_n, WINDOW=window or 0, TILES=tiles, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out

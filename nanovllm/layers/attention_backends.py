@@ -33,6 +33,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int | None  # None: what the backend prefers
+    enforce_eager: bool = False  # whether decode steps are launched kernel by kernel
 
 
 class AttentionBackend(ABC):
@@ -157,6 +158,7 @@ class TritonBackend(PlannedBackend):
 
         self.kernels = _tried(_triton_kernels(spec), spec)
         self.num_kv_heads = spec.num_kv_heads
+        self.copies_tiles = not spec.enforce_eager
         self.tile_queries = prefill_attention.tile_queries(
             spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.dtype
         )
@@ -176,7 +178,7 @@ class TritonBackend(PlannedBackend):
         else:
             assert context.context_lens is not None and context.block_tables is not None
             context.plan = self._plan_decode(
-                context.context_lens, context.block_tables, self.num_kv_heads
+                context.context_lens, context.block_tables, self.num_kv_heads, self.copies_tiles
             )
 
 

@@ -30,7 +30,7 @@ import torch
 
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
-HOPPER = 90  # `few_rows` is used there alone
+HOPPER = 90  # where tiles are copied: for `few_rows`, and for attention, but not for all of it
 
 
 @dataclass(frozen=True)
@@ -126,23 +126,27 @@ def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None =
     norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, *caches(heads), slots)
 
 
-def decode_attention(heads: Heads, block_size: int, window: int | None = None) -> None:
+def decode_attention(
+    heads: Heads, block_size: int, window: int | None = None, eager: bool = False
+) -> None:
     from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 
     q = bf16(ROWS, heads[0], heads[2])
-    plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1])
+    plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1], copies_tiles=not eager)
     decode_attention(q, *caches(heads, block_size), plan, 0.125, window)
 
 
-def prefill_attention(heads: Heads, block_size: int, window: int | None = None) -> None:
+def prefill_attention(
+    heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS
+) -> None:
     """A block size of 0: no part of a sequence is in the cache."""
     from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention, tile_queries
 
-    q, (_, k, v) = bf16(TOKENS, heads[0], heads[2]), projected(heads)
+    q, (_, k, v) = bf16(tokens, heads[0], heads[2]), projected(heads, tokens)
     tables = int32(ROWS, BLOCKS) if block_size else None
     ends = int32(ROWS + 1)
     queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
-    plan = plan_prefill(ends, ends, tables, TOKENS, queries)
+    plan = plan_prefill(ends, ends, tables, tokens, queries)
     prefill_attention(q, k, v, *caches(heads, block_size), plan, 0.125, window)
 
 
@@ -202,6 +206,20 @@ CALLS: dict[str, Callable[[], object]] = {
         for call, sizes in ((decode_attention, (16, 64)), (prefill_attention, (0, 16, 64)))
         for size in (sizes if name in HEADS else sizes[:-1])
     },
+    "decode_attention, G 16, block size 64": partial(decode_attention, ATTENTION_HEADS["G 16"], 64),
+    **{
+        f"decode_attention, {name}, eager, block size 64": partial(
+            decode_attention, heads, 64, eager=True
+        )
+        for name, heads in (("Qwen3-0.6B", QWEN3_SMALL), ("Qwen3-8B", QWEN3_8B))
+    },
+    **{
+        f"prefill_attention, {name}, many tokens, block size 0": partial(
+            prefill_attention, heads, 0, tokens=8 * TOKENS
+        )
+        for name, heads in ATTENTION_HEADS.items()
+        if heads[2] != 80
+    },
     **{
         f"{call.__name__}, Mistral's window, block size {size}": partial(call, QWEN3_8B, size, 4096)
         for call, size in ((decode_attention, 64), (prefill_attention, 0), (prefill_attention, 64))
@@ -215,14 +233,14 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
 # 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version. Decode with
-# small heads and blocks, or a group of two, keeps four numbers there under Triton 3.6, and none
-# under 3.7; with a window it keeps two. The draw keeps up to six outside its loops where registers
-# are fewest.
+# small heads and blocks, or a group of two whose tiles are not copied, keeps four numbers there
+# under Triton 3.6, and none under 3.7; with a window it keeps two. The draw keeps up to six outside
+# its loops where registers are fewest.
 SPILLS = {
     "prefill_attention": 128,
     "prefill_attention, head_dim 256": 256,
     "decode_attention, head_dim 64, block size 16": 16,
-    "decode_attention, Qwen3-0.6B, block size 64": 16,
+    "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
     "draw": 32,
 }
@@ -234,8 +252,9 @@ def max_spill(name: str) -> int:
 
 
 def capabilities(name: str) -> tuple[int, ...]:
-    """Where its kernels are used."""
-    return (HOPPER,) if name.startswith("few_rows") else tuple(CAPABILITIES)
+    """Where its kernels are used, and are others than those of another case."""
+    alone = name.startswith("few_rows") or "eager" in name or "many tokens" in name
+    return (HOPPER,) if alone else tuple(CAPABILITIES)
 
 
 CASES = {name: Case(call, max_spill(name), capabilities(name)) for name, call in CALLS.items()}

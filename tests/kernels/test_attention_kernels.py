@@ -49,6 +49,7 @@ class Shape:
     strided: bool = True
     programs: int = 7  # of each key head, in decode
     window: int | None = None
+    copies_tiles: bool = True
     seed: int = 0
 
     @property
@@ -111,7 +112,7 @@ class Paged:
             heads = self.shape.kv_heads
             patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", self.shape.programs)
             patch.setattr(kernels, "num_multiprocessors", lambda device: heads)
-            plan = kernels.plan_decode(self.lens, self.tables, heads)
+            plan = kernels.plan_decode(self.lens, self.tables, heads, self.shape.copies_tiles)
         assert len(plan.starts) == self.shape.programs
         outs = []
         for _ in range(2):
@@ -127,22 +128,22 @@ class Paged:
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
         """As the runner calls it: fresh keys beside the queries, or everything in the cache."""
-        from nanovllm.kernels.prefill_attention import (
-            plan_prefill,
-            prefill_attention,
-            tile_queries,
-        )
+        from nanovllm.kernels import prefill_attention as kernels
 
         tables = self.tables if use_cache else None
-        tile = tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
-        plan = plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
+        tile = kernels.tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
+        plan = kernels.plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
             keys = (unread, unread, *self.caches)
         else:
             assert self.shape.queries == self.shape.contexts
             keys = (self.k, self.v, torch.empty(0), torch.empty(0))
-        return prefill_attention(self.q, *keys, plan, self.shape.scale, self.shape.window)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "MANY", 0 if self.shape.copies_tiles else len(self.q) + 1)
+            return kernels.prefill_attention(
+                self.q, *keys, plan, self.shape.scale, self.shape.window
+            )
 
     # The twins.
 
@@ -218,6 +219,7 @@ HEADS = dict(
     block_size=st.sampled_from([16, 32, 48, 64, 128, 256]),
     dtype=st.sampled_from([FP32, FP32, BF16, FP16]),
     strided=st.booleans(),
+    copies_tiles=st.booleans(),
     window=st.one_of(st.none(), st.none(), AROUND_TILES, st.integers(1, 100)),
     seed=st.integers(0, 2**31),
 )
@@ -243,12 +245,13 @@ def test_decode_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
-def test_decode_sees_past_its_window(kernel_device: str, window: int) -> None:
+def test_decode_sees_past_its_window(kernel_device: str, window: int, block_size: int) -> None:
     """Shares that lie before the window whole, and windows that begin or end at a tile."""
     contexts = [640, 1, 0, 64, 65, 129, 700]
     for programs in (1, 5, 13):
-        shape = Shape(contexts, programs=programs, window=window)
+        shape = Shape(contexts, programs=programs, window=window, block_size=block_size)
         assert_decodes_as_its_twin(shape, kernel_device)
 
 
@@ -261,6 +264,7 @@ def test_prefill_sees_past_its_window(kernel_device: str, window: int, use_cache
     assert_prefills_as_its_twin(Shape(contexts, queries, window=window), use_cache, kernel_device)
 
 
+@pytest.mark.parametrize("block_size", [32, 128])
 @pytest.mark.parametrize("programs", [1, 3, 13])
 @pytest.mark.parametrize(
     "contexts",
@@ -271,9 +275,9 @@ def test_prefill_sees_past_its_window(kernel_device: str, window: int, use_cache
     ids=str,
 )  # fmt: skip
 def test_decode_loses_a_row_or_a_share(
-    kernel_device: str, contexts: list[int], programs: int
+    kernel_device: str, contexts: list[int], programs: int, block_size: int
 ) -> None:
-    shape = Shape(contexts, programs=programs, kv_heads=1, group=3, block_size=32)
+    shape = Shape(contexts, programs=programs, kv_heads=1, group=3, block_size=block_size)
     assert_decodes_as_its_twin(shape, kernel_device)
 
 

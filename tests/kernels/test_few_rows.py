@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import common, plain
 from nanovllm.kernels import few_rows as module
-from nanovllm.kernels import plain
 from nanovllm.kernels.common import ROOM, rows_with_room
 from nanovllm.kernels.few_rows import FewRows, few_rows_for
 from nanovllm.kernels.plain import Scaled
@@ -150,7 +150,7 @@ def test_what_stands_behind_the_rows_is_seen(kernel_device: str, rows: int, whol
     roomy = rows_with_room(rows, 256, x.product)
     torch.as_strided(roomy, (whole, 256), (256, 1)).fill_(math.nan)
     roomy.copy_(x.product)
-    found = [module._described(matrix, ROOM, 64).shape[0] for matrix in (roomy, x.product)]
+    found = [len(module._with_room(matrix, ROOM)) for matrix in (roomy, x.product)]
     assert found == [whole, rows]
     few = made(weight)
     out = few.linear(Scaled(roomy, x.squares, x.eps), weight)
@@ -180,8 +180,9 @@ def test_the_factor_is_not_that_of_the_norm(kernel_device: str) -> None:
     ids=["float16", "float32", "a size of 72", "packed"],
 )
 def test_what_it_cannot_do_is_tried(kernel_device: str, weights: list[torch.Tensor | None]) -> None:
+    weights = [None if weight is None else weight.to(kernel_device) for weight in weights]
     assert few_rows_for(weights) is None
-    assert few_rows_for([torch.zeros(64, 64, dtype=bf16)]) is not None
+    assert few_rows_for([torch.zeros(64, 64, dtype=bf16, device=kernel_device)]) is not None
 
 
 def test_all_tiles_are_tried() -> None:
@@ -195,20 +196,27 @@ def test_all_tiles_are_tried() -> None:
 
 
 @pytest.mark.parametrize(("size", "most"), [(2048, 256), (65536, 128), (131072, 64)])
-def test_large_layers_leave_more_rows_to_others(size: int, most: int) -> None:
+def test_large_layers_leave_more_rows_to_others(
+    size: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "describes", lambda _: True)
     assert few_rows_for([torch.zeros(1024, size, dtype=bf16, device="meta")]) == FewRows(most)
 
 
-def test_tiles_take_turns() -> None:
+def test_tiles_take_turns(kernel_device: str) -> None:
     """Two of gate and up on each of four processors do not."""
     sizes = (2 * 64 * 8, 2 * 64 * 8 + 16)
-    found = [few_rows_for([torch.zeros(size, 64, dtype=bf16)]) for size in sizes]
+    found = [
+        few_rows_for([torch.zeros(size, 64, dtype=bf16, device=kernel_device)]) for size in sizes
+    ]
     assert found == [FewRows(256), None]
 
 
-def test_old_versions_of_triton_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TensorDescriptor", None)
-    assert few_rows_for([torch.zeros(64, 64, dtype=bf16)]) is None
+def test_old_versions_of_triton_are_tried(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "TensorDescriptor", None)
+    assert few_rows_for([torch.zeros(64, 64, dtype=bf16, device=kernel_device)]) is None
 
 
 PROMPTS = [[3, 14, 15, 92, 65, 35], [89, 79, 32], list(range(100, 170))]
@@ -244,14 +252,14 @@ def test_a_model_computes_something_else(
     monkeypatch.setattr(
         FewRows, "add", lambda self, x, *rest: calls.append(len(x)) or add(self, x, *rest)
     )
-    described, whole = module._described, []
+    with_room, whole = module._with_room, []
 
-    def note(x: torch.Tensor, rows: int, columns: int) -> Any:
-        made = described(x, rows, columns)
-        whole.append(made.shape[0] % rows == 0 or len(x) == 1)  # the probe's
-        return made
+    def note(x: torch.Tensor, rows: int) -> torch.Tensor:
+        roomy = with_room(x, rows)
+        whole.append(len(roomy) % rows == 0 or len(x) == 1)  # the probe's
+        return roomy
 
-    monkeypatch.setattr(module, "_described", note)
+    monkeypatch.setattr(module, "_with_room", note)
     few = told(path, kernel_device, **options)
     assert max(calls) > 1 and all(whole), "tiles reach over the end of memory"
     calls.clear()

@@ -24,6 +24,7 @@ from nanovllm.layers.attention_backends import (
     TorchBackend,
     get_backend,
 )
+from nanovllm.utils.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -52,6 +53,15 @@ def test_backend_for_cuda_runs_elsewhere(name: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=f"attention_backend='{name}' needs a CUDA device") as e:
         get_backend(name, spec())
     assert "device='cpu'" in str(e.value) and "'torch' works everywhere" in str(e.value)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_steps_that_no_graph_holds_are_launched_slowly(kernel_device: str, eager: bool) -> None:
+    backend = get_backend("triton", spec(kernel_device, enforce_eager=eager))
+    one = torch.ones(1, dtype=torch.int32, device=kernel_device)
+    context = Context(False, slot_mapping=one, context_lens=one, block_tables=one[None])
+    backend.plan(context)
+    assert context.plan.copies_tiles != eager
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
