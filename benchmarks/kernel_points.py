@@ -121,7 +121,7 @@ def plan_decode_point(batch_size: int, context: int | None) -> Point:
     x = (normal(batch_size, 2 * KVH, D), paged.k, paged.v)
 
     def ours() -> Call:
-        plan = decode.plan_decode(paged.lens, paged.tables, KVH)
+        plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
         return partial(decode.decode_attention, *x, plan, SCALE)
 
     def twin() -> Call:
@@ -139,7 +139,7 @@ def decode_attention_point(batch_size: int, context: int | None, num_heads: int)
     def make() -> Calls:
         q, paged = normal(batch_size, num_heads, D), PagedContexts(lens)
         x = (q, paged.k, paged.v)
-        plan = decode.plan_decode(paged.lens, paged.tables, KVH)
+        plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
         twin_plan = paged_attention.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
         calls: Calls = {
             "ours": lambda: decode.decode_attention(*x, plan, SCALE),

@@ -108,7 +108,7 @@ def test_an_option_is_read_as_another_type() -> None:
     [
         ("", 2, "the following arguments are required: COMMAND"),
         ("fly", 2, "invalid choice: 'fly'"),
-        ("generate x --max-tokens many", 2, "argument --max-tokens: cannot read 'many'"),
+        ("generate x --max-tokens many", 2, "argument --max-tokens: cannot read 'many' as N"),
         ("generate x --max-tokens 0", 2, "max_tokens must be >= 1, got 0"),
         ("generate x --max-num-seqs 0", 2, "max_num_seqs must be >= 1, got 0"),
         ("generate x --temp 1", 2, "unrecognized arguments: --temp 1"),

@@ -83,7 +83,7 @@ def _backend(
 
     spec = AttentionSpec(
         device, dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
-        config.kvcache_block_size,
+        config.kvcache_block_size, not config.enforce_eager,
     )  # fmt: skip
     try:
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)

@@ -197,7 +197,7 @@ def add_field_option(
         more = dict(action=argparse.BooleanOptionalAction)
     else:
         read, metavar = READERS[kind]
-        more = dict(type=_reader(read, _takes_none(field.type)), metavar=metavar)
+        more = dict(type=_reader(read, _takes_none(field.type), metavar), metavar=metavar)
         more |= dict(action="append") if kind == Iterable[str] else {}
     action = group.add_argument(flag, dest=name, default=argparse.SUPPRESS, **more)
     action.help = f"{texts[name]} (default: {shown})"  # to which some versions add one of their own
@@ -215,13 +215,13 @@ def _takes_none(annotation: Any) -> bool:
     return types.NoneType in typing.get_args(annotation) and _main_type(annotation) in (int, float)
 
 
-def _reader(read: Callable[[str], Any], none_fits: bool) -> Callable[[str], Any]:
+def _reader(read: Callable[[str], Any], none_fits: bool, metavar: str) -> Callable[[str], Any]:
     def value(text: str) -> Any:
         if none_fits and text == "none":
             return None
         try:
             return read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"cannot read {text!r}") from None
+            raise argparse.ArgumentTypeError(f"cannot read {text!r} as {metavar}") from None
 
     return value

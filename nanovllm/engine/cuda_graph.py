@@ -19,7 +19,8 @@ from nanovllm.utils.context import Context, reset_context, set_context
 def batch_ladder(largest: int) -> list[int]:
     """Sizes to capture: 1, 2, 4, 8, then every 16, and `largest` itself at the top.
 
-    From 128 to 256 it is every 8: there large layers become bound by their multiplications.
+    From 128 to 256 it is every 8: there large layers become bound by what they multiply, padding
+    too.
     """
     sizes = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 8), *range(256, largest, 16))
     return [size for size in sizes if size < largest] + [largest]

@@ -91,7 +91,7 @@ class ModelRunner:
         spec = AttentionSpec(
             self.device, self.dtype, model_config.num_attention_heads // ranks.size,
             max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
-            config.kvcache_block_size, config.enforce_eager,
+            config.kvcache_block_size, not config.enforce_eager,
         )  # fmt: skip
         with self.computing():
             self.backend = get_backend(config.attention_backend, spec)

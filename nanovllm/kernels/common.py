@@ -5,11 +5,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MEASURED = 90  # compute capability where early launches and copied tiles were faster
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
@@ -35,16 +31,20 @@ def _nothing():  # type: ignore[no-untyped-def]
 INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 
 
-def describes(device: torch.device) -> bool:
-    """Whether kernels can have tiles of a matrix copied there, as an accelerator of Hopper's does.
+def can_copy_tiles(device: torch.device) -> bool:
+    """Whether kernels have tiles of a matrix copied there, by Hopper's tensor memory accelerator.
 
-    It is told of the matrix once, and then of the tiles' places.
+    It is told of the matrix once, and then of the tiles' places. Such kernels take the host longer
+    to launch.
     """
-    return TensorDescriptor is not None and (bool(INTERPRETED) or capability(device) == MEASURED)
+    return bool(INTERPRETED) or capability(device) == MEASURED
 
 
-def described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What the accelerator is told: a matrix, whose rows are contiguous, and its tiles' size."""
+def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What the accelerator is told of a matrix: where it is, and the size of its tiles.
+
+    Its rows are contiguous, and all of them begin at a multiple of 16 bytes.
+    """
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
@@ -70,7 +70,7 @@ def early(device: torch.device) -> dict[str, bool]:
     that was written before, whoever let whom begin: the kernel before it waited too, or began when
     all before had ended.
     """
-    can = not INTERPRETED and hasattr(tl.extra.cuda, "gdc_wait") and capability(device) == MEASURED
+    can = not INTERPRETED and capability(device) == MEASURED
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 
 

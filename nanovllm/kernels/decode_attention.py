@@ -9,8 +9,9 @@ programs start and end together, whatever the lengths. A context that a cut goes
 by log-sum-exp, by whichever of its programs comes last. Grid and scratch follow from shapes alone
 and the cuts are made on the device, so that a launch can be captured.
 
-A GPU that reads memory as fast as it can is at the limit of its power, and then instructions slow
-it down: where Hopper's tensor memory accelerator can copy whole tiles, threads load none of them.
+A GPU that reads memory as fast as it can is at the limit of its power, where instructions slow it
+down. So whole tiles, each in one block, are copied by Hopper's tensor memory accelerator, which
+takes far fewer; the last tile of a context, of which a part is there, is loaded by threads.
 """
 
 from dataclasses import dataclass
@@ -25,13 +26,13 @@ from nanovllm.kernels.common import (
     attend,
     await_inputs,
     cache_offsets,
-    described,
-    describes,
+    can_copy_tiles,
     early,
     let_next_begin,
     num_multiprocessors,
     rows_with_room,
     tile_keys,
+    tiles_of,
 )
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # what its registers and shared memory hold of these
@@ -47,7 +48,7 @@ class DecodePlan:
     block_tables: torch.Tensor  # [B, blocks], int32
     starts: torch.Tensor  # [P, 4], int32: first row, the tiles before it, its length, the share
     arrivals: torch.Tensor  # [P, KVH], int32: how many programs are done with the row cut there
-    copies_tiles: bool  # where that is possible
+    copies_tiles: bool  # if it can, by their shape
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, a row's beginning."""
     kv_head = tl.program_id(0)
@@ -127,7 +128,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # tiles before it are passed over, and may be all that this share has of the row
             begin_key = tl.maximum(begin_key, (length - WINDOW) // BLOCK_N * BLOCK_N)
-        if TILES:  # whole ones alone: what is behind a context's end may be NaN
+        if COPIED:  # whole ones alone: what is behind a context's end may be NaN
             whole_end = tl.maximum(begin_key, end_key // BLOCK_N * BLOCK_N)
             for key in range(begin_key, whole_end, BLOCK_N):
                 at = tl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
@@ -138,7 +139,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                     q, k, v, inside[None, :], scale_log2, top, total, acc, WINDOW > 0
                 )
             begin_key = whole_end
-        for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if TILES else None):
+        for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
             at = cache_offsets(table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N)
             inside = key + n < end_key
             if WINDOW:
@@ -219,12 +220,9 @@ def plan_decode(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     num_kv_heads: int,
-    copies_tiles: bool = True,
+    copies_tiles: bool,
 ) -> DecodePlan:
-    """Deal a batch's contexts out, on the device. Reads the lengths, writes a few KiB.
-
-    Kernels for which tiles are copied take the host longer to launch, which decode graphs hide.
-    """
+    """Deal a batch's contexts out, on the device. Reads the lengths, writes a few KiB."""
     device = context_lens.device
     programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
     programs = max(1, programs)
@@ -235,6 +233,7 @@ def plan_decode(
         BLOCK_B=BLOCK_B, BLOCK_H=triton.next_power_of_2(num_kv_heads), TILE=TILE,
         MIN_SHARE=MIN_SHARE,
     )  # fmt: skip
+    copies_tiles = copies_tiles and can_copy_tiles(device)
     return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles)
 
 
@@ -260,10 +259,12 @@ def decode_attention(
     block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     block_n = tile_keys(block_d, k_cache.dtype)
     narrow = block_n == TILE  # rows of at most 256 bytes
-    in_one_block = narrow and block_d == head_dim and block_size % TILE == 0
-    tiles = plan.copies_tiles and describes(q.device) and in_one_block
+    copied = (
+        plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
+        and k_cache.dtype.itemsize == 2 and block_g <= 32
+    )  # fmt: skip
     k_tiles, v_tiles = (
-        described(cache.view(-1, num_kv_heads * head_dim), TILE, head_dim) if tiles else None
+        tiles_of(cache.view(-1, num_kv_heads * head_dim), TILE, head_dim) if copied else None
         for cache in (k_cache, v_cache)
     )
     _decode_kernel[(num_kv_heads, len(plan.starts))](
@@ -273,8 +274,8 @@ def decode_attention(
         G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
         BLOCK_N=block_n, TILE=TILE,
         MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
-        WINDOW=window or 0, TILES=tiles,
-        num_warps=2 if tiles or (narrow and block_g < 16) else 4,
+        WINDOW=window or 0, COPIED=copied,
+        num_warps=2 if copied or (narrow and block_g < 16) else 4,
         num_stages=2,
         **early(q.device),
     )  # fmt: skip

@@ -22,13 +22,13 @@ import triton.language as tl
 from nanovllm.kernels.common import (
     ROOM,
     await_inputs,
-    described,
-    describes,
+    can_copy_tiles,
     dot,
     early,
     let_next_begin,
     num_multiprocessors,
     rows_with_room,
+    tiles_of,
 )
 from nanovllm.kernels.plain import Scaled
 
@@ -154,8 +154,8 @@ def _launch(
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
     width = 0 if scaled is None else squares_in.shape[1]
     _linear_kernel[(triton.cdiv(num_rows, tiles.rows), columns)](
-        described(_with_room(x, tiles.rows), tiles.rows, tiles.inputs),
-        described(weight, tiles.outputs, tiles.inputs),
+        tiles_of(_with_room(x, tiles.rows), tiles.rows, tiles.inputs),
+        tiles_of(weight, tiles.outputs, tiles.inputs),
         squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, eps,
         N=size_out, K=size_in, P=width, BLOCK_P=triton.next_power_of_2(max(1, width)),
@@ -169,7 +169,7 @@ def _launch(
 def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
     """x with so many rows behind it as a whole tile has, if they are there in memory.
 
-    Tiles that reach over the end of what is described take up to twice as long.
+    Tiles that reach over the end of a matrix take up to twice as long.
     """
     assert x.is_contiguous()
     size = x.shape[1]
@@ -224,7 +224,7 @@ def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
     if len(plain) < len(weights) or any(n % LEAST for weight in plain for n in weight.shape):
         return None
     device = plain[0].device
-    if not describes(device):
+    if not can_copy_tiles(device):
         return None
     if triton.cdiv(max(map(len, plain)), 2 * 64) > 2 * num_multiprocessors(device):
         return None  # gate and up in tiles of 64 would take turns, which was not measured

@@ -19,12 +19,12 @@ from nanovllm.kernels.common import (
     TILE,
     attend,
     cache_offsets,
-    described,
-    describes,
+    can_copy_tiles,
     tile_keys,
+    tiles_of,
 )
 
-MANY = 4096  # tokens of a step, whose work hides that kernels with copied tiles launch slowly
+MANY_TOKENS = 4096  # of a step, whose work hides how long kernels with copied tiles take to launch
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class PrefillPlan:
     tile_seqs: torch.Tensor  # [tiles], int32: whose queries a tile has; S for a tile too many
     tile_ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one
     tile_queries: int
+    copies_tiles: bool  # of keys, if it can, by their shape
 
 
 @triton.jit
@@ -45,13 +46,13 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     table_ptr, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
     num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [start, stop) of a sequence in; MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
-        if TILES and not MASKED:
+        if COPIED and not MASKED:
             k = k_tiles.load([first_key + key, kv_head * D])
             v = v_tiles.load([first_key + key, kv_head * D])
         else:
@@ -89,7 +90,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     v_row_stride, v_head_stride, table_stride, num_seqs, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, TILES: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_SIZE 0: K and V are the step's own, one row a token."""
     kv_head = tl.program_id(0) % num_kv_heads
@@ -129,13 +130,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
             v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
             v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
-            TILES, False,
+            COPIED, False,
         )  # fmt: skip
         top, total, acc = _fold_tiles(
             seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
             v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
             v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
-            TILES, True,
+            COPIED, True,
         )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # queries that pad may see nothing
@@ -163,7 +164,11 @@ def plan_prefill(
     most = num_tokens // tile_queries + num_seqs  # what the host knows without asking the device
     numbers = torch.arange(most, dtype=torch.int32, device=cu_seqlens_q.device)
     tile_seqs = torch.searchsorted(tile_ends, numbers, right=True, out_int32=True)
-    return PrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends, tile_queries)
+    # Where tiles must be looked up in a table, less is gained by having them copied.
+    copies = block_tables is None and num_tokens >= MANY_TOKENS and can_copy_tiles(numbers.device)
+    return PrefillPlan(
+        cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends, tile_queries, copies
+    )
 
 
 def prefill_attention(
@@ -194,11 +199,10 @@ def prefill_attention(
     block_n = tile_keys(block_d, k.dtype)
     # Copies of a tile: as many as were fastest, or as shared memory holds.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
-    # Where tiles must be looked up in a table, less is gained by having them copied.
-    heads_adjoin = k.stride(1) == v.stride(1) == head_dim == block_d
-    tiles = describes(q.device) and heads_adjoin and not paged and len(q) >= MANY
+    # A window's tiles may all be at an edge of some query's, and then none is copied.
+    copied = plan.copies_tiles and window is None and all(map(_is_matrix_of_heads, (k, v)))
     k_tiles, v_tiles = (
-        described(x.flatten(1), block_n, head_dim) if tiles else None for x in (k, v)
+        tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
@@ -207,6 +211,13 @@ def prefill_attention(
         v.stride(0), v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
-        BLOCK_N=block_n, WINDOW=window or 0, TILES=tiles, num_warps=4, num_stages=stages,
+        BLOCK_N=block_n, WINDOW=window or 0, COPIED=copied, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def _is_matrix_of_heads(x: torch.Tensor) -> bool:
+    """Whether tiles of keys x [T, KVH, D] can be copied: 16-bit, heads side by side, aligned."""
+    head_dim = x.shape[2]
+    whole = x.stride(1) == head_dim == triton.next_power_of_2(head_dim)
+    return whole and x.dtype.itemsize == 2 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

@@ -33,7 +33,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int | None  # None: what the backend prefers
-    enforce_eager: bool = False  # whether decode steps are launched kernel by kernel
+    in_graphs: bool  # whether decode steps are, which hide how long launches take
 
 
 class AttentionBackend(ABC):
@@ -158,7 +158,7 @@ class TritonBackend(PlannedBackend):
 
         self.kernels = _tried(_triton_kernels(spec), spec)
         self.num_kv_heads = spec.num_kv_heads
-        self.copies_tiles = not spec.enforce_eager
+        self.copies_tiles = spec.in_graphs
         self.tile_queries = prefill_attention.tile_queries(
             spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.dtype
         )

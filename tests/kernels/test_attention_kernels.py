@@ -129,6 +129,7 @@ class Paged:
     def prefill(self, use_cache: bool) -> torch.Tensor:
         """As the runner calls it: fresh keys beside the queries, or everything in the cache."""
         from nanovllm.kernels import prefill_attention as kernels
+        from nanovllm.kernels.common import can_copy_tiles
 
         tables = self.tables if use_cache else None
         tile = kernels.tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
@@ -139,11 +140,9 @@ class Paged:
         else:
             assert self.shape.queries == self.shape.contexts
             keys = (self.k, self.v, torch.empty(0), torch.empty(0))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "MANY", 0 if self.shape.copies_tiles else len(self.q) + 1)
-            return kernels.prefill_attention(
-                self.q, *keys, plan, self.shape.scale, self.shape.window
-            )
+        if not use_cache and can_copy_tiles(self.q.device):  # however few tokens there are
+            plan.copies_tiles = self.shape.copies_tiles
+        return kernels.prefill_attention(self.q, *keys, plan, self.shape.scale, self.shape.window)
 
     # The twins.
 
@@ -255,6 +254,37 @@ def test_decode_sees_past_its_window(kernel_device: str, window: int, block_size
         assert_decodes_as_its_twin(shape, kernel_device)
 
 
+LARGE_HEADS: dict[str, Any] = dict(kv_heads=3, head_dim=128, dtype=BF16)
+
+
+@pytest.mark.parametrize("block_size", [64, 256])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("group", [2, 16])
+def test_copied_tiles_are_those_of_others(
+    kernel_device: str, group: int, window: int | None, block_size: int
+) -> None:
+    """Of what is behind a context's end, or another row's or head's."""
+    shape = Shape([130, 0, 64, 500, 63], group=group, window=window, **LARGE_HEADS)
+    assert_decodes_as_its_twin(replace(shape, block_size=block_size), kernel_device)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_copied_tiles_are_those_of_other_prompts(kernel_device: str, group: int) -> None:
+    lens = [300, 1, 64, 130]
+    assert_prefills_as_its_twin(Shape(lens, lens, group=group, **LARGE_HEADS), False, kernel_device)
+
+
+def test_short_steps_and_cached_keys_are_launched_slowly(kernel_device: str) -> None:
+    from nanovllm.kernels.common import can_copy_tiles
+    from nanovllm.kernels.prefill_attention import plan_prefill
+
+    ends = torch.tensor([0, 5000], dtype=torch.int32, device=kernel_device)
+    tables = torch.zeros(1, 100, dtype=torch.int32, device=kernel_device)
+    steps = [(None, 4096), (None, 4095), (tables, 5000)]
+    copied = [plan_prefill(ends, ends, given, size, 16).copies_tiles for given, size in steps]
+    assert copied == [can_copy_tiles(ends.device), False, False]
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
 def test_prefill_sees_past_its_window(kernel_device: str, window: int, use_cache: bool) -> None:
@@ -292,7 +322,7 @@ def test_shares_overlap_or_do_not_meet(kernel_device: str, batch_size: int) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "num_multiprocessors", lambda device: 11)
         patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", 1)
-        plan = kernels.plan_decode(lens.to(kernel_device), torch.zeros(1), 1)
+        plan = kernels.plan_decode(lens.to(kernel_device), torch.zeros(1), 1, False)
     share = max(-(-sum(tiles) // 11), kernels.MIN_SHARE)
     line = [(row, sum(tiles[:row]), int(lens[row]), share) for row in range(batch_size)]
     line = [start for start, n in zip(line, tiles, strict=True) for _ in range(n)]
@@ -334,12 +364,12 @@ def test_programs_leave_a_part_of_the_batch_out(kernel_device: str, kv_heads: in
 
     for heads in (kv_heads, 10_000):
         lens = torch.tensor([3, 0, 150], dtype=torch.int32, device=kernel_device)
-        plan = plan_decode(lens, torch.zeros_like(lens)[:, None], heads)
+        plan = plan_decode(lens, torch.zeros_like(lens)[:, None], heads, False)
         room = num_multiprocessors(lens.device) * PROGRAMS_PER_MULTIPROCESSOR
         assert len(plan.starts) == max(1, room // heads)
         assert plan.arrivals.shape == (len(plan.starts), heads) and not plan.arrivals.any()
     paged = Paged(Shape([150, 0, 3, 321], kv_heads=kv_heads), kernel_device)
-    plan = plan_decode(paged.lens, paged.tables, kv_heads)
+    plan = plan_decode(paged.lens, paged.tables, kv_heads, True)
     out = decode_attention(paged.q, *paged.caches, plan, paged.shape.scale)
     assert_near(out, paged.twin_decode, paged)
 
@@ -494,7 +524,7 @@ def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     from nanovllm.kernels.decode_attention import decode_attention, plan_decode
 
     def step() -> tuple[torch.Tensor, ...]:
-        plan = plan_decode(static.lens, static.tables, static.shape.kv_heads)
+        plan = plan_decode(static.lens, static.tables, static.shape.kv_heads, True)
         outs = [
             decode_attention(static.q, *static.caches, plan, static.shape.scale) for _ in range(2)
         ]

@@ -28,7 +28,7 @@ extern "C" int count(int n) {
     return sum;
 }
 """
-SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 4, 2, 16, None)
+SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 4, 2, 16, None, True)
 
 
 @pytest.fixture

@@ -16,12 +16,14 @@ from conftest import make_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.kernels import common
+from nanovllm.kernels.common import can_copy_tiles
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers import attention_backends
 from nanovllm.layers.attention_backends import (
     BUILDERS,
     AttentionSpec,
     TorchBackend,
+    TritonBackend,
     get_backend,
 )
 from nanovllm.utils.context import Context
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 def spec(device: str = "cpu", **changes: Any) -> AttentionSpec:
     options: dict[str, Any] = dict(
         device=torch.device(device), dtype=torch.float32, num_heads=4, num_kv_heads=2, head_dim=16,
-        block_size=None,
+        block_size=None, in_graphs=True,
     )  # fmt: skip
     return AttentionSpec(**options | changes)
 
@@ -57,11 +59,22 @@ def test_backend_for_cuda_runs_elsewhere(name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_steps_that_no_graph_holds_are_launched_slowly(kernel_device: str, eager: bool) -> None:
-    backend = get_backend("triton", spec(kernel_device, enforce_eager=eager))
+    backend = get_backend("triton", spec(kernel_device, in_graphs=not eager))
     one = torch.ones(1, dtype=torch.int32, device=kernel_device)
     context = Context(False, slot_mapping=one, context_lens=one, block_tables=one[None])
     backend.plan(context)
-    assert context.plan.copies_tiles != eager
+    can = can_copy_tiles(torch.device(kernel_device))
+    assert context.plan.copies_tiles == (can and not eager)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_runner_tells_its_backend_of_other_steps(
+    model_dir: Path, kernel_device: str, eager: bool
+) -> None:
+    options: dict[str, Any] = dict(device=kernel_device, enforce_eager=eager)
+    with LLM(model_dir, attention_backend="triton", num_kvcache_blocks=8, **options) as llm:
+        backend = llm._runner.backend
+    assert isinstance(backend, TritonBackend) and backend.copies_tiles != eager
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
