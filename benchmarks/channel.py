@@ -19,7 +19,7 @@ import time
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.channel import Reader, Writer
-from nanovllm.engine.inputs import decode_inputs
+from nanovllm.engine.inputs import BlockTables, decode_inputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_codec import StepCodec
 from nanovllm.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ def time_steps(
             seq.num_cached_tokens = CONTEXT + step
             while len(seq.block_table) * BLOCK_SIZE <= seq.num_cached_tokens:
                 seq.block_table.append(step)
-        inputs = decode_inputs(Batch(seqs, is_prefill=False), BLOCK_SIZE)
+        inputs = decode_inputs(Batch(seqs, is_prefill=False), BLOCK_SIZE, BlockTables())
         time.sleep(gap_seconds)
         start = time.monotonic_ns()
         writer.send(codec.encode(inputs))

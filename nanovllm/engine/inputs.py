@@ -3,6 +3,7 @@
 The arrays are all that a rank must know of a step: they go to the other ranks as they are.
 """
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
 
 Array = npt.NDArray[Any]
+ROOM = 16  # columns, for tables to grow
 
 
 @dataclass(slots=True)
@@ -53,6 +55,36 @@ class StepInputs:
         )
 
 
+class BlockTables:
+    """Tables as one matrix. Those of a decode batch differ from the last one's by a few blocks.
+
+    It relies on how sequences keep theirs: a list that grows, and another list when they begin
+    anew.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[list[int]] = []
+        self._lengths: list[int] = []
+        self._matrix: Array = np.zeros((0, 0), np.int32)
+
+    def of(self, seqs: list[Sequence]) -> Array:
+        """The sequences' tables, filled up with blocks that are never read there."""
+        tables = [seq.block_table for seq in seqs]
+        lengths = [len(table) for table in tables]
+        width, known = max(lengths), self._lengths
+        same = len(tables) == len(self._tables) and all(map(operator.is_, tables, self._tables))
+        self._tables = []  # Ctrl-C may strike before all rows are written
+        if not same or width > self._matrix.shape[1]:
+            self._matrix = np.zeros((len(tables), width + ROOM), np.int32)
+            known = [0] * len(tables)
+        for row, length in enumerate(lengths):
+            if length != known[row]:
+                self._matrix[row, :length] = tables[row]
+        self._tables, self._lengths = tables, lengths
+        matrix: Array = self._matrix[:, :width].copy()
+        return matrix
+
+
 def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
     """Each sequence's scheduled tokens, one after the other."""
     seqs = batch.seqs
@@ -87,7 +119,7 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
         slot_mapping=np.concatenate(slots, dtype=np.int64),
         cu_seqlens_q=np.array(cu_seqlens_q, np.int32),
         cu_seqlens_k=np.array(cu_seqlens_k, np.int32),
-        block_tables=_block_tables(seqs) if cached else None,
+        block_tables=BlockTables().of(seqs) if cached else None,
         sample_rows=np.array(sample_rows, np.int64),
         shared_rows=np.array(shared_rows, np.int64) if batch.forks else None,
         prompt_rows=np.array(prompt_rows, np.int64) if prompt_rows else None,
@@ -95,17 +127,18 @@ def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:
     )
 
 
-def decode_inputs(batch: Batch, block_size: int) -> StepInputs:
-    """The last token of each sequence."""
+def decode_inputs(batch: Batch, block_size: int, block_tables: BlockTables) -> StepInputs:
+    """The last token of each sequence; `block_tables` knows the batch before."""
     seqs = batch.seqs
     positions = np.array([seq.num_cached_tokens for seq in seqs], np.int64)
-    blocks = np.array([seq.block_table[seq.num_cached_tokens // block_size] for seq in seqs])
+    tables = block_tables.of(seqs)
+    blocks = tables[np.arange(len(seqs)), positions // block_size].astype(np.int64)
     return StepInputs(
         input_ids=np.array([seq.token_ids[-1] for seq in seqs], np.int64),
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
         context_lens=(positions + 1).astype(np.int32),
-        block_tables=_block_tables(seqs),
+        block_tables=tables,
     )
 
 
@@ -119,14 +152,6 @@ def warmup_inputs(num_tokens: int, longest: int) -> StepInputs:
         cu_seqlens_q=starts,
         cu_seqlens_k=starts,
     )
-
-
-def _block_tables(seqs: list[Sequence]) -> Array:
-    """The sequences' tables as one matrix, filled up with block 0, which is never read there."""
-    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int32)
-    for row, seq in zip(tables, seqs, strict=True):
-        row[: len(seq.block_table)] = seq.block_table
-    return tables
 
 
 def upload(array: Array, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
 from nanovllm.engine.inputs import (
     Array,
+    BlockTables,
     StepInputs,
     decode_inputs,
     prefill_inputs,
@@ -112,6 +113,7 @@ class ModelRunner:
         self.sampler = Sampler()
         self.sampler.kernels = self.backend.kernels
         self.graphs: DecodeGraphs | None = None
+        self.block_tables = BlockTables()
         logger.info(
             "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
             model_config.architecture, self.device, str(self.dtype).removeprefix("torch."),
@@ -148,8 +150,10 @@ class ModelRunner:
 
         Tokens that are on their way to a decode step come from the step before, `last`.
         """
-        make_inputs = prefill_inputs if batch.is_prefill else decode_inputs
-        inputs = make_inputs(batch, self.block_size)
+        if batch.is_prefill:
+            inputs = prefill_inputs(batch, self.block_size)
+        else:
+            inputs = decode_inputs(batch, self.block_size, self.block_tables)
         untold = untold_prompt_tokens(batch.seqs)
         tellings: list[Telling] = []
 

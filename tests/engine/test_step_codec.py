@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs
+from nanovllm.engine.inputs import BlockTables, StepInputs, decode_inputs, prefill_inputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_codec import StepCodec
 from nanovllm.sampling_params import SamplingParams
@@ -45,7 +45,8 @@ def test_a_step_is_not_what_was_sent(data: st.DataObject) -> None:
             blocks = data.draw(st.integers(1, 6))
             seqs.append(make_seq(4 * blocks, list(range(step, step + blocks)), blocks))
         is_prefill = data.draw(st.booleans())
-        inputs = (prefill_inputs if is_prefill else decode_inputs)(Batch(seqs, is_prefill), 4)
+        batch = Batch(seqs, is_prefill)
+        inputs = prefill_inputs(batch, 4) if is_prefill else decode_inputs(batch, 4, BlockTables())
         if data.draw(st.booleans()):
             inputs.prompt_rows = inputs.shared_rows = np.arange(step, dtype=np.int64)
             inputs.copied_blocks = np.arange(2 * step, dtype=np.int32)
@@ -62,7 +63,7 @@ def test_prompts_travel_again_at_every_step() -> None:
             if seq.num_cached_tokens == 16 * len(seq.block_table):
                 seq.block_table.append(step)
             seq.token_ids.append(step)
-        inputs = decode_inputs(Batch(seqs, is_prefill=False), 16)
+        inputs = decode_inputs(Batch(seqs, is_prefill=False), 16, BlockTables())
         message = sender.encode(inputs)
         assert_equal(receiver.decode(bytearray(message)), inputs)
         sizes.append(len(message))
