@@ -59,30 +59,34 @@ class BlockTables:
     """Tables as one matrix. Those of a decode batch differ from the last one's by a few blocks.
 
     It relies on how sequences keep theirs: a list that grows, and another list when they begin
-    anew.
+    anew. The matrix has one more row, of nobody: sequences that were not there begin with that.
     """
 
     def __init__(self) -> None:
         self._tables: list[list[int]] = []
-        self._lengths: list[int] = []
-        self._matrix: Array = np.zeros((0, 0), np.int32)
+        self._lengths = [0]
+        self._matrix: Array = np.zeros((1, 0), np.int32)
 
     def of(self, seqs: list[Sequence]) -> Array:
-        """The sequences' tables, filled up with blocks that are never read there."""
+        """The sequences' tables, filled up with block 0, whose keys are hidden there."""
         tables = [seq.block_table for seq in seqs]
-        lengths = [len(table) for table in tables]
-        width, known = max(lengths), self._lengths
-        same = len(tables) == len(self._tables) and all(map(operator.is_, tables, self._tables))
-        self._tables = []  # Ctrl-C may strike before all rows are written
-        if not same or width > self._matrix.shape[1]:
-            self._matrix = np.zeros((len(tables), width + ROOM), np.int32)
-            known = [0] * len(tables)
+        lengths = [*map(len, tables), 0]
+        matrix, known = self._matrix, self._lengths
+        if len(tables) != len(self._tables) or not all(map(operator.is_, tables, self._tables)):
+            places = {id(table): row for row, table in enumerate(self._tables)}
+            rows = [*(places.get(id(table), -1) for table in tables), -1]
+            matrix, known = matrix[rows], [known[row] for row in rows]
+        width = max(lengths)
+        if width > matrix.shape[1]:
+            matrix = np.pad(matrix, ((0, 0), (0, width + ROOM - matrix.shape[1])))
+        self._tables = []  # Ctrl-C may strike before all of it is written
         for row, length in enumerate(lengths):
             if length != known[row]:
-                self._matrix[row, :length] = tables[row]
-        self._tables, self._lengths = tables, lengths
-        matrix: Array = self._matrix[:, :width].copy()
-        return matrix
+                matrix[row, :length] = tables[row]
+        self._matrix, self._lengths = matrix, lengths
+        self._tables = tables
+        whole: Array = matrix[:-1, :width].copy()
+        return whole
 
 
 def prefill_inputs(batch: Batch, block_size: int) -> StepInputs:

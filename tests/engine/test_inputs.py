@@ -22,7 +22,8 @@ def assert_right(tables: BlockTables, seqs: list[Sequence]) -> None:
     found = tables.of(seqs)
     assert found.shape == (len(seqs), max(len(seq.block_table) for seq in seqs))
     for row, seq in zip(found.tolist(), seqs, strict=True):
-        assert row[: len(seq.block_table)] == seq.block_table
+        length = len(seq.block_table)
+        assert row[:length] == seq.block_table and not any(row[length:])
 
 
 CHANGES = ["nothing", "grow", "begin anew", "alike", "leave", "come", "turn round"]
@@ -50,7 +51,7 @@ def test_tables_are_those_of_the_batch_before(changes: list[tuple[str, int]]) ->
         assert_right(tables, seqs)
 
 
-def test_tables_of_a_step_are_the_next_ones() -> None:
+def test_tables_of_a_step_are_overwritten() -> None:
     """Its arrays may be read while the next step's are made."""
     seq, tables = make_seq([1, 2]), BlockTables()
     first = tables.of([seq])
@@ -59,7 +60,7 @@ def test_tables_of_a_step_are_the_next_ones() -> None:
     assert first.tolist() == [[1, 2]]
 
 
-def test_ctrl_c_leaves_a_row_out() -> None:
+def test_row_is_lost_by_ctrl_c() -> None:
     """Of tables of which one has outgrown the matrix."""
     code, struck = BlockTables.of.__code__, 0
     line: int | None = None
