@@ -3,11 +3,13 @@
 And where Triton's kernels are tested: on a CUDA device, or interpreted, by the same tests.
 """
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
@@ -186,3 +188,21 @@ def copy_of_model(model_dir: Path, tmp_path: Path) -> Callable[[], Path]:
         return target
 
     return copy
+
+
+@contextlib.contextmanager
+def ctrl_c_before(line: int | None, code: CodeType) -> Iterator[None]:
+    """Interrupt what runs inside before a line of a function's code, if it gets there."""
+
+    def strike(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code is code and event == "line" and frame.f_lineno == line:
+            raise KeyboardInterrupt
+        return strike
+
+    before = sys.gettrace()
+    sys.settrace(strike)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        sys.settrace(before)

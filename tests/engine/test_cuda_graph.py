@@ -4,18 +4,15 @@ On the CPU a replay is a call of the model on the buffers, so that all but the c
 """
 
 import bisect
-import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import LogitRecorder, make_model
+from conftest import LogitRecorder, ctrl_c_before, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
@@ -225,20 +222,10 @@ def test_ctrl_c_leaves_tables_that_nobody_knows_of(model_dir: Path) -> None:
     with make_llm(model_dir) as llm, llm._runner.computing():
         graphs = llm._runner.decode_graphs()
         code = DecodeGraphs._load.__code__
-        line: int | None = None
-
-        def strike(frame: FrameType, event: str, arg: Any) -> Any:
-            if frame.f_code is code and event == "line" and frame.f_lineno == line:
-                raise KeyboardInterrupt
-            return strike
-
         for _, _, line in code.co_lines():
             graphs.replay(decode_step([1, 2], [3, 4]))
-            before = sys.gettrace()
-            sys.settrace(strike)
-            with contextlib.suppress(KeyboardInterrupt):
+            with ctrl_c_before(line, code):
                 graphs.replay(decode_step([5, 6], [7, 8]))
-            sys.settrace(before)
             graphs.replay(decode_step([1, 2], [3, 4]))
             assert graphs.block_tables[:2, :2].tolist() == [[1, 2], [3, 4]], f"line {line}"
 

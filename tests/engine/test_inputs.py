@@ -1,9 +1,6 @@
 """What a decode step takes over from the batch before it: the block tables."""
 
-import sys
-from types import FrameType
-from typing import Any
-
+from conftest import ctrl_c_before
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,27 +58,19 @@ def test_tables_of_a_step_are_overwritten() -> None:
 
 
 def test_row_is_lost_by_ctrl_c() -> None:
-    """Of tables of which one has outgrown the matrix."""
+    """Of tables of which one has outgrown the matrix, and two of one length change places."""
     code, struck = BlockTables.of.__code__, 0
-    line: int | None = None
-
-    def strike(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is code and event == "line" and frame.f_lineno == line:
-            raise KeyboardInterrupt
-        return strike
-
     for _, _, line in code.co_lines():
-        seqs, tables = [make_seq([1]), make_seq([2, 3])], BlockTables()
+        seqs, tables = [make_seq([1]), make_seq([2, 3]), make_seq([4, 5])], BlockTables()
         tables.of(seqs)
-        seqs[0].block_table += range(4, 4 + 2 * ROOM)
-        before = sys.gettrace()
-        sys.settrace(strike)
-        try:
+        seqs[0].block_table += range(6, 6 + 2 * ROOM)
+        seqs[1:] = seqs[:0:-1]
+        done = False
+        with ctrl_c_before(line, code):
             tables.of(seqs)
-        except KeyboardInterrupt:
-            struck += 1
-        sys.settrace(before)
+            done = True
+        struck += not done
         found = tables.of(seqs)
-        assert found[1, :2].tolist() == [2, 3], f"line {line}"
+        assert found[1:, :2].tolist() == [[4, 5], [2, 3]], f"line {line}"
         assert found[0].tolist() == seqs[0].block_table, f"line {line}"
     assert struck > 10
