@@ -19,9 +19,10 @@ import time
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.channel import Reader, Writer
-from nanovllm.engine.inputs import BlockTables, decode_inputs
+from nanovllm.engine.inputs import decode_inputs
+from nanovllm.engine.rows import Account, Layout
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_codec import StepCodec
+from nanovllm.engine.step_codec import decode, encode
 from nanovllm.sampling_params import SamplingParams
 
 CONTEXT, BLOCK_SIZE = 1024, 16
@@ -30,9 +31,9 @@ STAMP = struct.Struct("<q")
 
 def read_forever(fd: int, bell: int, index: int, num_readers: int, answer: int) -> None:
     """Be another rank, which says when it has a step."""
-    reader, codec = Reader(fd, bell, index, num_readers), StepCodec()
+    reader = Reader(fd, bell, index, num_readers)
     while True:
-        codec.decode(reader.receive())
+        decode(reader.receive())
         os.write(answer, STAMP.pack(time.monotonic_ns()))
 
 
@@ -53,16 +54,17 @@ def time_steps(
 ) -> dict[str, float]:
     """Decode `num_seqs` sequences for `num_steps`; microseconds, medians."""
     seqs = [Sequence([0] * CONTEXT, SamplingParams()) for _ in range(num_seqs)]
-    codec, sent, there = StepCodec(), list[int](), list[int]()
+    account = Account(Layout(num_seqs, (CONTEXT + num_steps) // BLOCK_SIZE + 1))
+    sent, there = list[int](), list[int]()
     for step in range(num_steps):
         for seq in seqs:
             seq.num_cached_tokens = CONTEXT + step
             while len(seq.block_table) * BLOCK_SIZE <= seq.num_cached_tokens:
                 seq.block_table.append(step)
-        inputs = decode_inputs(Batch(seqs, is_prefill=False), BLOCK_SIZE, BlockTables())
+        inputs = decode_inputs(Batch(seqs, is_prefill=False), account)
         time.sleep(gap_seconds)
         start = time.monotonic_ns()
-        writer.send(codec.encode(inputs))
+        writer.send(encode(inputs))
         sent.append(time.monotonic_ns() - start)
         there.append(max(STAMP.unpack(os.read(fd, 8))[0] for fd in answers) - start)
     return {"sent": statistics.median(sent) / 1e3, "there": statistics.median(there) / 1e3}

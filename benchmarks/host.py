@@ -2,12 +2,13 @@
 
     python benchmarks/host.py [--num-seqs 1 64 256 1024] [--against DIR]
 
-The engine is real, its steps are those of `LLM.step`; but the model is a stand-in that returns a
-fixed tensor, the sampler one that returns fixed ids, and attention plans nothing. What remains is
-what the host pays between any two decode steps while the device waits for it, in microseconds:
+The engine is real, its steps are those of `LLM.step`; but a stand-in computes nothing and returns
+fixed ids, in the place of a decode graph, or of model and sampler for a batch too large for graphs.
+What remains is what the host pays between any two decode steps while the device waits for it, in
+microseconds:
 
     schedule     Scheduler.schedule
-    prepare      from the batch to the step's tensors, the sampler's too
+    prepare      from the batch to what the device is told of it
     launch       the stand-ins, where kernels and graphs would be launched, and what is kept of them
     read         from the sampled ids as a tensor to a list
     postprocess  Scheduler.postprocess and what the engine books beside it
@@ -16,7 +17,7 @@ If steps overlap (`--overlap`), a step schedules, prepares and launches the next
 its own tokens: what comes before `read` is then hidden behind the step that the device computes.
 
 It runs on the CPU, where an upload is no copy and nothing waits: on a GPU `prepare` also pins and
-copies, some 5 to 10 microseconds for each array, and `read` waits for the step.
+copies, some 20 microseconds where there is something new, and `read` waits for the step.
 
 `--against DIR` names a checkout of the nano-vllm project, whose phases are timed beside ours, the
 two taking turns: its scheduler, and its model runner's preparation if the checkout has that file
@@ -43,6 +44,8 @@ import torch
 from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.cuda_graph import Computed
+from nanovllm.kernels.plain import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
 PROMPT_LEN = 100  # of the shortest; each is longer than the one before by a token
@@ -90,6 +93,7 @@ class StandIn:
         self.clock = clock
         self.hidden = torch.zeros(num_tokens, 1)
         self.token_ids = torch.full((num_tokens,), 7)
+        self.rows = torch.arange(num_tokens)
 
     def __call__(
         self,
@@ -101,6 +105,16 @@ class StandIn:
         hidden = self.hidden[: len(input_ids if rows is None else rows)]
         self.clock.lap("launch")
         return hidden
+
+    def decode(self, num_rows: int, *_: Any) -> tuple[torch.Tensor, Decoding]:
+        self.clock.lap("prepare")
+        result = self.hidden[:num_rows], Decoding(*[self.rows[:num_rows]] * len(Decoding._fields))
+        self.clock.lap("launch")
+        return result
+
+    def replay(self, num_rows: int, out: torch.Tensor) -> Computed:
+        self.clock.lap("prepare")
+        return Computed(out, self.rows, (self.rows, self.rows), self.token_ids[:num_rows])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -171,6 +185,9 @@ def take_out_the_device(llm: LLM, clock: Clock) -> None:
     stand_in: Any = StandIn(clock, llm.config.max_num_batched_tokens)
     runner.model, runner.sampler = stand_in, stand_in.sample
     runner.backend.plan = lambda context: None  # type: ignore[method-assign]  # noqa: ARG005
+    runner._decode = stand_in.decode  # type: ignore[method-assign]
+    runner.graphs = graphs = runner.decode_graphs()
+    graphs.step = stand_in.replay  # type: ignore[method-assign, assignment]
     launch: Any = clock.ends("launch", runner.launch)
 
     def launch_and_read(*args: Any) -> Any:

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.cuda_graph import Computed
 from nanovllm.kernels.compiled import load
 from nanovllm.kernels.cpu_kernels import SOURCE
 from nanovllm.outputs import RequestOutput
@@ -102,13 +103,14 @@ class LogitRecorder:
         runner = llm._runner
         launch, sample = runner.launch, runner._sample
 
-        def recording_launch(batch: Batch, last: Any) -> Any:
+        def recording_launch(batch: Batch) -> Any:
             self._keys = [(seq.seq_id, seq.num_tokens) for seq in batch.sampling_seqs]
-            return launch(batch, last)
+            return launch(batch)
 
-        def recording_sample(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def recording_sample(computed: Computed, *rest: Any) -> torch.Tensor:
+            logits = computed.logits[: len(self._keys)]
             self.logits |= zip(self._keys, logits.float().cpu(), strict=True)
-            return sample(logits, *rest)
+            return sample(computed, *rest)
 
         runner.launch = recording_launch  # type: ignore[method-assign]
         runner._sample = recording_sample  # type: ignore[method-assign]

@@ -178,10 +178,10 @@ def test_hundreds_of_preemptions_change_the_output_with(name: str, crowd: Case) 
     with make_llm(crowd.path, **CROWDED[name]) as llm:
         launch, num_sampled = llm._runner.launch, 0
 
-        def counting(batch: Batch, last: Any) -> Launched:
+        def counting(batch: Batch) -> Launched:
             nonlocal num_sampled
             num_sampled += len(batch.sampling_seqs)
-            return launch(batch, last)
+            return launch(batch)
 
         llm._runner.launch = counting  # type: ignore[method-assign]
         assert_same(generate(llm, crowd), crowd.expected)

@@ -80,10 +80,10 @@ def raise_at_step(
     """Let the runner's `nth` step from now on raise, once."""
     launch, steps = llm._runner.launch, iter(range(1, 1_000_000))
 
-    def failing(batch: Batch, last: Any) -> Any:
+    def failing(batch: Batch) -> Any:
         if next(steps) == nth:
             raise error
-        return launch(batch, last)
+        return launch(batch)
 
     monkeypatch.setattr(llm._runner, "launch", failing)
 
@@ -998,11 +998,11 @@ def test_a_call_inside_a_call_mixes_them_up(
     llm = make_llm(model_dir)
     launch = llm._runner.launch
 
-    def reentrant(batch: Any, last: Any) -> Any:
+    def reentrant(batch: Any) -> Any:
         for call in (lambda: generate(llm, TEXT), llm.step):
             with pytest.raises(RuntimeError, match="already"):
                 call()
-        return launch(batch, last)
+        return launch(batch)
 
     expected = generate(llm, TEXT)[0]["token_ids"]
     monkeypatch.setattr(llm._runner, "launch", reentrant)

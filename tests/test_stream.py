@@ -141,9 +141,9 @@ def test_a_stream_collected_in_a_step_leaves_its_requests(
     next(streams[0])
     launch = llm._runner.launch
 
-    def collecting(batch: Any, last: Any) -> Any:
+    def collecting(batch: Any) -> Any:
         streams.clear()
-        return launch(batch, last)
+        return launch(batch)
 
     monkeypatch.setattr(llm._runner, "launch", collecting)
     llm.generate(PROMPTS[3], params, use_tqdm=False)

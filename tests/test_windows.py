@@ -127,12 +127,12 @@ def test_a_block_that_was_given_back_is_read(budget: int, case: Case) -> None:
     with make_llm(case.path, **options, max_num_batched_tokens=budget) as llm:
         launch, pool = llm._runner.launch, llm._runner.pool
 
-        def poisoning(batch: Batch, last: Any) -> Any:
+        def poisoning(batch: Batch) -> Any:
             free = list(llm.scheduler.block_manager.free_queue)
             with torch.inference_mode():
                 assert pool.cache is not None
                 pool.cache[:, :, free] = torch.nan
-            return launch(batch, last)
+            return launch(batch)
 
         llm._runner.launch = poisoning  # type: ignore[method-assign]
         assert_same(generate(llm, case), case.expected)

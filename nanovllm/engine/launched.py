@@ -1,12 +1,10 @@
 """Launched: a step that the device computes, and what will come of it."""
 
-import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.inputs import Array, download, upload
 from nanovllm.engine.logprobs import Telling
-from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.transfer import download
 
 
 class Launched:
@@ -26,20 +24,6 @@ class Launched:
         if token_ids.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-
-    def fill(self, input_ids: Array, seqs: list[Sequence]) -> torch.Tensor:
-        """Ids [T] for the next step's `seqs`, on the device: those that this one yields put in."""
-        device = self.token_ids.device
-        rows = np.flatnonzero(input_ids == PENDING)  # one for each sequence that has one
-        places = {seq.seq_id: place for place, seq in enumerate(self.batch.sampling_seqs)}
-        sources = [places[seq.seq_id] for seq in seqs if seq.num_pending_tokens]
-        if len(rows) == len(input_ids) and sources == list(range(len(self.token_ids))):
-            return self.token_ids
-        filled = upload(input_ids, device)
-        if len(rows):
-            tokens = self.token_ids[upload(np.array(sources), device)]
-            filled = filled.index_copy(0, upload(rows, device), tokens)
-        return filled
 
     def synchronize(self) -> None:
         """Wait until the device has computed it."""

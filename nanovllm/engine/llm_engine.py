@@ -224,7 +224,7 @@ class LLMEngine:
             return
         batch = launched.batch
         if self.config.overlap and not any(seq.reads_tokens for seq in batch.sampling_seqs):
-            self._launched = self._launch(launched)
+            self._launched = self._launch()
         finished = self.scheduler.postprocess(batch, self._runner.wait(launched))
         end = time.perf_counter()
         if self._begun:
@@ -240,15 +240,15 @@ class LLMEngine:
                 del self._requests[request_id]
         self.counter.add(batch, launched.num_tokens, end - start)
 
-    def _launch(self, last: Launched | None = None) -> Launched | None:
-        """Begin the next step behind the `last` one, if there is anything to do yet."""
+    def _launch(self) -> Launched | None:
+        """Begin the next step, if there is anything to do yet."""
         now = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return None
         if batch.is_prefill:
             self._note_admissions(batch, now)
-        launched = self._runner.launch(batch, last)
+        launched = self._runner.launch(batch)
         self.scheduler.advance(batch)
         return launched
 
@@ -281,6 +281,7 @@ class LLMEngine:
             seq.seen_tokens = None
             if seq.text is not None:
                 seq.text.begin()
+        self._runner.forget()
         self.scheduler.restart(seq for r in self._requests.values() for seq in r.unfinished)
 
     def _claim(self, request_ids: list[int]) -> list[RequestOutput]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.engine.inputs import download, upload
 from nanovllm.engine.sequence import LikelyToken, Sequence
+from nanovllm.engine.transfer import download, upload
 from nanovllm.kernels.ranking import most_likely
 
 TOLD_LOGITS = 1 << 23  # at most, at a time: some 50 bytes for each are taken

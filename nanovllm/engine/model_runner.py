@@ -15,18 +15,15 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+from nanovllm.engine.cuda_graph import Computed, DecodeGraphs, batch_ladder
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
 from nanovllm.engine.inputs import (
-    Array,
-    BlockTables,
+    PrefillInputs,
     StepInputs,
     decode_inputs,
     prefill_inputs,
-    upload,
-    warmup_inputs,
 )
-from nanovllm.engine.kv_pool import GIB, KVPool, settle_lengths
+from nanovllm.engine.kv_pool import KVPool, settle_lengths
 from nanovllm.engine.launched import Launched
 from nanovllm.engine.logprobs import (
     Telling,
@@ -34,11 +31,14 @@ from nanovllm.engine.logprobs import (
     tell_logprobs,
     tell_prompt_logprobs,
     untold_prompt_tokens,
-    warm_up_logprobs,
 )
-from nanovllm.engine.sampling_inputs import plain_choices, sampling_inputs, warmup_filters
-from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.rows import Account, Layout, Rows
+from nanovllm.engine.sampling_inputs import sampling_inputs
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sizing import fit_kv_blocks, warm_up
+from nanovllm.engine.transfer import Array, upload, upload_ahead
 from nanovllm.engine.workers import Workers
+from nanovllm.kernels.plain import Decoding
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionSpec, get_backend
@@ -49,14 +49,12 @@ from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.context import reset_context, set_context
+from nanovllm.utils.context import Context, reset_context, set_context
 from nanovllm.utils.loader import load_dummy, load_model
 from nanovllm.utils.ranks import ALONE, Ranks
 
 logger = logging.getLogger("nanovllm")
 
-MIB = 1 << 20
-MAX_GIB = 1 << 30  # more than any machine has; keeps integers out of the way of infinities
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
 
@@ -82,7 +80,6 @@ class ModelRunner:
         self.device = resolve_device(config.device, ranks)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.model_config = model_config
-        self.max_num_running = config.max_num_running
         longest = max_rope_positions(
             model_config.rope_parameters, model_config.max_position_embeddings
         )
@@ -113,7 +110,6 @@ class ModelRunner:
         self.sampler = Sampler()
         self.sampler.kernels = self.backend.kernels
         self.graphs: DecodeGraphs | None = None
-        self.block_tables = BlockTables()
         logger.info(
             "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
             model_config.architecture, self.device, str(self.dtype).removeprefix("torch."),
@@ -126,7 +122,7 @@ class ModelRunner:
         if self.workers:
             self.workers.connect()
         with self.computing():
-            num_blocks = self.config.num_kvcache_blocks or self._fit_kv_blocks()
+            num_blocks = self.config.num_kvcache_blocks or fit_kv_blocks(self)
             self.config = settle_lengths(
                 self.config,
                 self.pool,
@@ -134,26 +130,27 @@ class ModelRunner:
                 self.max_positions,
                 self.model_config.longest_window,
             )
+            self.make_rows()
             self.pool.allocate(num_blocks)
             if self.device.type == "cuda":
-                self._warm_up()  # what is too large, or must be compiled, shows here
-            if self._uses_graphs:
+                warm_up(self)  # what is too large, or must be compiled, shows here
+            if self.uses_graphs:
                 start = time.perf_counter()
-                num_graphs = self._capture_graphs()
+                num_graphs = self.capture_graphs()
                 seconds = time.perf_counter() - start
                 logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
             elif self.device.type == "cuda":
                 self.decode_graphs().run(1)  # compiles what decode needs
 
-    def launch(self, batch: Batch, last: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch) -> Launched:
         """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
 
-        Tokens that are on their way to a decode step come from the step before, `last`.
+        Tokens that are on their way to it are where the step before has left them.
         """
         if batch.is_prefill:
-            inputs = prefill_inputs(batch, self.block_size)
+            inputs = prefill_inputs(batch, self.block_size, self.account)
         else:
-            inputs = decode_inputs(batch, self.block_size, self.block_tables)
+            inputs = decode_inputs(batch, self.account)
         untold = untold_prompt_tokens(batch.seqs)
         tellings: list[Telling] = []
 
@@ -161,11 +158,12 @@ class ModelRunner:
             tellings.append(tell_prompt_logprobs(untold, logits))
 
         with self.workers.step(inputs) if self.workers else nullcontext(), self.computing():
-            input_ids = last.fill(inputs.input_ids, batch.seqs) if last is not None else None
-            choices = plain_choices(batch.seqs) if self._replays(inputs) else None
-            logits, token_ids = self.compute(inputs, input_ids, choices, tell)
-            token_ids = self._sample(logits, token_ids, batch.sampling_seqs, tellings)
+            token_ids = self._sample(self.compute(inputs, tell), batch.sampling_seqs, tellings)
             return Launched(batch, token_ids, tellings)
+
+    def forget(self) -> None:
+        """All sequences start over: what the rows hold counts no more."""
+        self.account.forget()
 
     def wait(self, launched: Launched) -> list[int]:
         """The tokens of a step, when they are there."""
@@ -174,39 +172,22 @@ class ModelRunner:
         return launched.wait()
 
     def compute(
-        self,
-        inputs: StepInputs,
-        input_ids: torch.Tensor | None = None,
-        choices: tuple[Array, Array] | None = None,
-        tell: Callable[[torch.Tensor], None] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A step's logits [rows that sample, vocab], whole on rank 0 alone. Within `computing`.
+        self, inputs: StepInputs, tell: Callable[[torch.Tensor], None] | None = None
+    ) -> Computed:
+        """Compute a step; within `computing`.
 
-        And its tokens, if a decode graph has drawn them by `choices`. `input_ids` are those of
-        `inputs` if not given; `tell` takes the logits of the step's `prompt_rows`, a few at a time.
+        `tell` takes the logits of a prefill's `prompt_rows`, a few at a time.
         """
-        if self.ranks.size > 1 and PENDING in inputs.input_ids:  # tokens that rank 0 alone has
-            if input_ids is None:
-                input_ids = upload(inputs.input_ids, self.device)
-            input_ids = self.ranks.broadcast(input_ids)
-        if self.graphs and self._replays(inputs):
-            return self.graphs.replay(inputs, input_ids, choices)
-        rows, num_told = inputs.sample_rows, 0
-        if rows is not None and inputs.prompt_rows is not None:
-            rows, num_told = np.append(inputs.prompt_rows, rows), len(inputs.prompt_rows)
-        hidden = self._forward(inputs, input_ids, rows)
-        if inputs.copied_blocks is not None:
-            for source, target in inputs.copied_blocks.reshape(-1, 2).tolist():
-                self.pool.copy(source, target)
-        of_prompts, hidden = hidden[:num_told], hidden[num_told:]
-        size = rows_at_a_time(self.model_config.vocab_size)
-        for start in range(0, num_told, size):
-            logits = self.model.compute_logits(of_prompts[start : start + size])
-            if tell is not None:
-                tell(logits)
-        if inputs.shared_rows is not None:
-            hidden = hidden[upload(inputs.shared_rows, self.device)]
-        return self.model.compute_logits(hidden) if len(hidden) else hidden, None
+        self.rows.write(inputs.places, inputs.words)
+        if inputs.prefill is not None:
+            logits = self._prefill(inputs.prefill, inputs.width, tell)
+            return Computed(logits, upload(inputs.prefill.token_rows, self.device))
+        self.share_tokens()
+        if self.graphs and inputs.num_seqs <= self.graphs.max_batch_size:
+            return self.graphs.replay(inputs.num_seqs)
+        hidden, decoding = self._decode(inputs.num_seqs, inputs.width)
+        choices = decoding.temperatures, decoding.keys
+        return Computed(self.model.compute_logits(hidden), decoding.rows, choices)
 
     @property
     def failure(self) -> str | None:
@@ -223,8 +204,10 @@ class ModelRunner:
         if self.device.type == "cuda" and self.failure is None:
             with suppress(RuntimeError):  # a device that has failed is left all the same
                 torch.cuda.synchronize(self.device)  # a step may be on its way
-        self._drop_graphs()  # first: they hold exchanges
+        self.drop_graphs()  # first: they hold exchanges
         del self.model, self.pool
+        with suppress(AttributeError):  # it may not have started
+            del self.rows
         if self.workers:
             self.workers.close()
         if self.device.type == "cuda":
@@ -265,168 +248,152 @@ class ModelRunner:
                 model.model.bind_few_rows(self.backend.kernels)
         return model.eval()
 
+    def make_rows(self) -> None:
+        """Room for all that can run, and rank 0's account of it."""
+        longest = self.config.max_model_len or self.max_positions
+        layout = Layout(self.config.max_num_running, -(-longest // self.block_size))
+        self.rows = Rows(layout, self.device)
+        self.account = Account(layout)
+
+    def _prefill(
+        self, prefill: PrefillInputs, width: int, tell: Callable[[torch.Tensor], None] | None
+    ) -> torch.Tensor:
+        """The logits that a prefill's tokens are sampled from."""
+        rows, num_told = prefill.sample_rows, 0
+        if rows is not None and prefill.prompt_rows is not None:
+            rows, num_told = np.append(prefill.prompt_rows, rows), len(prefill.prompt_rows)
+        hidden = self.prefill_hidden(prefill, width, rows)
+        if prefill.copied_blocks is not None:
+            for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
+                self.pool.copy(source, target)
+        of_prompts, hidden = hidden[:num_told], hidden[num_told:]
+        size = rows_at_a_time(self.model_config.vocab_size)
+        for start in range(0, num_told, size):
+            logits = self.model.compute_logits(of_prompts[start : start + size])
+            if tell is not None:
+                tell(logits)
+        if prefill.shared_rows is not None:
+            hidden = hidden[upload(prefill.shared_rows, self.device)]
+        return self.model.compute_logits(hidden) if len(hidden) else hidden
+
+    def prefill_hidden(
+        self, prefill: PrefillInputs, width: int = 0, needed: Array | None = None
+    ) -> torch.Tensor:
+        """The hidden states of a prefill's tokens, or of those `needed` of them alone.
+
+        It reads block tables of `width` columns, or none if that is 0.
+        """
+        input_ids, positions, slots, q_ends, k_ends = upload_ahead(
+            self.device, prefill.input_ids, prefill.positions, prefill.slot_mapping,
+            prefill.cu_seqlens_q, prefill.cu_seqlens_k,
+        )  # fmt: skip
+        pending = prefill.pending()
+        if len(pending[0]):
+            self.share_tokens()
+            input_ids = self.rows.fill(input_ids, *upload_ahead(self.device, *pending))
+        tables = rows = None
+        if width:
+            (table_rows,) = upload_ahead(self.device, prefill.rows)
+            tables = self.rows.block_tables(table_rows, width)
+        if needed is not None:
+            (rows,) = upload_ahead(self.device, needed)
+        context = Context(
+            is_prefill=True,
+            slot_mapping=slots,
+            cu_seqlens_q=q_ends,
+            cu_seqlens_k=k_ends,
+            max_seqlen_q=int(np.diff(prefill.cu_seqlens_q).max()),
+            max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
+            block_tables=tables,
+        )
+        return self._forward(input_ids, positions, context, rows)
+
+    def _decode(self, num_rows: int, width: int) -> tuple[torch.Tensor, Decoding]:
+        """The hidden states of the batch that stands in the rows, and what it was."""
+        read_rows = self.backend.kernels.read_rows
+        decoding = read_rows(self.rows.state, num_rows, width, self.block_size)
+        context = Context(
+            is_prefill=False,
+            slot_mapping=decoding.slot_mapping,
+            context_lens=decoding.context_lens,
+            block_tables=decoding.block_tables,
+        )
+        return self._forward(decoding.input_ids, decoding.positions, context), decoding
+
+    def _decode_and_draw(self, num_rows: int, out: torch.Tensor) -> Computed:
+        """What a decode graph holds: a step, its logits in `out`, and on rank 0 its tokens."""
+        hidden, decoding = self._decode(num_rows, self.rows.layout.max_blocks)
+        rows, choices = decoding.rows, (decoding.temperatures, decoding.keys)
+        if self.ranks.rank > 0:
+            self.model.compute_logits(hidden)
+            return Computed(out, rows)
+        logits = self.model.compute_logits(hidden, out)
+        token_ids = self.sampler(logits, *choices)
+        self.rows.keep(rows, token_ids)
+        return Computed(logits, rows, choices, token_ids)
+
     def _forward(
         self,
-        inputs: StepInputs,
-        input_ids: torch.Tensor | None = None,
-        rows: Array | None = None,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The hidden states of a step's tokens, or of those `rows` of them alone."""
-        if input_ids is None:
-            input_ids = upload(inputs.input_ids, self.device)
-        context = inputs.context(self.device)
-        positions = upload(inputs.positions, self.device)
-        needed = None if rows is None else upload(rows, self.device)
+        """The hidden states of these tokens, or of those `rows` of them alone."""
         self.backend.plan(context)
         set_context(context)
         try:
-            hidden: torch.Tensor = self.model(input_ids, positions, needed)
+            hidden: torch.Tensor = self.model(input_ids, positions, rows)
             return hidden
         finally:
             reset_context()
 
-    def _replays(self, inputs: StepInputs) -> bool:
-        is_decode = inputs.context_lens is not None
-        size = len(inputs.input_ids)
-        return self.graphs is not None and is_decode and size <= self.graphs.max_batch_size
-
-    def _decode(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        temperatures: torch.Tensor,
-        keys: torch.Tensor,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """What a decode graph holds: the tokens of a step, and in `out` its logits; on rank 0."""
-        hidden = self.model(input_ids, positions)
-        token_ids = input_ids
-        if self.ranks.rank == 0:
-            logits = self.model.compute_logits(hidden, out)
-            token_ids = self.sampler(logits, temperatures, keys)
-        else:
-            self.model.compute_logits(hidden)
-        return token_ids
+    def share_tokens(self) -> None:
+        """Tell the other ranks the last tokens, which rank 0 alone has drawn."""
+        if self.ranks.size > 1:
+            self.ranks.broadcast(self.rows.state.tokens)
 
     def _sample(
-        self,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor | None,
-        seqs: list[Sequence],
-        tellings: list[Telling],
+        self, computed: Computed, seqs: list[Sequence], tellings: list[Telling]
     ) -> torch.Tensor:
-        """The tokens of `seqs`; rows that nothing narrows may have theirs in `token_ids`."""
+        """The tokens of `seqs`; of those that nothing narrows they may have been drawn."""
         if not seqs:
             return torch.empty(0, dtype=torch.long, device=self.device)
+        size = len(seqs)
+        logits, token_ids = computed.logits[:size], computed.token_ids
+        if token_ids is not None:
+            token_ids = token_ids[:size]
         if token_ids is None or any(seq.is_narrowed for seq in seqs):
-            inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device)
+            choices = computed.choices and (computed.choices[0][:size], computed.choices[1][:size])
+            inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device, choices)
             token_ids = self.sampler(
                 logits, inputs.temperatures, inputs.keys, inputs.filters, token_ids
             )
+            self.rows.keep(computed.rows[:size], token_ids)
         tellings += tell_logprobs(seqs, logits, token_ids)
         return token_ids
 
-    def _fit_kv_blocks(self) -> int:
-        """How many blocks the memory holds beside everything else: the least of any rank."""
-        config = self.config
-        if self.device.type == "cpu":
-            budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // self.ranks.size
-            option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
-        else:
-            budget = self._free_device_bytes()
-            option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
-            hint = "raise it, or lower max_num_batched_tokens"
-        num_blocks = self.ranks.least(budget // self.pool.block_bytes)
-        if num_blocks < 1:
-            raise ValueError(
-                f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
-                f" {self.pool.block_bytes / MIB:.3f} MiB; {hint}"
-            )
-        return num_blocks
-
-    def _free_device_bytes(self) -> int:
-        """Device memory left for KV beside weights, activations, sampler and decode graphs.
-
-        The largest prefill and the largest sampling batch are run, and all graphs captured on a
-        stand-in cache, so that what is subtracted was seen and not guessed.
-        """
-        torch.cuda.reset_peak_memory_stats(self.device)
-        resident = torch.cuda.memory_allocated(self.device)
-        self._warm_up()
-        activations = torch.cuda.max_memory_allocated(self.device) - resident
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        graphs = self._graph_bytes() if self._uses_graphs else 0
-        others = total - free
-        budget = total * self.config.gpu_memory_utilization - others - activations - graphs
-        return int(budget / (1 + self.backend.copied_layers / self.model_config.num_hidden_layers))
-
-    def _warm_up(self) -> None:
-        """Run the largest step, and the smallest: their kernels may be others."""
-        config, vocab_size = self.config, self.model_config.vocab_size
-        sizes = (1, config.max_num_batched_tokens)
-        short, long = (warmup_inputs(n, self.max_positions) for n in sizes)
-        try:
-            self.ranks.broadcast(upload(short.input_ids, self.device))  # NCCL connects in the first
-            self._forward(short)  # exchange of a kind
-            hidden = self._forward(long)
-            told = self.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
-            if self.ranks.rank == 0:
-                warm_up_logprobs(told)
-            del told
-            hidden = hidden[: config.max_num_running]
-            logits = self.model.compute_logits(hidden)
-            ones = torch.ones(len(hidden), device=self.device)
-            self.sampler(logits, ones, ones.long())
-            self.sampler(logits, None, None)
-            if self.ranks.rank == 0:  # where sampling is done
-                alike = torch.zeros_like(logits)
-                lists = alike.float()  # what penalties and lists of tokens may take
-                filters = warmup_filters(len(alike), vocab_size, self.device)
-                self.sampler(alike, ones, ones.long(), filters)
-                del lists
-            torch.cuda.synchronize(self.device)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(
-                f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
-                f" max_num_seqs={config.max_num_seqs} does not fit on {self.device} beside weights"
-                " and KV pool; lower them, num_kvcache_blocks or gpu_memory_utilization"
-            ) from error
-
-    def _graph_bytes(self) -> int:
-        """Capture the decode graphs on a stand-in cache, see what they take, and drop them."""
-        self.pool.allocate(num_blocks=1)
-        before, _ = torch.cuda.mem_get_info(self.device)
-        self._capture_graphs()
-        after, _ = torch.cuda.mem_get_info(self.device)
-        self._drop_graphs()
-        self.pool.release()
-        torch.cuda.empty_cache()
-        return before - after
-
     @property
-    def _uses_graphs(self) -> bool:
+    def uses_graphs(self) -> bool:
         eager = self.config.enforce_eager or not self.backend.graph_safe
         return self.device.type == "cuda" and not eager
 
-    def _capture_graphs(self) -> int:
+    def capture_graphs(self) -> int:
         self.graphs = self.decode_graphs()
         self.graphs.capture()
         return len(self.graphs.sizes)
 
-    def _drop_graphs(self) -> None:
+    def drop_graphs(self) -> None:
         if self.graphs:
             self.graphs.release()
         self.graphs = None
 
     def decode_graphs(self) -> DecodeGraphs:
-        """The static-buffer decode path, not captured: it runs on any device."""
-        top = min(self.max_num_running, MAX_GRAPH_BATCH)
+        """The decode steps of a ladder, not captured: they run on any device."""
+        top = min(self.config.max_num_running, MAX_GRAPH_BATCH)
         vocab_size = self.model_config.vocab_size if self.ranks.rank == 0 else 0
         return DecodeGraphs(
-            step=self._decode,
-            plan=self.backend.plan,
-            sizes=batch_ladder(top),
-            max_blocks=-(-self.max_positions // self.block_size),
-            logits=torch.empty(top, vocab_size, dtype=self.dtype, device=self.device),
+            self._decode_and_draw,
+            batch_ladder(top),
+            torch.empty(top, vocab_size, dtype=self.dtype, device=self.device),
         )

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import xxhash
 
-from nanovllm.engine.inputs import Array, upload
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.transfer import Array, upload
 from nanovllm.kernels.cuts import Cuts
 from nanovllm.kernels.ranking import are_few
 from nanovllm.layers.filters import Entries, Filters, Penalties
@@ -59,12 +59,22 @@ class SeenTokens:
         return len(self.places)
 
 
-def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device) -> SamplingInputs:
-    """What the sampler needs for one token of each of `seqs`."""
+def sampling_inputs(
+    seqs: list[Sequence],
+    vocab_size: int,
+    device: torch.device,
+    choices: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> SamplingInputs:
+    """What the sampler needs for one token of each of `seqs`.
+
+    Their temperatures and keys are `choices`, where the device has them.
+    """
     temperatures = keys = None
     if any(seq.temperature > 0 for seq in seqs):
-        temperatures = upload(_temperatures(seq.temperature for seq in seqs), device)
-        keys = upload(np.array([noise_key(seq) for seq in seqs]), device)
+        temperatures, keys = choices or (
+            upload(np.array([temperature_of(seq) for seq in seqs], np.float32), device),
+            upload(np.array([noise_key(seq) for seq in seqs]), device),
+        )
     alike: dict[tuple[bool, ...], list[int]] = {}
     for row, seq in enumerate(seqs):
         if seq.is_narrowed:
@@ -77,21 +87,9 @@ def sampling_inputs(seqs: list[Sequence], vocab_size: int, device: torch.device)
     return SamplingInputs(temperatures, keys, filters)
 
 
-def plain_choices(seqs: list[Sequence]) -> tuple[Array, Array]:
-    """Temperatures and keys for the rows that nothing narrows.
-
-    The others are drawn again afterwards, and greedy for now, which is quickest.
-    """
-    drawn = [seq.temperature > 0 and not seq.is_narrowed for seq in seqs]
-    temperatures = (seq.temperature * draw for seq, draw in zip(seqs, drawn, strict=True))
-    keys = [noise_key(seq) if draw else 0 for seq, draw in zip(seqs, drawn, strict=True)]
-    return _temperatures(temperatures), np.array(keys)
-
-
-def _temperatures(values: Iterable[float]) -> Array:
-    """In float32, whose products and quotients with logits do not overflow; 0 stays 0."""
-    asked = np.fromiter(values, np.float64)
-    return np.where(asked > 0, asked.clip(COLDEST, HOTTEST), 0.0).astype(np.float32)
+def temperature_of(seq: Sequence) -> float:
+    """One whose products and quotients with logits do not overflow in float32; 0 stays 0."""
+    return min(max(seq.temperature, COLDEST), HOTTEST) if seq.temperature > 0 else 0.0
 
 
 def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list[Filters]:
@@ -112,7 +110,10 @@ def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list
 
 
 def noise_key(seq: Sequence) -> int:
-    """What decides a sequence's next draw: its seed and position, nothing else. 64 bits, signed."""
+    """What decides a sequence's next draw: its seed and position, nothing else. 64 bits, signed.
+
+    Rows on the device have it from `plain.noise_keys`.
+    """
     digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
     return digest - (1 << 63)
 

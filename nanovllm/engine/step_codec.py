@@ -1,90 +1,53 @@
 """How a step's arrays travel to the other ranks: bytes of a fixed layout, as pickling takes longer.
 
-A prompt's tokens are told once, as they are computed, and each new token once. Block tables hold
-what a sequence was given from its start: they are told as what differs from the last step's.
+A prompt's tokens are told once, as they are computed; each new token, by its rank; and each block
+of a sequence once.
 """
 
+import dataclasses
 import struct
 from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.inputs import Array, StepInputs
+from nanovllm.engine.inputs import PrefillInputs, StepInputs
 
 # The arrays of a message, one behind the other. The wide ones come first, so that all are aligned.
 LAYOUT: dict[str, Any] = {
+    "places": np.int64,
     "input_ids": np.int64, "positions": np.int64, "slot_mapping": np.int64,
+    "rows": np.int64, "token_rows": np.int64,
     "sample_rows": np.int64, "shared_rows": np.int64, "prompt_rows": np.int64,
-    "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "context_lens": np.int32,
-    "copied_blocks": np.int32, "changed": np.int32, "values": np.int32,
+    "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "copied_blocks": np.int32,
+    "words": np.int32,
 }  # fmt: skip
-FIELDS = tuple(LAYOUT)[:-2]  # the last two are the block tables
-# Their lengths, NONE for one that is not there; rows and columns of the block tables.
-HEADER = struct.Struct(f"{len(LAYOUT) + 2}q")
-NONE = -1
+PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
+HEADER = struct.Struct(f"{len(LAYOUT) + 2}q")  # their lengths; num_seqs and width
+NONE = -1  # the length of one that is not there
 
 
-class StepCodec:
-    """Steps to bytes at one end, bytes to steps at the other; both must see every step."""
-
-    def __init__(self) -> None:
-        self._last: Array | None = None  # block tables
-
-    def encode(self, inputs: StepInputs) -> bytes:
-        """A step as bytes."""
-        tables = inputs.block_tables
-        arrays = [getattr(inputs, name) for name in FIELDS]
-        arrays += (None, None) if tables is None else self._difference(tables)
-        lengths = [NONE if array is None else array.size for array in arrays]
-        shape = (0, 0) if tables is None else tables.shape
-        parts = [array.tobytes() for array in arrays if array is not None]
-        return b"".join([HEADER.pack(*lengths, *shape), *parts])
-
-    def decode(self, message: bytearray) -> StepInputs:
-        """The step, in the message's memory; block tables change with the next one's."""
-        *lengths, num_rows, num_columns = HEADER.unpack_from(message)
-        arrays, offset = [], HEADER.size
-        for length, dtype in zip(lengths, LAYOUT.values(), strict=True):
-            array = None
-            if length != NONE:
-                array = np.frombuffer(message, dtype, length, offset)
-                offset += array.nbytes
-            arrays.append(array)
-        *fields, changed, values = arrays
-        named: dict[str, Any] = dict(zip(FIELDS, fields, strict=True))
-        inputs = StepInputs(**named)
-        if values is not None:
-            inputs.block_tables = self._apply(changed, values, (num_rows, num_columns))
-        return inputs
-
-    def _difference(self, tables: Array) -> tuple[Array | None, Array]:
-        """Where the tables differ from the last ones, and their values there; None is everywhere.
-
-        The last ones are taken as cut, or filled up with zeros, to the shape of these.
-        """
-        last, self._last = self._last, tables
-        if last is None:
-            return None, tables
-        changed = np.flatnonzero(_reshaped(last, tables.shape) != tables)
-        if 2 * len(changed) > tables.size:
-            return None, tables
-        return changed.astype(np.int32), tables.ravel()[changed]
-
-    def _apply(self, changed: Array | None, values: Array, shape: tuple[int, int]) -> Array:
-        if changed is None:
-            tables = values.reshape(shape)
-        else:
-            assert self._last is not None
-            tables = _reshaped(self._last, shape)
-            tables.ravel()[changed] = values
-        self._last = tables
-        return tables
+def encode(inputs: StepInputs) -> bytes:
+    """A step as bytes."""
+    arrays: dict[str, Any] = dict.fromkeys(LAYOUT)
+    arrays |= {"places": inputs.places, "words": inputs.words}
+    if inputs.prefill is not None:
+        arrays |= {name: getattr(inputs.prefill, name) for name in PREFILL}
+    lengths = [NONE if array is None else array.size for array in arrays.values()]
+    parts = [array.tobytes() for array in arrays.values() if array is not None]
+    return b"".join([HEADER.pack(*lengths, inputs.num_seqs, inputs.width), *parts])
 
 
-def _reshaped(matrix: Array, shape: tuple[int, ...]) -> Array:
-    if matrix.shape == shape:
-        return matrix
-    rows, columns = np.minimum(matrix.shape, shape)
-    new = np.zeros(shape, matrix.dtype)
-    new[:rows, :columns] = matrix[:rows, :columns]
-    return new
+def decode(message: bytearray) -> StepInputs:
+    """The step, in the message's memory."""
+    *lengths, num_seqs, width = HEADER.unpack_from(message)
+    arrays: dict[str, Any] = {}
+    offset = HEADER.size
+    for (name, dtype), length in zip(LAYOUT.items(), lengths, strict=True):
+        arrays[name] = None
+        if length != NONE:
+            arrays[name] = np.frombuffer(message, dtype, length, offset)
+            offset += arrays[name].nbytes
+    prefill = None
+    if arrays["input_ids"] is not None:
+        prefill = PrefillInputs(**{name: arrays[name] for name in PREFILL})
+    return StepInputs(num_seqs, width, arrays["places"], arrays["words"], prefill)

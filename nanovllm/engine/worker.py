@@ -61,7 +61,7 @@ def _serve(
     from nanovllm.engine.channel import Reader
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.engine.process_ranks import join
-    from nanovllm.engine.step_codec import StepCodec
+    from nanovllm.engine.step_codec import decode
 
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 says it all, once
     reader = Reader(ring, bell, rank - 1, size - 1)
@@ -73,10 +73,9 @@ def _serve(
     reader.receive()  # when all have loaded
     ranks.connect()
     runner.start()
-    codec = StepCodec()
     while message := reader.receive():
         with runner.computing():
-            runner.compute(codec.decode(message))
+            runner.compute(decode(message))
     runner.close()
     ranks.leave(together=True)
     os._exit(0)

@@ -28,7 +28,7 @@ from nanovllm.engine.channel import Writer
 from nanovllm.engine.errors import ExchangeError, RankError
 from nanovllm.engine.inputs import StepInputs
 from nanovllm.engine.process_ranks import ProcessRanks, join
-from nanovllm.engine.step_codec import StepCodec
+from nanovllm.engine.step_codec import encode
 from nanovllm.engine.worker import BOOT
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.interrupts import holding_interrupts
@@ -105,7 +105,6 @@ class Workers:
     def __init__(self, size: int, device: str) -> None:
         self.ranks = join(0, size, device)
         self.num_threads = max(1, torch.get_num_threads() // size)  # of each rank, on the CPU
-        self._codec = StepCodec()
         self.ranks.check = self.check
         self.failure: str | None = None  # why the engine cannot go on, in a line
         self._traceback = ""
@@ -150,7 +149,7 @@ class Workers:
         if os.getpid() != self._owner:
             raise RuntimeError("an LLM with several ranks can be used in the process that made it")
         with self.waiting():
-            self._writer.send(self._codec.encode(inputs))
+            self._writer.send(encode(inputs))
             yield
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ tokens of the vocabulary, H query heads, KVH key heads, D head dimension.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,82 @@ BLOCK = 64
 GOLDEN = 0x9E3779B9 - (1 << 32)  # as an int32: spreads the token ids, one-to-one
 SHRINK = 2.0**-31 * (1 - 2.0**-23)  # from 32 bits to [0, 1)
 SMALLEST = 2.0**-32
+# The multipliers of XXH64, as int64.
+PRIMES = (
+    0x9E3779B185EBCA87 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64), 0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63 - (1 << 64), 0x27D4EB2F165667C5,
+)  # fmt: skip
+TOP_BIT = -(1 << 63)
+
+
+class RowState(NamedTuple):
+    """A row for each running sequence, and which of them a decode step is of.
+
+    `lengths` count the tokens in the cache: the next one's position. A row with -1 is nobody's.
+    """
+
+    tokens: torch.Tensor  # [rows] in int64: the last ones, which come next
+    seeds: torch.Tensor  # [rows] in int64
+    lengths: torch.Tensor  # [rows] in int32
+    temperatures: torch.Tensor  # [rows] in float32
+    batch: torch.Tensor  # [any] in int32: rows
+    block_tables: torch.Tensor  # [rows, any] in int32
+
+
+class Decoding(NamedTuple):
+    """What a decode step of B rows computes. A row of nobody's has slot -1 and context length 0."""
+
+    rows: torch.Tensor  # [B] in int64, as are the next three
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor  # [B] in int32
+    block_tables: torch.Tensor  # [B, width] in int32
+    temperatures: torch.Tensor  # [B] in float32
+    keys: torch.Tensor  # [B] in int64
+
+
+def read_rows(state: RowState, num_rows: int, width: int, block_size: int) -> Decoding:
+    """The step of the first `num_rows` of the batch, whose lengths go up by one.
+
+    Block tables are the first `width` columns; what is behind a row's last block has no meaning.
+    """
+    rows = state.batch[:num_rows].long()
+    lengths = state.lengths[rows]
+    there = lengths >= 0
+    positions = lengths.clamp(min=0).long()
+    tables = state.block_tables[:, :width][rows]
+    blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
+    state.lengths[rows] = lengths + there
+    return Decoding(
+        rows,
+        state.tokens[rows].where(there, 0),
+        positions,
+        (blocks * block_size + positions % block_size).where(there, -1),
+        lengths + 1,
+        tables,
+        state.temperatures[rows],
+        noise_keys(state.seeds[rows], lengths + 1),
+    )
+
+
+def noise_keys(seeds: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """The keys of draws: XXH64 of the numbers of tokens so far, in 64 bits, less 2^63."""
+    p1, p2, p3, p4, p5 = PRIMES
+    x = seeds + (p5 + 8)
+    x = _rotate_left(x ^ (_rotate_left(num_tokens.long() * p2, 31) * p1), 27) * p1 + p4
+    x = (x ^ _shift_right(x, 33)) * p2
+    x = (x ^ _shift_right(x, 29)) * p3
+    return x ^ _shift_right(x, 32) ^ TOP_BIT
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Zeros come in, not the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x << bits) | _shift_right(x, 64 - bits)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.kernels import cuts, plain
 from nanovllm.kernels.cuts import Cuts
-from nanovllm.kernels.plain import Rope
+from nanovllm.kernels.plain import Decoding, Rope, RowState
 
 if TYPE_CHECKING:
     from nanovllm.kernels.few_rows import FewRows  # which needs Triton
@@ -32,6 +32,7 @@ class Kernels:
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    read_rows: Callable[[RowState, int, int, int], Decoding]
     few_rows: Callable[[list[Tensor | None]], "FewRows | None"] = lambda _: None
 
 
@@ -44,6 +45,7 @@ PLAIN = Kernels(
     sample=plain.sample,
     draw=cuts.draw,
     experts=plain.experts,
+    read_rows=plain.read_rows,
 )
 
 
@@ -53,13 +55,14 @@ def triton_kernels() -> Kernels:
     from nanovllm.kernels.experts import experts
     from nanovllm.kernels.few_rows import few_rows_for
     from nanovllm.kernels.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.read_rows import read_rows
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sample import sample
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
     return Kernels(
         "Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw, experts,
-        few_rows_for,
+        read_rows, few_rows_for,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels import cpu_kernels, paged_attention
+from nanovllm.kernels.plain import RowState
 from nanovllm.kernels.table import PLAIN, Kernels, compiled_kernels, triton_kernels
 from nanovllm.utils.context import Context
 
@@ -385,6 +386,8 @@ def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     kernels.silu_and_mul(x)
     ones = torch.ones(1, device=spec.device)
     kernels.sample(x, ones, ones.long())
+    one, word = ones.long(), ones.int()
+    kernels.read_rows(RowState(one, one, word, ones, word - 1, word[None]), 1, 1, 2)
     qkv = torch.zeros(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, **options)
     angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
     nowhere = torch.full((1,), -1, device=spec.device)

@@ -20,6 +20,7 @@ from nanovllm.engine import channel
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.channel import Reader, Writer
 from nanovllm.engine.inputs import prefill_inputs
+from nanovllm.engine.rows import Account, Layout
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -189,7 +190,9 @@ def test_long_prompts_do_not_get_through(
         seq.block_table = list(range(index, index + length // 16))
         seq.num_scheduled_tokens = length
         seqs.append(seq)
-    inputs = prefill_inputs(Batch(seqs, is_prefill=True), 16)
+    account = Account(Layout(num_prompts, length // 16))
+    prefill = prefill_inputs(Batch(seqs, is_prefill=True), 16, account).prefill
+    assert prefill is not None
     writer = Writer(2, no_check)
     processes = []
     for index in range(2):
@@ -201,12 +204,12 @@ def test_long_prompts_do_not_get_through(
                 pass_fds=fds, stdout=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
-    message = pickle.dumps(inputs, protocol=5)
+    message = pickle.dumps(prefill, protocol=5)
     assert num_prompts == 1 or len(message) > 20 * channel.CAPACITY
     writer.send(message)
     writer.send(pickle.dumps("end"))
     for process in processes:
         out, _ = process.communicate(timeout=60)
-        digest = xxhash.xxh64_hexdigest(inputs.input_ids)
+        digest = xxhash.xxh64_hexdigest(prefill.input_ids)
         assert out == f"{digest} {num_prompts * length} end\n"
     writer.close()

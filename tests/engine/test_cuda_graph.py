@@ -1,6 +1,6 @@
-"""Decode over static buffers: the ladder, its padding, and, on a device, capture and replay.
+"""Decode by graphs: the ladder, its padding, and, on a device, capture and replay.
 
-On the CPU a replay is a call of the model on the buffers, so that all but the capture runs.
+On the CPU a replay is a call of the step, so that all but the capture runs.
 """
 
 import bisect
@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from conftest import LogitRecorder, ctrl_c_before, make_model
+from conftest import LogitRecorder, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
-from nanovllm.engine.inputs import StepInputs, upload
+from nanovllm.engine.cuda_graph import Computed, batch_ladder
 from nanovllm.engine.sequence import PENDING
+from nanovllm.engine.transfer import upload_ahead
 from nanovllm.utils.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -38,14 +37,14 @@ def make_llm(path: Path, **options: Any) -> LLM:
     return LLM(path, **defaults | options)
 
 
-def use_static_buffers(llm: LLM) -> list[int]:
-    """Make decode run over padded buffers; returns the list of sizes that will have run."""
+def use_graphs(llm: LLM) -> list[int]:
+    """Make decode run in padded batches; returns the list of sizes that will have run."""
     graphs = llm._runner.graphs = llm._runner.decode_graphs()
     step, sizes = graphs.step, []
 
-    def recording(input_ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(input_ids))
-        return step(input_ids, *rest)
+    def recording(size: int, out: torch.Tensor) -> Computed:
+        sizes.append(size)
+        return step(size, out)
 
     graphs.step = recording
     return sizes
@@ -91,20 +90,20 @@ def test_ladder_of_the_runner_is_not_that_of_its_config(
 ) -> None:
     with make_llm(model_dir, max_num_seqs=max_num_seqs) as llm:
         graphs = llm._runner.decode_graphs()
-        assert graphs.max_batch_size == top == len(graphs.rows.input_ids)
+        assert graphs.max_batch_size == top == len(graphs.logits)
     with make_llm(model_dir, max_num_seqs=max_num_seqs, max_num_batched_tokens=2) as llm:
         assert llm._runner.decode_graphs().max_batch_size == min(top, 2)
 
 
-# Static buffers on the CPU
+# Padded batches on the CPU
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40])
 def test_padding_changes_the_output_of_a_batch_of(
     size: int, static: LLM, expected: list[list[int]]
 ) -> None:
-    """Around every step of the ladder, in one engine: the buffers are stale from the last one."""
-    sizes = use_static_buffers(static)
+    """Around every step of the ladder, in one engine: rows are stale from the last one."""
+    sizes = use_graphs(static)
     assert generate(static, size) == expected[:size]
     ladder = batch_ladder(TOP)
     assert sizes[0] == ladder[bisect.bisect_left(ladder, size)], "not the next larger bucket"
@@ -117,7 +116,7 @@ def test_a_batch_above_the_top_of_the_ladder_is_cut(
 ) -> None:
     """It runs without graphs, until enough requests have finished."""
     with make_llm(model_dir, max_num_seqs=48) as llm:
-        sizes = use_static_buffers(llm)
+        sizes = use_graphs(llm)
         graphs = llm._runner.graphs
         assert graphs is not None
         graphs.sizes = graphs.sizes[:4]
@@ -142,7 +141,7 @@ def test_graphs_do_not_survive_chunks_and_preemptions(
     options: dict[str, Any], model_dir: Path, expected: list[list[int]]
 ) -> None:
     with make_llm(model_dir, **options) as llm:
-        sizes = use_static_buffers(llm)
+        sizes = use_graphs(llm)
         for _ in range(2):
             assert generate(llm, 48) == expected
         assert sizes
@@ -150,14 +149,14 @@ def test_graphs_do_not_survive_chunks_and_preemptions(
             assert llm.scheduler.num_preemptions >= 5
 
 
-def test_block_table_grows_wider_than_the_buffers(model_dir: Path) -> None:
+def test_block_table_grows_wider_than_its_row(model_dir: Path) -> None:
     """Up to the very last token that the model may have, and with a width that does not divide."""
     options: dict[str, Any] = dict(max_model_len=101, kvcache_block_size=8, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     with make_llm(model_dir, **options) as llm:
         plain = [out["token_ids"] for out in llm.generate(PROMPTS[:5], params, use_tqdm=False)]
         assert [len(p) + len(t) for p, t in zip(PROMPTS, plain, strict=False)] == [101] * 5
-        sizes = use_static_buffers(llm)
+        sizes = use_graphs(llm)
         outputs = llm.generate(PROMPTS[:5], params, use_tqdm=False)
         assert [out["token_ids"] for out in outputs] == plain and sizes
 
@@ -166,7 +165,7 @@ def test_seeded_samples_differ_under_graphs(model_dir: Path) -> None:
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=12) for i in range(11)]
     with make_llm(model_dir) as llm:
         plain = llm.generate(PROMPTS[:11], params, use_tqdm=False)
-        use_static_buffers(llm)
+        use_graphs(llm)
         again = llm.generate(PROMPTS[:11], params, use_tqdm=False)
     assert [out["token_ids"] for out in again] == [out["token_ids"] for out in plain]
 
@@ -182,52 +181,33 @@ def test_choices_differ_under_graphs(model_dir: Path) -> None:
     for overlap in (False, True):
         with make_llm(model_dir, overlap=overlap) as llm:
             plain = llm.generate(PROMPTS[:30], params, use_tqdm=False)
-            use_static_buffers(llm)
+            use_graphs(llm)
             again = llm.generate(PROMPTS[:30], params, use_tqdm=False)
         for out, other in zip(again, plain, strict=True):
             assert out["token_ids"] == other["token_ids"]
             assert out["cumulative_logprob"] == pytest.approx(other["cumulative_logprob"])
 
 
-def test_block_tables_move_when_nothing_changed(
+def test_something_moves_when_nothing_changed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sequence, 4 tokens to a block: a table is uploaded for every fourth step."""
-    uploads = []
+    """One sequence, 4 tokens to a block: for every fourth step the device is told of a block.
 
-    def counting(array: Any, device: torch.device) -> torch.Tensor:
-        uploads.append(array)
-        return upload(array, device)
+    Besides of the sequence, by its prefill; and of where it stands, by the first decode step.
+    """
+    sizes = []
+
+    def counting(device: torch.device, *arrays: Any) -> list[torch.Tensor]:
+        sizes.append(sum(array.nbytes for array in arrays))
+        return upload_ahead(device, *arrays)
 
     params = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
     with make_llm(model_dir) as llm:
-        sizes = use_static_buffers(llm)
-        monkeypatch.setattr("nanovllm.engine.cuda_graph.upload", counting)
+        steps = use_graphs(llm)
+        monkeypatch.setattr("nanovllm.engine.rows.upload_ahead", counting)
         llm.generate(PROMPTS[:1], params, use_tqdm=False)
-    assert len(sizes) == 40 and len(uploads) == 10
-
-
-def decode_step(*tables: list[int]) -> StepInputs:
-    """A token for each of these tables, of two blocks of 4, which goes nowhere."""
-    rows = len(tables)
-    return StepInputs(
-        input_ids=np.zeros(rows, np.int64), positions=np.zeros(rows, np.int64),
-        slot_mapping=np.full(rows, -1), context_lens=np.ones(rows, np.int32),
-        block_tables=np.array(tables, np.int32),
-    )  # fmt: skip
-
-
-def test_ctrl_c_leaves_tables_that_nobody_knows_of(model_dir: Path) -> None:
-    """On the device those of the step that it struck: the next one takes them for its own."""
-    with make_llm(model_dir) as llm, llm._runner.computing():
-        graphs = llm._runner.decode_graphs()
-        code = DecodeGraphs._load.__code__
-        for _, _, line in code.co_lines():
-            graphs.replay(decode_step([1, 2], [3, 4]))
-            with ctrl_c_before(line, code):
-                graphs.replay(decode_step([5, 6], [7, 8]))
-            graphs.replay(decode_step([1, 2], [3, 4]))
-            assert graphs.block_tables[:2, :2].tolist() == [[1, 2], [3, 4]], f"line {line}"
+    assert len(steps) == 40 and len(sizes) == 2 + 10
+    assert sizes[2:] == [16] * 10, "a place and a word"
 
 
 def watch_the_cache(llm: LLM) -> Callable[[], int]:
@@ -238,10 +218,10 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
     assert cache is not None
 
     @torch.inference_mode()
-    def checking(batch: Batch, last: Any) -> Any:
+    def checking(batch: Batch) -> Any:
         nonlocal steps
         if batch.is_prefill:
-            return launch(batch, last)
+            return launch(batch)
         steps += 1
         real = [
             seq.block_table[seq.num_cached_tokens // block_size] * block_size
@@ -251,7 +231,7 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
         # A request that runs again may write what is there; so let something else be there.
         cache.flatten(2, 3)[:, :, real] = 77.0
         before = cache.clone()
-        token_ids = launch(batch, last)
+        token_ids = launch(batch)
         changed = (cache != before).any(-1).any(-1)  # [2, layers, blocks, block_size]
         for written in changed.flatten(2).flatten(0, 1):
             assert written.nonzero().flatten().tolist() == sorted(real)
@@ -265,7 +245,7 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
 def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
     """After a full batch, whose slots stand in the buffers still."""
     with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
-        use_static_buffers(llm)
+        use_graphs(llm)
         num_steps = watch_the_cache(llm)
         generate(llm, TOP)
         seen = num_steps()
@@ -274,34 +254,38 @@ def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
 
 
 @torch.inference_mode()
-def poison(graphs: DecodeGraphs, num_blocks: int, block_size: int) -> None:
-    """Fill the buffers with what a full batch of long requests may have left behind."""
-    rows = graphs.rows
-    rows.input_ids.fill_(PENDING)
-    rows.positions.random_(0, 100)
-    rows.slot_mapping.random_(0, num_blocks * block_size)
-    rows.context_lens.random_(1, 100)
-    rows.temperatures.fill_(2.0)
-    graphs.block_tables.random_(0, num_blocks)
-    graphs.known_tables[:] = graphs.block_tables
+def poison(llm: LLM) -> None:
+    """Fill the rows with what sequences of long ago may have left: all that none of now has."""
+    state, account = llm._runner.rows.state, llm._runner.account
+    num_rows, num_blocks = len(state.lengths), llm.scheduler.num_blocks
+    used = list(account._rows.values())
+    stale = torch.ones(num_rows, dtype=torch.bool)
+    stale[used] = False
+    state.tokens[stale] = PENDING
+    state.temperatures[stale] = 2.0
+    tables = torch.randint(0, num_blocks, state.block_tables.shape, dtype=torch.int32)
+    for row in used:
+        size = account._num_blocks[row]
+        tables[row, :size] = state.block_tables[row, :size]
+    state.block_tables.copy_(tables)
+    stale[-1] = False  # the row of nobody is nobody's for good
+    state.lengths[stale] = torch.randint(1, 100, (int(stale.sum()),), dtype=torch.int32)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 13])
 def test_stale_rows_leak_into_a_smaller_batch(
     size: int, model_dir: Path, expected: list[list[int]]
 ) -> None:
-    """The buffers are filled with rubbish before every single step."""
+    """They are filled with rubbish before every single step."""
     with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
-        use_static_buffers(llm)
+        use_graphs(llm)
         num_steps = watch_the_cache(llm)
         runner = llm._runner
-        graphs, launch = runner.graphs, runner.launch
-        assert graphs is not None
+        launch = runner.launch
 
-        @torch.inference_mode()
-        def poisoned(batch: Batch, last: Any) -> Any:
-            poison(graphs, 500, runner.block_size)
-            return launch(batch, last)
+        def poisoned(batch: Batch) -> Any:
+            poison(llm)
+            return launch(batch)
 
         runner.launch = poisoned  # type: ignore[method-assign]
         assert generate(llm, size) == expected[:size]
@@ -312,23 +296,24 @@ def test_padding_rows_attend_to_something(model_dir: Path) -> None:
     """Nobody reads what they compute, but computing it costs, and a stale length reads far."""
     with make_llm(model_dir) as llm:
         runner = llm._runner
-        graphs = runner.graphs = runner.decode_graphs()
-        plan, num_checked = graphs.plan, 0
+        use_graphs(llm)
+        plan, num_checked = runner.backend.plan, 0
 
         def checking_plan(context: Context) -> None:
             nonlocal num_checked
-            assert context.context_lens is not None
-            num_rows = len(llm.scheduler.running)
-            assert context.context_lens[:num_rows].all()
-            assert not context.context_lens[num_rows:].any()
-            assert (context.slot_mapping[num_rows:] == -1).all()
-            num_checked += len(context.context_lens) > num_rows
+            if not context.is_prefill:
+                assert context.context_lens is not None
+                num_rows = len(llm.scheduler.running)
+                assert context.context_lens[:num_rows].all()
+                assert not context.context_lens[num_rows:].any()
+                assert (context.slot_mapping[num_rows:] == -1).all()
+                num_checked += len(context.context_lens) > num_rows
             plan(context)
 
-        graphs.plan = checking_plan
+        runner.backend.plan = checking_plan  # type: ignore[method-assign]
         generate(llm, TOP)
-        poison(graphs, num_blocks=50, block_size=4)
         for size in (13, 3, 33):
+            poison(llm)
             generate(llm, size)
         assert num_checked >= 10
 
@@ -453,9 +438,9 @@ def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path, fast: str) 
         padded = graphs.replay
         sizes: list[int] = []
 
-        def recording(inputs: StepInputs, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            sizes.append(len(inputs.input_ids))
-            return padded(inputs, *rest)
+        def recording(num_rows: int) -> Computed:
+            sizes.append(num_rows)
+            return padded(num_rows)
 
         graphs.replay = recording  # type: ignore[method-assign]
         generate(llm, 48)

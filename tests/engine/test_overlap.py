@@ -143,9 +143,9 @@ def count_rows(llm: LLM) -> list[int]:
     """Notes how many tokens are sampled, step by step."""
     launch, rows = llm._runner.launch, []
 
-    def counting(batch: Batch, last: Any) -> Launched:
+    def counting(batch: Batch) -> Launched:
         rows.append(len(batch.sampling_seqs))
-        return launch(batch, last)
+        return launch(batch)
 
     llm._runner.launch = counting  # type: ignore[method-assign]
     return rows
@@ -180,8 +180,8 @@ class SlowDevice:
         self.launch = llm._runner.launch
         llm._runner.launch = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, batch: Batch, last: Any) -> Any:
-        launched = self.launch(batch, last)
+    def __call__(self, batch: Batch) -> Any:
+        launched = self.launch(batch)
         self.free_at = done = max(time.perf_counter(), self.free_at) + self.seconds
         wait = launched.wait
 

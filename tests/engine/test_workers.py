@@ -35,6 +35,7 @@ from nanovllm.engine.inputs import StepInputs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.nccl_ranks import MEETING, NcclRanks
 from nanovllm.engine.shared_ranks import SharedRanks
+from nanovllm.engine.step_codec import encode
 from nanovllm.engine.workers import RankError, Worker, Workers
 from nanovllm.models.config import ModelConfig
 
@@ -218,7 +219,7 @@ def at_forward(llm: LLM, is_prefill: bool, act: Callable[[], object]) -> None:
     compute = llm._runner.compute
 
     def acting(inputs: StepInputs, *rest: Any) -> Any:
-        if (inputs.cu_seqlens_q is not None) == is_prefill:
+        if (inputs.prefill is not None) == is_prefill:
             act()
         return compute(inputs, *rest)
 
@@ -516,7 +517,7 @@ def test_ranks_must_load_at_the_same_speed(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_raises_in_a_step_is_waited_for(
-    device: str, size: int, model_dir: Path
+    device: str, size: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets other inputs than rank 0: on the CPU it raises between two exchanges."""
     warm_up(device, model_dir)
@@ -524,15 +525,16 @@ def test_a_rank_that_raises_in_a_step_is_waited_for(
     with nothing_left():
         llm = make_llm(model_dir, device, size)
         generate(llm)
-        codec = llm._runner.workers._codec
-        encode = codec.encode
 
         def corrupt(inputs: StepInputs) -> bytes:
             if device == "cuda":  # where an index out of range would break the context
                 return encode(inputs)[:-4]
-            return encode(dataclasses.replace(inputs, positions=inputs.positions + 10**6))
+            assert inputs.prefill is not None
+            positions = inputs.prefill.positions + 10**6
+            prefill = dataclasses.replace(inputs.prefill, positions=positions)
+            return encode(dataclasses.replace(inputs, prefill=prefill))
 
-        codec.encode = corrupt
+        monkeypatch.setattr("nanovllm.engine.workers.encode", corrupt)
         reason = rf"rank \d of {size} raised {error}"
         with within(), pytest.raises(RankError, match=reason) as caught:
             generate(llm)

@@ -77,6 +77,15 @@ def store_kvcache(heads: Heads) -> None:
     store_kvcache(k, v, *caches(heads), torch.empty(TOKENS, dtype=torch.long))
 
 
+def read_rows(rows: int, width: int) -> None:
+    from nanovllm.kernels.plain import RowState
+    from nanovllm.kernels.read_rows import read_rows
+
+    longs = torch.zeros(2, ROWS, dtype=torch.long)
+    state = RowState(*longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640))
+    read_rows(state, rows, width, BLOCK_SIZE)
+
+
 def rms_norm(size: int) -> None:
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -229,6 +238,8 @@ CALLS: dict[str, Callable[[], object]] = {
         for name in ("race", "greedy")
         for dtype in (torch.bfloat16, torch.float32)
     },
+    "read_rows, of a graph": partial(read_rows, ROWS, 640),
+    "read_rows, as wide as it must be": partial(read_rows, 7, 13),
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the

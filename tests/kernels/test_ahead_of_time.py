@@ -155,6 +155,16 @@ def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
+def test_rows_are_read_by_another_kernel_as_tables_widen(
+    capability: int, compiled: Compiled
+) -> None:
+    """Without graphs a step is as wide as its longest table: a run would stop to compile."""
+    (widest,) = compiled["read_rows, of a graph", capability]
+    (narrow,) = compiled["read_rows, as wide as it must be", capability]
+    assert narrow["folder"] == widest["folder"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_merge_reads_what_others_have_not_written(capability: int, compiled: Compiled) -> None:
     """The parts of a row: written, then all threads' writes before the count that publishes them;
     the count, then all threads' reads, past the cache of their multiprocessor."""
