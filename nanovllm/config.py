@@ -95,7 +95,7 @@ class Config:
 
     @property
     def max_num_running(self) -> int:
-        """Sequences that can run at once: each takes a token of a step's budget, and a block."""
+        """Sequences that can decode at once: each takes a token of a step's budget, and a block."""
         least = min(self.max_num_seqs, self.max_num_batched_tokens)
         return least if self.num_kvcache_blocks is None else min(least, self.num_kvcache_blocks)
 

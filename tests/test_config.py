@@ -176,9 +176,10 @@ def test_torch_dtype(name: str) -> None:
 
 
 def test_max_num_running() -> None:
-    """More sequences at once than a decode step has tokens for."""
+    """More sequences at once than a decode step has tokens for, or the pool blocks."""
     assert config(max_num_seqs=8, max_num_batched_tokens=3).max_num_running == 3
     assert config(max_num_seqs=3, max_num_batched_tokens=8).max_num_running == 3
+    assert config(max_num_seqs=8, num_kvcache_blocks=5).max_num_running == 5
 
 
 def test_defaults() -> None:

@@ -120,7 +120,7 @@ def test_sums_are_wrong_after_preemptions(options: dict[str, Any]) -> None:
         llm.scheduler.audit()
 
 
-def test_sums_are_wrong_over_static_buffers() -> None:
+def test_sums_are_wrong_by_graphs() -> None:
     with make_llm(max_num_seqs=37, kvcache_block_size=4) as llm:
         graphs = llm._runner.graphs = llm._runner.decode_graphs()
         graphs.logits.zero_()

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -162,6 +163,17 @@ def test_the_callers_prompt_is_not_kept(llm: LLM) -> None:
     prompt = list(IDS)
     generate(llm, [prompt, prompt])
     assert prompt == IDS
+
+
+def test_requests_are_kept_when_they_are_done(llm: LLM) -> None:
+    """With their logprobs, in whatever remembers the last batch."""
+    params = SamplingParams(max_tokens=6, logprobs=2, n=2)
+    gc.collect()
+    before = {id(thing) for thing in gc.get_objects() if isinstance(thing, Sequence)}
+    llm.generate([TEXT] * 5, params, use_tqdm=False)
+    gc.collect()
+    after = [thing for thing in gc.get_objects() if isinstance(thing, Sequence)]
+    assert not [seq for seq in after if id(seq) not in before]
 
 
 def test_results_come_in_the_order_of_finishing(llm: LLM) -> None:

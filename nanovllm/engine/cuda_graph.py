@@ -30,6 +30,15 @@ class Computed(NamedTuple):
     choices: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures and keys, if known here
     token_ids: torch.Tensor | None = None  # [B], if they have been drawn
 
+    def first(self, size: int) -> "Computed":
+        """Without what is behind so many."""
+        return Computed(
+            self.logits[:size],
+            self.rows[:size],
+            self.choices and (self.choices[0][:size], self.choices[1][:size]),
+            None if self.token_ids is None else self.token_ids[:size],
+        )
+
 
 class DecodeGraphs:
     """The decode step for every size of a ladder.

@@ -83,7 +83,8 @@ def prefill_inputs(batch: Batch, block_size: int, account: Account) -> StepInput
         for seq, follower in batch.forks
         if seq.num_tokens % block_size
     ]
-    rows, width = account.tell_blocks(batch.all_seqs)
+    assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
+    rows, token_rows, news = account.prefill(batch.all_seqs, batch.sampling_seqs)
     prefill = PrefillInputs(
         input_ids=np.array(token_ids, np.int64),
         positions=np.concatenate(positions, dtype=np.int64),
@@ -91,21 +92,20 @@ def prefill_inputs(batch: Batch, block_size: int, account: Account) -> StepInput
         cu_seqlens_q=np.array(cu_seqlens_q, np.int32),
         cu_seqlens_k=np.array(cu_seqlens_k, np.int32),
         rows=rows[: len(seqs)],
-        token_rows=account.expect_tokens(batch.sampling_seqs),
+        token_rows=token_rows,
         sample_rows=np.array(sample_rows, np.int64),
         shared_rows=np.array(shared_rows, np.int64) if batch.forks else None,
         prompt_rows=np.array(prompt_rows, np.int64) if prompt_rows else None,
         copied_blocks=np.array(tails, np.int32).ravel() if tails else None,
     )
-    reads_cache = any(seq.num_cached_tokens for seq in seqs)
-    return StepInputs(len(seqs), width if reads_cache else 0, *account.changes(), prefill)
+    if not any(seq.num_cached_tokens for seq in seqs):
+        news = news._replace(width=0)
+    return StepInputs(len(seqs), *news, prefill)
 
 
 def decode_inputs(batch: Batch, account: Account) -> StepInputs:
     """The last token of each sequence."""
-    rows, width = account.tell_blocks(batch.seqs)
-    account.tell_batch(batch.seqs, rows)
-    return StepInputs(len(batch.seqs), width, *account.changes())
+    return StepInputs(len(batch.seqs), *account.decode(batch.seqs))
 
 
 def warmup_inputs(num_tokens: int, longest: int) -> PrefillInputs:

@@ -8,16 +8,15 @@ from nanovllm.engine.transfer import download
 
 
 class Launched:
-    """Holds the token ids of `batch.sampling_seqs` on the device, and their copy on the host.
+    """Holds the token ids of `batch.sampling_seqs`, as a copy on its way to the host.
 
-    The copy is made in the order of the device's work, and `wait` waits for it by an event: work
+    It is made in the order of the device's work, and `wait` waits for it by an event: work
     that is launched after it goes on meanwhile. The memory that it goes to is its own.
     """
 
     def __init__(self, batch: Batch, token_ids: torch.Tensor, tellings: list[Telling]) -> None:
         self.batch = batch
         self.num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-        self.token_ids = token_ids
         self.tellings = tellings
         self._host = download(token_ids)
         self._copied: torch.cuda.Event | None = None

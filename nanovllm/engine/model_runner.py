@@ -206,8 +206,7 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)  # a step may be on its way
         self.drop_graphs()  # first: they hold exchanges
         del self.model, self.pool
-        with suppress(AttributeError):  # it may not have started
-            del self.rows
+        self._drop_rows()
         if self.workers:
             self.workers.close()
         if self.device.type == "cuda":
@@ -250,10 +249,15 @@ class ModelRunner:
 
     def make_rows(self) -> None:
         """Room for all that can run, and rank 0's account of it."""
+        self._drop_rows()
         longest = self.config.max_model_len or self.max_positions
         layout = Layout(self.config.max_num_running, -(-longest // self.block_size))
         self.rows = Rows(layout, self.device)
         self.account = Account(layout)
+
+    def _drop_rows(self) -> None:
+        if hasattr(self, "rows"):
+            del self.rows, self.account
 
     def _prefill(
         self, prefill: PrefillInputs, width: int, tell: Callable[[torch.Tensor], None] | None
@@ -359,31 +363,30 @@ class ModelRunner:
         """The tokens of `seqs`; of those that nothing narrows they may have been drawn."""
         if not seqs:
             return torch.empty(0, dtype=torch.long, device=self.device)
-        size = len(seqs)
-        logits, token_ids = computed.logits[:size], computed.token_ids
-        if token_ids is not None:
-            token_ids = token_ids[:size]
+        logits, rows, choices, token_ids = computed.first(len(seqs))
         if token_ids is None or any(seq.is_narrowed for seq in seqs):
-            choices = computed.choices and (computed.choices[0][:size], computed.choices[1][:size])
             inputs = sampling_inputs(seqs, self.model_config.vocab_size, self.device, choices)
             token_ids = self.sampler(
                 logits, inputs.temperatures, inputs.keys, inputs.filters, token_ids
             )
-            self.rows.keep(computed.rows[:size], token_ids)
+            self.rows.keep(rows, token_ids)
         tellings += tell_logprobs(seqs, logits, token_ids)
         return token_ids
 
     @property
     def uses_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs."""
         eager = self.config.enforce_eager or not self.backend.graph_safe
         return self.device.type == "cuda" and not eager
 
     def capture_graphs(self) -> int:
+        """Capture the decode steps; returns how many sizes there are."""
         self.graphs = self.decode_graphs()
         self.graphs.capture()
         return len(self.graphs.sizes)
 
     def drop_graphs(self) -> None:
+        """Give up the decode graphs and their memory."""
         if self.graphs:
             self.graphs.release()
         self.graphs = None

@@ -6,28 +6,30 @@ table. The host tells what the device cannot know: which rows, and their new blo
 """
 
 import operator
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.engine.sampling_inputs import temperature_of
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.transfer import Array, upload_ahead
 from nanovllm.kernels.plain import RowState
 
-UNKNOWN = -2  # no length, no number of blocks and no row
+UNKNOWN = -2  # no length, and no row
 NOBODY = -1  # the length of a row that is nobody's
 
 
 class Layout:
     """Where everything stands in one memory of 32-bit words, so that one list tells all changes.
 
-    `running` sequences at most run; as many may wait for a token that is on its way. The last row
-    is nobody's: a batch is filled up with it.
+    At most `running` sequences run. The last row is nobody's: a batch is filled up with it.
     """
 
     def __init__(self, running: int, max_blocks: int) -> None:
-        self.num_rows = num_rows = -(-(2 * running + 1) // 4) * 4  # all begins at 16 bytes
+        self.num_rows = num_rows = -(-(running + 1) // 4) * 4  # so all begins at 16 bytes
         self.max_blocks = max_blocks
         self.nobody = num_rows - 1
         self.tokens = 0  # two words each, as are the seeds
@@ -86,11 +88,20 @@ class Rows:
         return self.state.block_tables[:, :width][rows]
 
 
+class News(NamedTuple):
+    """What the devices are told of a step: words for places; how wide its block tables are."""
+
+    width: int
+    places: Array
+    words: Array
+
+
 class Account:
     """Rank 0's: whose the rows are, and what of it the devices know.
 
     It relies on how sequences keep their block tables: a list that grows, and another list when
-    they begin anew.
+    they begin anew. A token on its way stands in its sequence's row until that is known to the
+    host: none that waits is scheduled before, so those that run need rows, and no others.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -102,7 +113,8 @@ class Account:
         num_rows = self.layout.num_rows
         self._places: list[int] = []
         self._words: list[int] = []
-        self._rows: dict[Sequence, int] = {}
+        self._rows: dict[int, int] = {}  # by seq_id
+        self._owners: list[Callable[[], Sequence | None]] = [lambda: None] * num_rows
         self._free = list(range(num_rows - 1))[::-1]
         self._tables: list[list[int]] = [[]] * num_rows
         self._num_blocks = np.zeros(num_rows, np.int64)
@@ -112,8 +124,42 @@ class Account:
         self._last_tables: list[list[int]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
-    def tell_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
-        """Let the devices know the block tables; the rows, and the columns of the longest table."""
+    def decode(self, seqs: list[Sequence]) -> News:
+        """A decode step of these: what is new of it.
+
+        Its tokens have been left in the rows, but for a prompt whose last token alone is to be
+        computed.
+        """
+        layout = self.layout
+        rows, width = self._tell_blocks(seqs)
+        lengths = np.fromiter((seq.num_cached_tokens for seq in seqs), np.int64, len(seqs))
+        stale = np.flatnonzero(self._lengths[rows] != lengths)
+        self._tell_each(layout.lengths + rows[stale], lengths[stale])
+        for index in np.flatnonzero(self._num_tokens[rows] != lengths + 1).tolist():
+            token_id = seqs[index].token_ids[-1]
+            assert token_id != PENDING
+            self._tell(layout.tokens + 2 * int(rows[index]), [token_id, 0])
+        self._lengths[rows] = lengths + 1
+        self._num_tokens[rows] = lengths + 2
+        batch = np.full(layout.num_rows, layout.nobody)
+        batch[: len(rows)] = rows
+        stale = np.flatnonzero(batch != self._batch)
+        self._tell_each(layout.batch + stale, batch[stale])
+        self._batch = batch
+        return self._news(width)
+
+    def prefill(
+        self, seqs: list[Sequence], sampling_seqs: list[Sequence]
+    ) -> tuple[Array, Array, News]:
+        """A prefill of these and their followers: their rows, those of its tokens, what is new."""
+        rows, width = self._tell_blocks(seqs)
+        token_rows = self._rows_of(sampling_seqs)
+        if sampling_seqs:
+            self._num_tokens[token_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
+        return rows, token_rows, self._news(width)
+
+    def _tell_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
+        """Tell of blocks that are new. Returns the rows, and the length of the longest table."""
         tables = [seq.block_table for seq in seqs]
         sizes = np.fromiter(map(len, tables), np.int64, len(tables))
         last = self._last_tables
@@ -133,65 +179,42 @@ class Account:
         self._num_blocks[rows] = sizes
         return rows, int(sizes.max())
 
-    def tell_batch(self, seqs: list[Sequence], rows: Array) -> None:
-        """Let the devices know that a decode step is of these rows: their lengths, and its tokens.
-
-        Those have been left there, but for a prompt whose last token is all that is to be computed.
-        """
-        layout = self.layout
-        lengths = np.fromiter((seq.num_cached_tokens for seq in seqs), np.int64, len(seqs))
-        for index in np.flatnonzero(self._lengths[rows] != lengths).tolist():
-            self._tell(layout.lengths + int(rows[index]), [int(lengths[index])])
-        for index in np.flatnonzero(self._num_tokens[rows] != lengths + 1).tolist():
-            self._tell(layout.tokens + 2 * int(rows[index]), seqs[index].token_ids[-1:])
-        self._lengths[rows] = lengths + 1
-        self._num_tokens[rows] = lengths + 2
-        batch = np.full(layout.num_rows, layout.nobody)
-        batch[: len(rows)] = rows
-        for place in np.flatnonzero(batch != self._batch).tolist():
-            self._tell(layout.batch + place, [int(batch[place])])
-        self._batch = batch
-
-    def changes(self) -> tuple[Array, Array]:
-        """What the devices are to be told of a step: places, and words to write there."""
-        changes = np.array(self._places, np.int64), np.array(self._words, np.int32)
-        self._places.clear()
-        self._words.clear()
-        return changes
-
-    def expect_tokens(self, seqs: list[Sequence]) -> Array:
-        """The rows of these, where a prefill will leave a token for each."""
-        rows = self._rows_of(seqs)
-        if seqs:
-            self._num_tokens[rows] = [len(seq.token_ids) + 1 for seq in seqs]
-        return rows
-
     def _rows_of(self, seqs: list[Sequence]) -> Array:
         rows = self._rows
         for seq in seqs:
-            if seq not in rows:
-                rows[seq] = self._take_row(seq)
-        return np.array([rows[seq] for seq in seqs], np.int64)
+            if seq.seq_id not in rows:
+                rows[seq.seq_id] = self._take_row(seq)
+        return np.array([rows[seq.seq_id] for seq in seqs], np.int64)
 
     def _take_row(self, seq: Sequence) -> int:
+        """A row for a sequence that has none; if there is none left, of those that do not run."""
         if not self._free:
-            for other in [other for other in self._rows if not _needs_row(other)]:
-                self._free.append(self._rows.pop(other))
+            for seq_id, row in list(self._rows.items()):
+                owner = self._owners[row]()
+                if owner is None or owner.status is not SequenceStatus.RUNNING:
+                    del self._rows[seq_id]
+                    self._free.append(row)
         row = self._free.pop()
+        self._owners[row] = weakref.ref(seq)
         self._num_tokens[row] = UNKNOWN
         self._tell(self.layout.seeds + 2 * row, _words(seq.seed & (2**64 - 1), np.uint64))
         self._tell(self.layout.temperatures + row, _words(temperature_of(seq), np.float32))
         return row
 
     def _tell(self, place: int, words: list[int]) -> None:
+        """Words for a place, and the places behind it."""
         self._places += range(place, place + len(words))
         self._words += words
 
+    def _tell_each(self, places: Array, words: Array) -> None:
+        self._places += places.tolist()
+        self._words += words.tolist()
 
-def _needs_row(seq: Sequence) -> bool:
-    """Whether it runs, or waits while a token is on its way."""
-    waits = seq.status is SequenceStatus.WAITING and seq.num_pending_tokens > 0
-    return waits or seq.status is SequenceStatus.RUNNING
+    def _news(self, width: int) -> News:
+        news = News(width, np.array(self._places, np.int64), np.array(self._words, np.int32))
+        self._places.clear()
+        self._words.clear()
+        return news
 
 
 def _words(value: float, dtype: type[np.number]) -> list[int]:

@@ -1,7 +1,7 @@
 """How a step's arrays travel to the other ranks: bytes of a fixed layout, as pickling takes longer.
 
-A prompt's tokens are told once, as they are computed; each new token, by its rank; and each block
-of a sequence once.
+A prompt's tokens are told once, as they are computed, and each block of a sequence once; sampled
+tokens go from device to device.
 """
 
 import dataclasses

@@ -64,7 +64,7 @@ def expected(model_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def static(model_dir: Path) -> Iterator[LLM]:
+def padded(model_dir: Path) -> Iterator[LLM]:
     with make_llm(model_dir, enable_prefix_caching=False) as llm:
         yield llm
 
@@ -100,11 +100,11 @@ def test_ladder_of_the_runner_is_not_that_of_its_config(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40])
 def test_padding_changes_the_output_of_a_batch_of(
-    size: int, static: LLM, expected: list[list[int]]
+    size: int, padded: LLM, expected: list[list[int]]
 ) -> None:
     """Around every step of the ladder, in one engine: rows are stale from the last one."""
-    sizes = use_graphs(static)
-    assert generate(static, size) == expected[:size]
+    sizes = use_graphs(padded)
+    assert generate(padded, size) == expected[:size]
     ladder = batch_ladder(TOP)
     assert sizes[0] == ladder[bisect.bisect_left(ladder, size)], "not the next larger bucket"
     assert set(sizes) <= set(ladder)
@@ -243,7 +243,7 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
 
 @pytest.mark.parametrize("size", [1, 3, 5, 13, 33])
 def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
-    """After a full batch, whose slots stand in the buffers still."""
+    """After a full batch, whose rows are there still."""
     with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
         use_graphs(llm)
         num_steps = watch_the_cache(llm)

@@ -48,11 +48,11 @@ class Engine:
             self.next_block += 1
             seq.block_table.append(self.next_block % 1000)
 
-    def prefill(self, seqs: list[Sequence], size: int) -> None:
+    def prefill(self, seqs: list[Sequence], size: int, num_decodes: int = 0) -> None:
         """Compute `size` tokens of each of these, or as many as there are."""
         for seq in seqs:
             seq.num_scheduled_tokens = min(size, seq.num_uncached_tokens)
-        batch = Batch(seqs, is_prefill=True)
+        batch = Batch(seqs, is_prefill=True, num_decodes=num_decodes)
         inputs = prefill_inputs(batch, BLOCK_SIZE, self.account)
         assert inputs.prefill is not None
         places, rows = inputs.prefill.pending()
@@ -87,9 +87,7 @@ class Engine:
     def leave_tokens(self, batch: Batch, rows: torch.Tensor) -> None:
         """Each gets the number of the step, which only the device knows before the next one."""
         for seq in self.seqs:
-            if seq.num_pending_tokens:
-                seq.token_ids[-1] = known_tokens.pop(seq)
-                seq.num_pending_tokens = 0
+            self.read(seq)
         self.step += 1
         sampling = batch.sampling_seqs
         self.rows.keep(rows, torch.full((len(sampling),), self.step))
@@ -99,6 +97,12 @@ class Engine:
             seq.token_ids.append(PENDING)
             seq.num_pending_tokens = 1
             known_tokens[seq] = self.step
+
+    def read(self, seq: Sequence) -> None:
+        """Its token comes to the host, if one is on its way."""
+        if seq.num_pending_tokens:
+            seq.token_ids[-1] = known_tokens.pop(seq)
+            seq.num_pending_tokens = 0
 
     def assert_right(self, decoding: Decoding, seqs: list[Sequence]) -> None:
         size = len(seqs)
@@ -135,7 +139,7 @@ def scheduled(seq: Sequence) -> list[int]:
 
 
 DOINGS = {
-    "come": 6, "decode": 12, "chunk": 8, "mixed": 2, "leave": 1, "preempt": 2, "error": 1,
+    "come": 6, "decode": 12, "chunk": 8, "mixed": 2, "leave": 4, "preempt": 2, "error": 1,
 }  # fmt: skip
 
 
@@ -164,13 +168,13 @@ def test_rows_say_something_else(seed: int) -> None:
             case "mixed" if decodes:
                 for each in decodes:
                     engine.grow(each)
-                engine.prefill([*decodes, *prefills], size)
+                engine.prefill([*decodes, *prefills], size, num_decodes=len(decodes))
             case "leave" if seq is not None:
                 seqs.remove(seq)
                 seq.finish("length")
             case "preempt" if seq is not None:
-                seq.status = SequenceStatus.WAITING
-                engine.run(seq)  # at once, with a token on its way
+                engine.read(seq)
+                engine.run(seq)
             case "error" if decodes:
                 inputs = decode_inputs(Batch(some, is_prefill=False), engine.account)
                 if size % 3:  # before the devices were told, or after, or after they computed
@@ -203,28 +207,17 @@ def test_a_step_like_the_last_one_is_told_of() -> None:
 
 
 def test_rows_run_out() -> None:
-    """As many run, and as many wait for tokens, as can: those that ended give their rows."""
+    """There are as many as run: those that have ended give theirs, and nobody else."""
     engine = Engine()
     known_tokens.clear()
-
-    def begin(number: int) -> list[Sequence]:
-        engine.seqs = []
-        for length in range(number):
-            engine.come(4 + length)
-        engine.prefill(engine.seqs, 100)
-        return engine.seqs
-
-    for _ in range(4):
-        for seq in begin(3):
-            seq.finish("length")
-        waiting = begin(MOST)
-        for seq in waiting:
-            seq.status = SequenceStatus.WAITING
-        running = begin(MOST)
-        for seq in waiting:
-            engine.run(seq)
-            engine.prefill([seq], 100)  # which looks whether its token is there
-        for seq in (*waiting, *running):
+    for number in range(30):
+        while len(engine.seqs) < MOST:
+            engine.come(4 + number % 7)
+        engine.prefill([seq for seq in engine.seqs if not seq.num_cached_tokens], 100)
+        engine.decode(engine.seqs, padding=1)
+        assert number == 0 or engine.told <= 12, "those that stayed were told of again"
+        for seq in engine.seqs[: 1 + (number + 1) % 3]:
+            engine.seqs.remove(seq)
             seq.finish("length")
 
 
@@ -232,10 +225,11 @@ def test_row_has_the_token_of_another() -> None:
     """Of one as long, that had it before: a prompt of which the last token is left to decode."""
     engine = Engine()
     known_tokens.clear()
-    for _ in range(2 * MOST):
+    for _ in range(engine.account.layout.num_rows - 1):
         engine.come(3)
         engine.prefill(engine.seqs, 100)
         engine.seqs.pop().finish("length")
+    engine.rows.state.tokens.fill_(PENDING)  # what nobody may take for a token
     engine.come(4)
     engine.prefill(engine.seqs, 3)
     engine.decode(engine.seqs, padding=0)

@@ -285,9 +285,9 @@ def test_a_step_that_is_no_such_step_goes_that_way(
 
 
 @pytest.mark.parametrize("why", ["two ranks", "experts"])
-def test_a_model_that_it_cannot_compute_goes_that_way(why: str) -> None:
+def test_a_model_that_it_cannot_compute_goes_that_way(why: str, kernel_device: str) -> None:
     """Two ranks, each of which has a part of a sum; experts, whose weights are others."""
-    weight = torch.zeros(64, 64, dtype=bf16)
+    weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
 
     def decoder(why: str) -> Any:
         part = SimpleNamespace(weight=weight, ranks=SimpleNamespace(size=1 + (why == "two ranks")))

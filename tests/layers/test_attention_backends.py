@@ -273,7 +273,7 @@ def test_scheduling_changes_what_triton_computes(
     ],
     ids=["Qwen3", "Phi3", "Qwen3Moe"],
 )
-def test_static_buffers_change_what_triton_computes(
+def test_graphs_change_what_triton_computes(
     shape: dict[str, Any], kernel_device: str, tmp_path: Path
 ) -> None:
     """Padded as a captured graph is: 3 rows in a bucket of 4, whose last row is empty."""
