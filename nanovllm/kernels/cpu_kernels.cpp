@@ -623,6 +623,43 @@ void sample(const T* logits, int64_t stride, const float* temperatures, const in
     }
 }
 
+inline uint64_t rotate_left(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
+
+// XXH64 of eight bytes, less 2^63.
+inline int64_t noise_key(uint64_t seed, uint64_t num_tokens) {
+    constexpr uint64_t P1 = 0x9E3779B185EBCA87, P2 = 0xC2B2AE3D27D4EB4F, P3 = 0x165667B19E3779F9,
+                       P4 = 0x85EBCA77C2B2AE63, P5 = 0x27D4EB2F165667C5;
+    uint64_t x = seed + P5 + 8;
+    x = rotate_left(x ^ rotate_left(num_tokens * P2, 31) * P1, 27) * P1 + P4;
+    x = (x ^ x >> 33) * P2;
+    x = (x ^ x >> 29) * P3;
+    return int64_t(x ^ x >> 32 ^ uint64_t(1) << 63);
+}
+
+// `longs` are five arrays of `rows`: rows, tokens, positions, slots, keys.
+void read_rows(const int64_t* tokens, const int64_t* seeds, int32_t* lengths,
+               const float* temperatures, const int32_t* batch, const int32_t* tables,
+               int64_t* longs, int32_t* context_lens, int32_t* out_tables, float* out_temperatures,
+               int64_t rows, int64_t max_blocks, int64_t width, int64_t block_size) {
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t row = batch[i], length = lengths[row];
+        const bool there = length >= 0;
+        const int64_t position = there ? length : 0, block = position / block_size;
+        const int32_t* table = tables + row * max_blocks;
+        const int64_t num_blocks = there ? block + 1 : 0;
+        longs[i] = row;
+        longs[rows + i] = there ? tokens[row] : 0;
+        longs[2 * rows + i] = position;
+        longs[3 * rows + i] = there ? table[block] * block_size + position % block_size : -1;
+        longs[4 * rows + i] = noise_key(uint64_t(seeds[row]), uint64_t(length + 1));
+        context_lens[i] = int32_t(length + 1);
+        out_temperatures[i] = temperatures[row];
+        if (there) lengths[row]++;
+        std::copy(table, table + num_blocks, out_tables + i * width);
+        std::fill(out_tables + i * width + num_blocks, out_tables + (i + 1) * width, 0);
+    }
+}
+
 }  // namespace
 
 // What Python calls: the address of each function for each type.
@@ -637,8 +674,9 @@ EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)
 
-// And the sizes that it must know.
+// And what has no types, and the sizes that it must know.
 extern "C" {
+void* read_rows_any = (void*)&read_rows;
 int64_t lanes = LANES;
 int64_t few_rows = FEW;
 int64_t tile_rows = TILE;

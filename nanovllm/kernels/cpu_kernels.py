@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.compiled import load
-from nanovllm.kernels.plain import Rope
+from nanovllm.kernels.plain import Decoding, Rope, RowState
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,6 +32,7 @@ ARGUMENTS = {
     "norm_rope_store": "pippippfpppppiiiiii",
     "attention": "p",
     "sample": "pipppppiii",
+    "read_rows": "ppppppppppiiii",
 }
 STEP_POINTERS = (
     "q", "k", "v", "out", "q_ends", "k_lens", "tables", "tasks", "merges", "partial",
@@ -53,7 +54,7 @@ class Step(ctypes.Structure):
 
 
 @functools.cache
-def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+def _function(name: str, dtype: torch.dtype | str = "any") -> Callable[..., None]:
     """A function of the library, for tensors of `dtype`. The first call may compile it."""
     symbol = f"{name}_{str(dtype).removeprefix('torch.')}"
     address = ctypes.c_void_p.in_dll(load(SOURCE), symbol).value
@@ -163,6 +164,26 @@ def sample(
         torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def read_rows(state: RowState, num_rows: int, width: int, block_size: int) -> Decoding:
+    """The step of the first `num_rows` of the batch, whose lengths go up by one.
+
+    Block tables are filled up with block 0.
+    """
+    assert all(x.is_contiguous() for x in state) and num_rows <= len(state.batch)
+    longs = state.tokens.new_empty(5, num_rows)
+    context_lens = state.lengths.new_empty(num_rows)
+    tables = state.block_tables.new_empty(num_rows, width)
+    temperatures = state.temperatures.new_empty(num_rows)
+    _function("read_rows")(
+        *(x.data_ptr() for x in (*state, longs, context_lens, tables, temperatures)),
+        num_rows, state.block_tables.stride(0), width, block_size,
+    )  # fmt: skip
+    rows, input_ids, positions, slot_mapping, keys = longs
+    return Decoding(
+        rows, input_ids, positions, slot_mapping, context_lens, tables, temperatures, keys
+    )
 
 
 @dataclass(slots=True)

@@ -78,4 +78,5 @@ def compiled_kernels() -> Kernels:
         silu_and_mul=cpu.silu_and_mul,
         norm_rope_store=cpu.norm_rope_store,
         sample=cpu.sample,
+        read_rows=cpu.read_rows,
     )

@@ -1,14 +1,17 @@
-"""The rows' Triton kernel against its twin, and the twin's random numbers against xxhash."""
+"""The rows' kernels against their twin, and the twin's random numbers against xxhash."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import xxhash
 from conftest import kernel_settings
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels import plain
-from nanovllm.kernels.plain import RowState
+from nanovllm.kernels.plain import Decoding, RowState
+from nanovllm.kernels.table import compiled_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +52,32 @@ def test_kernel_differs_from_its_twin(
 ) -> None:
     from nanovllm.kernels.read_rows import read_rows
 
-    state, twin = (random_state(max_blocks, block_size, seed, kernel_device) for _ in range(2))
+    shape = num_rows, max_blocks, narrower, block_size, seed
+    assert_reads_as_its_twin(read_rows, kernel_device, *shape)
+
+
+@pytest.mark.usefixtures("compiler")
+@settings(deadline=None)  # the first one compiles
+@given(
+    num_rows=st.integers(1, 40),
+    max_blocks=st.sampled_from([1, 3, 64, 640]),
+    narrower=st.integers(0, 1),
+    block_size=st.sampled_from([1, 16, 48, 256]),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_kernel_differs_from_its_twin(
+    num_rows: int, max_blocks: int, narrower: int, block_size: int, seed: int
+) -> None:
+    read_rows = compiled_kernels().read_rows
+    shape = num_rows, max_blocks, narrower, block_size, seed
+    assert_reads_as_its_twin(read_rows, "cpu", *shape)
+
+
+def assert_reads_as_its_twin(
+    read_rows: Callable[[RowState, int, int, int], Decoding],
+    device: str, num_rows: int, max_blocks: int, narrower: int, block_size: int, seed: int,
+) -> None:  # fmt: skip
+    state, twin = (random_state(max_blocks, block_size, seed, device) for _ in range(2))
     width = max_blocks
     if narrower and max_blocks > 1:  # as wide as the longest needs
         width -= 1
@@ -62,7 +90,7 @@ def test_kernel_differs_from_its_twin(
         if name != "block_tables":
             assert torch.equal(a, b), name
     blocks = (expected.context_lens + block_size - 1) // block_size
-    used = torch.arange(width, device=kernel_device) < blocks[:, None]
+    used = torch.arange(width, device=device) < blocks[:, None]
     assert torch.equal(found.block_tables, expected.block_tables.where(used, 0))
     for name, a, b in zip(state._fields, state, twin, strict=True):
         assert torch.equal(a, b), f"{name} of the rows"
