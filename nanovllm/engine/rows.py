@@ -7,7 +7,6 @@ table. The host tells what the device cannot know: which rows, and their new blo
 
 import operator
 import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +113,7 @@ class Account:
         self._places: list[int] = []
         self._words: list[int] = []
         self._rows: dict[int, int] = {}  # by seq_id
-        self._owners: list[Callable[[], Sequence | None]] = [lambda: None] * num_rows
+        self._owners: dict[int, weakref.ref[Sequence]] = {}  # by row
         self._free = list(range(num_rows - 1))[::-1]
         self._tables: list[list[int]] = [[]] * num_rows
         self._num_blocks = np.zeros(num_rows, np.int64)

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from conftest import ctrl_c_before
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
@@ -219,6 +220,34 @@ def test_rows_run_out() -> None:
         for seq in engine.seqs[: 1 + (number + 1) % 3]:
             engine.seqs.remove(seq)
             seq.finish("length")
+
+
+@pytest.mark.parametrize("name", ["decode", "_tell_blocks", "_rows_of", "_take_row", "_news"])
+def test_what_ctrl_c_cut_off_is_trusted(name: str) -> None:
+    """Before any line, while one sequence comes and the others' tables grow: all start over."""
+    code, struck = getattr(Account, name).__code__, 0
+    for line in sorted({line for _, _, line in code.co_lines() if line is not None}):
+        engine = Engine()
+        known_tokens.clear()
+        for length in (4, 8):
+            engine.come(length)
+        engine.prefill(engine.seqs, 100)
+        engine.come(3)
+        for seq in engine.seqs:
+            engine.grow(seq)
+        done = False
+        with ctrl_c_before(line, code):
+            engine.account.decode(engine.seqs)
+            done = True
+        struck += not done
+        engine.account.forget()
+        for seq in engine.seqs:
+            seq.drop_pending()
+            engine.run(seq)
+        engine.prefill(engine.seqs, 2)
+        engine.prefill([seq for seq in engine.seqs if seq.num_uncached_tokens > 1], 100)
+        engine.decode([seq for seq in engine.seqs if seq.num_uncached_tokens == 1], padding=1)
+    assert struck >= 4
 
 
 def test_row_has_the_token_of_another() -> None:

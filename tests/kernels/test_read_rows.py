@@ -16,6 +16,13 @@ from nanovllm.kernels.table import compiled_kernels
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_ROWS = 50
+SHAPES = dict(
+    num_rows=st.integers(1, 40),
+    max_blocks=st.sampled_from([1, 3, 64, 640]),
+    narrower=st.integers(0, 1),
+    block_size=st.sampled_from([1, 16, 48, 256]),
+    seed=st.integers(0, 2**31),
+)
 
 
 def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> RowState:
@@ -38,13 +45,7 @@ def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> Ro
 
 
 @kernel_settings(100)
-@given(
-    num_rows=st.integers(1, 40),
-    max_blocks=st.sampled_from([1, 3, 64, 640]),
-    narrower=st.integers(0, 1),
-    block_size=st.sampled_from([1, 16, 48, 256]),
-    seed=st.integers(0, 2**31),
-)
+@given(**SHAPES)
 @example(num_rows=1, max_blocks=1, narrower=0, block_size=1, seed=0)
 @example(num_rows=40, max_blocks=2500, narrower=1, block_size=16, seed=1)
 def test_kernel_differs_from_its_twin(
@@ -58,13 +59,7 @@ def test_kernel_differs_from_its_twin(
 
 @pytest.mark.usefixtures("compiler")
 @settings(deadline=None)  # the first one compiles
-@given(
-    num_rows=st.integers(1, 40),
-    max_blocks=st.sampled_from([1, 3, 64, 640]),
-    narrower=st.integers(0, 1),
-    block_size=st.sampled_from([1, 16, 48, 256]),
-    seed=st.integers(0, 2**31),
-)
+@given(**SHAPES)
 def test_compiled_kernel_differs_from_its_twin(
     num_rows: int, max_blocks: int, narrower: int, block_size: int, seed: int
 ) -> None:
