@@ -18,11 +18,11 @@ import sys
 import time
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.channel import Reader, Writer
-from nanovllm.engine.inputs import decode_inputs
-from nanovllm.engine.rows import Account, Layout
+from nanovllm.engine.ranks.channel import Reader, Writer
+from nanovllm.engine.ranks.codec import decode, encode
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_codec import decode, encode
+from nanovllm.engine.step.device_table import Account, Layout
+from nanovllm.engine.step.inputs import decode_inputs
 from nanovllm.sampling_params import SamplingParams
 
 CONTEXT, BLOCK_SIZE = 1024, 16

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from nanovllm.engine.process_ranks import join
-from nanovllm.utils.ranks import Ranks
+from nanovllm.engine.ranks.join import join
+from nanovllm.layers.ranks import Ranks
 
 dist: Any = torch.distributed
 SHAPES = [(1, 1024), (16, 1024), (64, 1024), (512, 1024), (4096, 1024)]  # of bfloat16

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import triton
 from kernel_points import DEVICE, KERNELS, Call, Point, flash_attn, normal
 
-from nanovllm.utils.roofline import Machine
+from nanovllm.bench.roofline import Machine
 
 TOLERANCE = 4 * 2.0**-7  # of a row's largest entry: four steps of bfloat16, at their widest
 SAMPLES, SAMPLE_SECONDS = 9, 0.02

@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
+from nanovllm.models import loader
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils import loader
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 2048,

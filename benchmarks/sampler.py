@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sampling_inputs import sampling_inputs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.draw_inputs import sampling_inputs
 from nanovllm.layers.sampler import Sampler
 
 NONE = "none"

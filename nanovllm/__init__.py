@@ -7,7 +7,7 @@ Importing the package costs milliseconds: PyTorch is imported when `LLM` is firs
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.errors import RankError
+from nanovllm.engine.ranks.errors import RankError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.intake import Prompt
 from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
-from nanovllm.engine.request import ending, logprobs
+from nanovllm.engine.requests.intake import Prompt
+from nanovllm.engine.requests.request import ending, logprobs
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams

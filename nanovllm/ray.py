@@ -19,13 +19,13 @@ except ImportError as error:
     raise ImportError(f"nanovllm.ray needs nanovllm[ray]: {error}") from error
 
 from nanovllm.batch.journal import digest_of
-from nanovllm.batch.request import BatchRequest, parse_line
-from nanovllm.batch.response import response_body
 from nanovllm.batch.submit import check_tokenizer, submit
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.engine.errors import RankError
+from nanovllm.engine.ranks.errors import RankError
 from nanovllm.llm import LLM
+from nanovllm.openai.request import BatchRequest, parse_line
+from nanovllm.openai.response import response_body
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_float, check_int, check_texts, shorten

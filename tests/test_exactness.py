@@ -28,7 +28,7 @@ from transformers import Qwen3ForCausalLM
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.launched import Launched
+from nanovllm.engine.step.launched import Launched
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

@@ -17,41 +17,35 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy", "huggingface_hub")
 SCHEDULER_SIDE = ("scheduler", "block_manager", "sequence", "batch")
 
-# Who must not import what, by the beginning of the module's name: imports run one way.
+# Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
+FLOORS = (
+    ("utils",), ("config", "sampling_params", "outputs", "embedded"), ("kernels",), ("layers",),
+    ("models",), ("engine",), ("llm",), ("openai",), ("batch",), ("ray",), ("bench",), ("command",),
+)  # fmt: skip
+FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+# What a module must not import beside that, by the beginning of its name.
 FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "nanovllm.kernels": (
-        "nanovllm.layers", "nanovllm.models", "nanovllm.engine", "nanovllm.llm", "nanovllm.utils",
-        "nanovllm.config", "transformers", "numpy",
-    ),
-    "nanovllm.layers": (
-        "nanovllm.models", "nanovllm.engine", "nanovllm.llm", "nanovllm.utils.loader",
-        "nanovllm.config", "transformers",
-    ),
-    "nanovllm.models": ("nanovllm.engine", "nanovllm.llm", "nanovllm.utils.loader", "transformers"),
+    "nanovllm.utils": HEAVY,
+    "nanovllm.config": HEAVY,
+    "nanovllm.sampling_params": HEAVY,
+    "nanovllm.outputs": HEAVY,
+    "nanovllm.embedded": HEAVY,
+    "nanovllm.kernels": ("nanovllm.utils", "nanovllm.config", "transformers", "numpy"),
+    "nanovllm.layers": ("nanovllm.config", "transformers"),
+    "nanovllm.models": ("transformers",),
     "nanovllm.models.config": ("torch",),
-    "nanovllm.models.registry": (*HEAVY, "nanovllm.layers", "nanovllm.models.decoder"),
-    "nanovllm.utils": ("nanovllm.engine", "nanovllm.llm"),
-    "nanovllm.utils.checks": HEAVY,
-    "nanovllm.engine": (
-        "nanovllm.llm", "nanovllm.batch", "nanovllm.bench", "nanovllm.command", "transformers",
-    ),
-    "nanovllm.config": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
-    "nanovllm.sampling_params": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
-    "nanovllm.llm": ("nanovllm.batch", "nanovllm.bench", "nanovllm.command"),
-    "nanovllm.batch": ("nanovllm.bench", "nanovllm.command", "transformers"),
-    "nanovllm.bench": ("nanovllm.command", "transformers"),
-    "nanovllm.bench.shapes": HEAVY,
-    "nanovllm.bench.workload": HEAVY,
-    "nanovllm.command": ("nanovllm.engine.llm_engine", "transformers"),
-    "nanovllm.outputs": (*HEAVY, "nanovllm.engine", "nanovllm.layers", "nanovllm.models"),
-    "nanovllm.embedded": (*HEAVY, "nanovllm.engine", "nanovllm.llm", "nanovllm.models"),
+    "nanovllm.models.registry": (*HEAVY, "nanovllm.layers"),
     **{
         f"nanovllm.engine.{name}": (
-            *HEAVY, "nanovllm.engine.model_runner", "nanovllm.engine.inputs",
-            "nanovllm.engine.cuda_graph", "nanovllm.models", "nanovllm.layers", "nanovllm.kernels",
+            *HEAVY, "nanovllm.engine.model_runner", "nanovllm.engine.step", "nanovllm.models",
+            "nanovllm.layers", "nanovllm.kernels", "nanovllm.engine.requests",
         )
         for name in SCHEDULER_SIDE
     },
+    "nanovllm.bench.shapes": HEAVY,
+    "nanovllm.bench.workload": HEAVY,
+    "nanovllm.command": ("nanovllm.engine.llm_engine", "transformers"),
 }  # fmt: skip
 
 
@@ -126,9 +120,69 @@ while not scheduler.is_finished():
     assert loaded_by(statement) & set(HEAVY) == set()
 
 
+def floor_of(name: str) -> int:
+    """The floor of a module; -1 for the package itself, which all may import."""
+    return FLOOR_OF.get(".".join(name.split(".")[:2]), -1)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The modules of the package that each one imports: at its top, in functions, for types."""
+    names = {module_name(file) for file in FILES}
+    graph = {}
+    for file in FILES:
+        found = {name for name in imports(file) if is_under(name, "nanovllm")}
+        # `from module import name` is listed as module.name, which may be a module itself.
+        modules = {name if name in names else name.rpartition(".")[0] for name in found}
+        graph[module_name(file)] = modules & names - {module_name(file), "nanovllm"}
+    return graph
+
+
+def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other, by what each one reaches."""
+    reached = {name: set(found) for name, found in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for found in reached.values():
+            more = found.union(*(reached[name] for name in found))
+            changed |= more != found
+            found |= more
+    circles = {
+        tuple(sorted(other for other in found if name in reached[other]))
+        for name, found in reached.items()
+        if name in found
+    }
+    return [list(circle) for circle in sorted(circles)]
+
+
+def test_imports_run_down_the_floors() -> None:
+    upward = [
+        f"{name} imports {other}"
+        for name, found in import_graph().items()
+        for other in found
+        if floor_of(other) > floor_of(name) >= 0
+    ]
+    assert upward == []
+
+
+def test_every_module_is_on_a_floor() -> None:
+    outside = {"nanovllm", "nanovllm.__main__"}
+    lost = [n for n in map(module_name, FILES) if floor_of(n) < 0 and n not in outside]
+    assert lost == []
+
+
+@pytest.mark.xfail(strict=True, reason="the runner and its startup know each other")
+def test_no_import_circles() -> None:
+    assert import_circles(import_graph()) == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert import_circles(graph) == [["b", "c"]]
+
+
 @pytest.mark.parametrize("file", FILES, ids=module_name)
-def test_import_against_the_direction(file: Path) -> None:
-    """A layer that knows the engine, a kernel that knows a layer: the next import is a cycle."""
+def test_no_module_imports_what_is_forbidden_to_it(file: Path) -> None:
     name = module_name(file)
     bad = [
         f"{name} imports {imported}"
@@ -156,14 +210,17 @@ def test_the_rules_name_modules_that_are_gone() -> None:
     """A renamed module, whose rule no longer holds anything."""
     names = {module_name(file) for file in FILES}
     ours = {prefix for rule in FORBIDDEN.values() for prefix in rule if "nanovllm" in prefix}
-    assert (set(FORBIDDEN) | ours) - names == set()
+    assert (set(FORBIDDEN) | ours | set(FLOOR_OF)) - names == set()
 
 
 def test_import_names_are_resolved_wrongly(tmp_path: Path) -> None:
     """The check above that sees nothing: relative imports, imports in functions, of modules."""
     backends = PACKAGE / "layers" / "attention_backends.py"
     assert "nanovllm.kernels.paged_attention" in imports(backends)
-    assert any(is_under(n, "transformers") for n in imports(PACKAGE / "utils" / "tokenizer.py"))
+    assert any(
+        is_under(n, "transformers")
+        for n in imports(PACKAGE / "engine" / "requests" / "tokenizer.py")
+    )
     assert is_under("torch.nn", "torch")
     assert not is_under("torchvision", "torch")
 

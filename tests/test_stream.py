@@ -10,8 +10,8 @@ from reference import SMALL_POOL, make_llm, make_prompts
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import ending
-from nanovllm.utils.detokenizer import Detokenizer
+from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.request import ending
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

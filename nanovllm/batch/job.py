@@ -12,10 +12,10 @@ from typing import Any
 
 from nanovllm.batch.journal import Journal, Seen, digest_of
 from nanovllm.batch.lines import Line
-from nanovllm.batch.request import BatchRequest, parse_line
-from nanovllm.batch.response import error_record, result_record
 from nanovllm.batch.submit import check_tokenizer, submit
 from nanovllm.llm import LLM
+from nanovllm.openai.request import BatchRequest, parse_line
+from nanovllm.openai.response import error_record, result_record
 from nanovllm.utils.checks import shorten
 
 LINE_ID = re.compile("line-[0-9]+")  # what lines without an id get

@@ -20,7 +20,7 @@ from typing import NoReturn
 import numpy as np
 import xxhash
 
-from nanovllm.batch.response import ID, START
+from nanovllm.openai.response import ID, START
 
 SYNC_SECONDS = 1.0  # of work that a power failure may cost
 NUMBERED = re.compile(re.escape(START) + rb"[0-9]*")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.batch.journal import digest_of
-from nanovllm.batch.request import CHAT, BatchRequest, parse_request
 from nanovllm.llm import LLM
+from nanovllm.openai.request import CHAT, BatchRequest, parse_request
 
 
 def check_tokenizer(llm: LLM) -> None:

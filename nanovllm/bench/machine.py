@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.bench.roofline import Machine
 from nanovllm.layers.linear import LinearBase
-from nanovllm.utils.roofline import Machine
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, samples: int = 7) -> float:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from nanovllm import __version__
-from nanovllm.bench import trace
+from nanovllm.bench import roofline, trace
 from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.device import resolve_dtype
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils import roofline
 
 TEMPERATURE = 0.6
 SHORT_RUN_SECONDS = 60  # a run below this is repeated, if nothing says how often

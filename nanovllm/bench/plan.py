@@ -11,9 +11,9 @@ from nanovllm.bench.shapes import write_shape
 from nanovllm.bench.workload import Lengths, Workload, draw_workload
 from nanovllm.config import Config
 from nanovllm.engine.device import resolve_device
+from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils.loader import resolve_model
-from nanovllm.utils.ranks import Ranks
+from nanovllm.models.loader import resolve_model
 
 MAX_MODEL_LEN = 4096
 

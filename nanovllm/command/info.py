@@ -36,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
     """What the config and the machine tell of a model; all figures are of the whole model."""
+    from nanovllm.bench import roofline
     from nanovllm.config import Config
     from nanovllm.engine.device import resolve_device, resolve_dtype
     from nanovllm.models.config import ModelConfig
-    from nanovllm.utils import roofline
-    from nanovllm.utils.loader import CONFIG_FILES, resolve_model
+    from nanovllm.models.loader import CONFIG_FILES, resolve_model
 
     config = Config(**options)
     model = ModelConfig.from_dir(resolve_model(config.model, CONFIG_FILES))

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from nanovllm.kernels.packed_linear import cpu_computes
-from nanovllm.utils.ranks import ALONE, Ranks
+from nanovllm.layers.ranks import ALONE, Ranks
 
 
 def resolve_device(device: str, ranks: Ranks = ALONE) -> torch.device:

@@ -55,7 +55,7 @@ class KVPool:
                 " or gpu_memory_utilization"
             ) from error
         for layer, k_cache, v_cache in zip(self.layers, *self.cache, strict=True):
-            layer.k_cache, layer.v_cache = k_cache, v_cache
+            layer.set_cache(k_cache, v_cache)
 
     def copy(self, source: int, target: int) -> None:
         """Copy what one block holds to another, in all layers: `block_bytes`, without a detour."""
@@ -66,7 +66,7 @@ class KVPool:
         """Give the memory back; the layers have no cache then."""
         self.cache = None
         for layer in self.layers:
-            layer.k_cache = layer.v_cache = torch.empty(0)
+            layer.drop_cache()
 
     def _shape(self, num_blocks: int) -> tuple[int, ...]:
         num_kv_heads = self.layers[0].num_kv_heads

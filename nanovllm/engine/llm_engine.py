@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.intake import Intake, Prompt
-from nanovllm.engine.launched import Launched
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Request
+from nanovllm.engine.requests.intake import Intake, Prompt
+from nanovllm.engine.requests.request import Request
+from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step.launched import Launched
 from nanovllm.engine.workers import Workers
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.loader import resolve_model
-from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger("nanovllm")
 

@@ -17,41 +17,38 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import Computed, DecodeGraphs, batch_ladder
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
-from nanovllm.engine.inputs import (
+from nanovllm.engine.kv_pool import KVPool, settle_lengths
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.startup import fit_kv_blocks, warm_up
+from nanovllm.engine.step.device_table import Account, Layout, Rows
+from nanovllm.engine.step.draw_inputs import sampling_inputs
+from nanovllm.engine.step.inputs import (
     PrefillInputs,
     StepInputs,
     decode_inputs,
     prefill_inputs,
 )
-from nanovllm.engine.kv_pool import KVPool, settle_lengths
-from nanovllm.engine.launched import Launched
-from nanovllm.engine.logprobs import (
+from nanovllm.engine.step.launched import Launched
+from nanovllm.engine.step.logprobs import (
     Telling,
     rows_at_a_time,
     tell_logprobs,
     tell_prompt_logprobs,
     untold_prompt_tokens,
 )
-from nanovllm.engine.rows import Account, Layout, Rows
-from nanovllm.engine.sampling_inputs import sampling_inputs
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.sizing import fit_kv_blocks, warm_up
-from nanovllm.engine.transfer import Array, upload, upload_ahead
+from nanovllm.engine.step.transfer import Array, upload, upload_ahead
 from nanovllm.engine.workers import Workers
 from nanovllm.kernels.plain import Decoding
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionSpec, get_backend
-from nanovllm.layers.experts import Experts
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import Context, reset_context, set_context
+from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.context import Context, reset_context, set_context
-from nanovllm.utils.loader import load_dummy, load_model
-from nanovllm.utils.ranks import ALONE, Ranks
+from nanovllm.models.loader import load_dummy, load_model
 
 logger = logging.getLogger("nanovllm")
 
@@ -234,17 +231,8 @@ class ModelRunner:
             else:
                 load_model(model, path, use_tqdm=self.ranks.rank == 0)
             self.weight_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
-            for module in model.modules():
-                if isinstance(module, LinearBase):
-                    module.pack()
-                elif isinstance(module, Attention):
-                    module.backend = self.backend
-                elif isinstance(module, RMSNorm | SiluAndMul | Experts):
-                    module.kernels = self.backend.kernels
-                    if isinstance(module, Experts):
-                        module.pack()
-            if not config.enforce_eager:  # the host takes longer to launch them
-                model.model.bind_few_rows(self.backend.kernels)
+            # Without graphs the host takes longer to launch few_rows than the device saves.
+            model.bind(Backend(self.backend, self.backend.kernels), not config.enforce_eager)
         return model.eval()
 
     def make_rows(self) -> None:

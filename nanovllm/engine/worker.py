@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 
-from nanovllm.engine.errors import ExchangeError
+from nanovllm.engine.ranks.errors import ExchangeError
 
 # What Python runs in the new process: with the caller's modules, and the caller's very nanovllm.
 BOOT = """
@@ -58,10 +58,10 @@ def _serve(
 
     import torch
 
-    from nanovllm.engine.channel import Reader
     from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.engine.process_ranks import join
-    from nanovllm.engine.step_codec import decode
+    from nanovllm.engine.ranks.channel import Reader
+    from nanovllm.engine.ranks.codec import decode
+    from nanovllm.engine.ranks.join import join
 
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 says it all, once
     reader = Reader(ring, bell, rank - 1, size - 1)

@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.channel import Writer
-from nanovllm.engine.errors import ExchangeError, RankError
-from nanovllm.engine.inputs import StepInputs
-from nanovllm.engine.process_ranks import ProcessRanks, join
-from nanovllm.engine.step_codec import encode
+from nanovllm.engine.ranks.channel import Writer
+from nanovllm.engine.ranks.codec import encode
+from nanovllm.engine.ranks.errors import ExchangeError, RankError
+from nanovllm.engine.ranks.join import join
+from nanovllm.engine.ranks.process_ranks import ProcessRanks
+from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.engine.worker import BOOT
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.interrupts import holding_interrupts

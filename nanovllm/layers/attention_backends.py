@@ -19,7 +19,7 @@ import torch
 from nanovllm.kernels import cpu_kernels, paged_attention
 from nanovllm.kernels.plain import RowState
 from nanovllm.kernels.table import PLAIN, Kernels, compiled_kernels, triton_kernels
-from nanovllm.utils.context import Context
+from nanovllm.layers.context import Context
 
 logger = logging.getLogger("nanovllm")
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import LinearBase, Loaded, copy_into
-from nanovllm.utils.ranks import ALONE, Ranks
+from nanovllm.layers.layer import Layer, Loaded, copy_into
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.ranks import ALONE, Ranks
 
 
 class VocabularyShard:
@@ -29,7 +30,7 @@ class VocabularyShard:
         param[real:].zero_()
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """The embedding table: token ids [T] -> [T, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:

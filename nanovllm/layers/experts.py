@@ -6,11 +6,12 @@ from torch import nn
 from nanovllm.kernels import plain
 from nanovllm.kernels.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.table import PLAIN, Kernels
-from nanovllm.layers.linear import WHOLE, Loaded, check_shape, copy_into
-from nanovllm.utils.ranks import ALONE, Ranks
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import WHOLE, Layer, Loaded, check_shape, copy_into
+from nanovllm.layers.ranks import ALONE, Ranks
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """The gated feed-forward layers of all E experts: [T, hidden] -> [T, hidden].
 
     The ranks share out every expert's inside, I wide, or hold `whole` experts, a few each. Either
@@ -20,7 +21,7 @@ class Experts(nn.Module):
     that has them all.
     """
 
-    kernels: Kernels = PLAIN  # the runner binds others
+    kernels: Kernels = PLAIN
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Experts(nn.Module):
         self.packed: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def parts(self, name: str) -> list[str]:
-        """What checkpoints have for the parameter `name`, by `shard_id`."""
+        """The checkpoint's names for the matrices of each expert that make up `name`."""
         kinds = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
         return [f"{i}.{kind}.weight" for i in range(self.num_experts) for kind in kinds]
 
@@ -90,10 +91,14 @@ class Experts(nn.Module):
                 rows = slice(above + self.inside.start, above + self.inside.stop)
                 copy_into(half, loaded, shape, (self.held, rows))
 
-    def pack(self) -> None:
-        """Trade the weights for copies in oneDNN's blocked layout, where the plain loop runs.
+    def bind(self, backend: Backend) -> None:
+        self.kernels = backend.kernels
+        self.pack()
 
-        Peak memory: each of the two parameters twice, for as long as it is copied.
+    def pack(self) -> None:
+        """Replace the weights with copies in oneDNN's blocked layout, where the plain loop runs.
+
+        Peak memory: each of the two parameters twice, while it is copied.
         """
         gate_up, down = self.gate_up_proj, self.down_proj
         if gate_up is None or down is None:

@@ -4,17 +4,22 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import Layer
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Root-mean-square norm over the last dimension, in float32 inside. Inputs stay untouched."""
 
-    kernels: Kernels = PLAIN  # the runner binds others
+    kernels: Kernels = PLAIN
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    def bind(self, backend: Backend) -> None:
+        self.kernels = backend.kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)

@@ -4,47 +4,18 @@ Every layer knows how a checkpoint's tensors go into its parameters: `weight_loa
 shard_id)` fills one part of one, and takes of `loaded` only what this rank holds.
 """
 
-from typing import Any, Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.packed_linear import can_pack, pack, packed_linear
-from nanovllm.utils.ranks import ALONE, Ranks
-
-WHOLE = slice(None)
-
-
-class Loaded(Protocol):
-    """A tensor, or one in a file, which is read where it is indexed."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import WHOLE, Layer, Loaded, copy_into, copy_whole
+from nanovllm.layers.ranks import ALONE, Ranks
 
 
-def check_shape(loaded: Loaded, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape; reads nothing of it."""
-    if tuple(loaded.shape) != shape:
-        raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {shape}")
-
-
-def copy_into(
-    target: torch.Tensor, loaded: Loaded, shape: tuple[int, ...], index: tuple[slice, ...]
-) -> None:
-    """Copy the part `index` of a checkpoint's tensor, which must have the very shape `shape`."""
-    check_shape(loaded, shape)
-    target.copy_(loaded[index])
-
-
-def copy_whole(param: torch.Tensor, loaded: Loaded) -> None:
-    """Copy a checkpoint's tensor into a parameter that every rank holds whole."""
-    copy_into(param, loaded, tuple(param.shape), (WHOLE,) * param.dim())
-
-
-class LinearBase(nn.Module):
-    """`x @ weight.T + bias`. `pack()` moves the weight into the CPU's own layout, once loaded.
+class LinearBase(Layer):
+    """`x @ weight.T + bias`. `pack` moves the weight into the CPU's own layout.
 
     The sizes are those of the parameters that this rank holds.
     """
@@ -57,15 +28,14 @@ class LinearBase(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
         self.packed: torch.Tensor | None = None
 
-    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill the whole of `param`."""
-        assert shard_id is None
-        copy_whole(param, loaded)
+    def bind(self, backend: Backend) -> None:  # noqa: ARG002
+        """Pack the weight: which layout is fast depends on the device alone."""
+        self.pack()
 
     def pack(self) -> None:
-        """Trade the weight for a copy in oneDNN's blocked layout, where that is faster.
+        """Replace the weight with a copy in oneDNN's blocked layout, where that is faster.
 
-        Peak memory: this weight twice, for as long as it is copied.
+        Peak memory: this weight twice, while it is copied.
         """
         if self.weight is not None and can_pack(self.weight):
             self.packed = pack(self.weight)
@@ -150,16 +120,16 @@ class MergedColumnParallelLinear(LinearBase):
     ) -> None:
         super().__init__(in_features, sum(part.stop - part.start for part in parts), bias)
         self.out_features = out_features
-        self.parts = parts  # of each projection, the rows that this rank holds
+        self.held = parts  # of each projection, the rows that this rank holds
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill the rows of projection `shard_id`, or of all where a checkpoint has them fused."""
-        ids = range(len(self.parts)) if shard_id is None else [shard_id]
+        ids = range(len(self.held)) if shard_id is None else [shard_id]
         num_rows = sum(self.out_features[i] for i in ids)
         shape, above = (num_rows, *param.shape[1:]), 0
-        targets = torch.split(param, [part.stop - part.start for part in self.parts])
+        targets = torch.split(param, [part.stop - part.start for part in self.held])
         for i in ids:
-            part = slice(above + self.parts[i].start, above + self.parts[i].stop)
+            part = slice(above + self.held[i].start, above + self.held[i].stop)
             copy_into(targets[i], loaded, shape, (part,))
             above += self.out_features[i]
 

@@ -12,8 +12,11 @@ from nanovllm.kernels.plain import Rope, Scaled
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
@@ -22,10 +25,9 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ExpertsConfig, ModelConfig
-from nanovllm.utils.context import get_context
-from nanovllm.utils.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from nanovllm.kernels.few_rows import FewRows  # which needs Triton
@@ -248,6 +250,14 @@ class CausalLM(nn.Module):
         """Hidden states [T, hidden] of a step's tokens, or of those `rows` of them alone."""
         hidden: torch.Tensor = self.model(input_ids, positions, rows)
         return hidden
+
+    def bind(self, backend: Backend, few_rows: bool) -> None:
+        """Take the kernels to call. `few_rows` allows those for decode steps of few rows."""
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.bind(backend)
+        if few_rows:
+            self.model.bind_few_rows(backend.kernels)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [T, vocab] of the rows that sample; in `out`, if that is given."""

@@ -1,1 +1,1 @@
-"""What the rest leans on: argument checks, step context, weights, tokenizer, roofline."""
+"""What every floor uses: checks of arguments, and Ctrl-C put off."""

@@ -17,8 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import Computed, batch_ladder
 from nanovllm.engine.sequence import PENDING
-from nanovllm.engine.transfer import upload_ahead
-from nanovllm.utils.context import Context
+from nanovllm.engine.step.transfer import upload_ahead
+from nanovllm.layers.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -204,7 +204,7 @@ def test_something_moves_when_nothing_changed(
     params = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
     with make_llm(model_dir) as llm:
         steps = use_graphs(llm)
-        monkeypatch.setattr("nanovllm.engine.rows.upload_ahead", counting)
+        monkeypatch.setattr("nanovllm.engine.step.device_table.upload_ahead", counting)
         llm.generate(PROMPTS[:1], params, use_tqdm=False)
     assert len(steps) == 40 and len(sizes) == 2 + 10
     assert sizes[2:] == [16] * 10, "a place and a word"

@@ -16,7 +16,7 @@ from reference import HARD, SMALL_POOL, audit_at_rest, make_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.launched import Launched
+from nanovllm.engine.step.launched import Launched
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

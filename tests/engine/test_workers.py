@@ -31,11 +31,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine import workers as workers_module
-from nanovllm.engine.inputs import StepInputs
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.nccl_ranks import MEETING, NcclRanks
-from nanovllm.engine.shared_ranks import SharedRanks
-from nanovllm.engine.step_codec import encode
+from nanovllm.engine.ranks.codec import encode
+from nanovllm.engine.ranks.nccl_ranks import MEETING, NcclRanks
+from nanovllm.engine.ranks.shared_ranks import SharedRanks
+from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.engine.workers import RankError, Worker, Workers
 from nanovllm.models.config import ModelConfig
 

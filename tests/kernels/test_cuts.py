@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity
 
 from nanovllm import SamplingParams
-from nanovllm.engine import sampling_inputs as sampling_inputs_module
-from nanovllm.engine.sampling_inputs import sampling_inputs, warmup_filters
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import draw_inputs as draw_inputs_module
+from nanovllm.engine.step.draw_inputs import sampling_inputs, warmup_filters
 from nanovllm.kernels import cuts as cuts_module
 from nanovllm.kernels import plain
 from nanovllm.kernels.cuts import Cuts, cut
@@ -202,7 +202,7 @@ def test_the_warm_up_takes_less_memory_than_a_request(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever narrows, five rows at a time: all rows or most, other tokens, other copies."""
-    monkeypatch.setitem(sampling_inputs_module.NARROWED_LOGITS, "cpu", 50_000)
+    monkeypatch.setitem(draw_inputs_module.NARROWED_LOGITS, "cpu", 50_000)
     monkeypatch.setitem(cuts_module.CHUNK_ELEMENTS, "cpu", 1 << 30)
     torch.manual_seed(0)
     logits = torch.randn(num_rows, 10_000).bfloat16()

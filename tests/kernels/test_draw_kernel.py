@@ -20,8 +20,8 @@ from test_cuts import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sampling_inputs import sampling_inputs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.draw_inputs import sampling_inputs
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.sampler import Sampler
 

@@ -26,7 +26,7 @@ from nanovllm.layers.attention_backends import (
     TritonBackend,
     get_backend,
 )
-from nanovllm.utils.context import Context
+from nanovllm.layers.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

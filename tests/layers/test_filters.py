@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine import sampling_inputs as sampling_inputs_module
-from nanovllm.engine.sampling_inputs import SamplingInputs, sampling_inputs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import draw_inputs as draw_inputs_module
+from nanovllm.engine.step.draw_inputs import SamplingInputs, sampling_inputs
 from nanovllm.kernels.cuts import cut
 from nanovllm.layers.filters import narrow
 from nanovllm.layers.sampler import Sampler
@@ -289,7 +289,7 @@ def test_a_row_hangs_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     logits = torch.randn(90, 3000) * 2
     together = draw(seqs, logits)
-    monkeypatch.setitem(sampling_inputs_module.NARROWED_LOGITS, "cpu", 3000 * 7)  # seven rows
+    monkeypatch.setitem(draw_inputs_module.NARROWED_LOGITS, "cpu", 3000 * 7)  # seven rows
     assert draw(seqs, logits) == together
     for order in (torch.randperm(90), torch.arange(89, -1, -1)):
         shuffled = draw([seqs[i] for i in order], logits[order])

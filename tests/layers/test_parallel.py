@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm.layers.attention_backends import TorchBackend
+from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
@@ -25,11 +26,10 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.context import Context, reset_context, set_context
-from nanovllm.utils.loader import InFile, load_dummy, load_model
-from nanovllm.utils.ranks import ALONE, Ranks
+from nanovllm.models.loader import InFile, load_dummy, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

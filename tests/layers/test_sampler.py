@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.sampling_inputs import HOTTEST, noise_key
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.draw_inputs import HOTTEST, noise_key
 from nanovllm.kernels import plain
 from nanovllm.kernels.plain import GOLDEN, first_max, log_exponential
 from nanovllm.layers.sampler import Sampler

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from nanovllm.bench import roofline
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.registry import ARCHITECTURES
-from nanovllm.utils import roofline
 
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",

@@ -1,0 +1,53 @@
+"""How a step's arrays travel to the other ranks: bytes of a fixed layout, as pickling takes longer.
+
+A prompt's tokens are told once, as they are computed, and each block of a sequence once; sampled
+tokens go from device to device.
+"""
+
+import dataclasses
+import struct
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
+
+# The arrays of a message, one behind the other. The wide ones come first, so that all are aligned.
+LAYOUT: dict[str, Any] = {
+    "places": np.int64,
+    "input_ids": np.int64, "positions": np.int64, "slot_mapping": np.int64,
+    "rows": np.int64, "token_rows": np.int64,
+    "sample_rows": np.int64, "shared_rows": np.int64, "prompt_rows": np.int64,
+    "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "copied_blocks": np.int32,
+    "words": np.int32,
+}  # fmt: skip
+PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
+HEADER = struct.Struct(f"{len(LAYOUT) + 2}q")  # their lengths; num_seqs and width
+NONE = -1  # the length of one that is not there
+
+
+def encode(inputs: StepInputs) -> bytes:
+    """A step as bytes."""
+    arrays: dict[str, Any] = dict.fromkeys(LAYOUT)
+    arrays |= {"places": inputs.places, "words": inputs.words}
+    if inputs.prefill is not None:
+        arrays |= {name: getattr(inputs.prefill, name) for name in PREFILL}
+    lengths = [NONE if array is None else array.size for array in arrays.values()]
+    parts = [array.tobytes() for array in arrays.values() if array is not None]
+    return b"".join([HEADER.pack(*lengths, inputs.num_seqs, inputs.width), *parts])
+
+
+def decode(message: bytearray) -> StepInputs:
+    """The step, in the message's memory."""
+    *lengths, num_seqs, width = HEADER.unpack_from(message)
+    arrays: dict[str, Any] = {}
+    offset = HEADER.size
+    for (name, dtype), length in zip(LAYOUT.items(), lengths, strict=True):
+        arrays[name] = None
+        if length != NONE:
+            arrays[name] = np.frombuffer(message, dtype, length, offset)
+            offset += arrays[name].nbytes
+    prefill = None
+    if arrays["input_ids"] is not None:
+        prefill = PrefillInputs(**{name: arrays[name] for name in PREFILL})
+    return StepInputs(num_seqs, width, arrays["places"], arrays["words"], prefill)

@@ -1,0 +1,129 @@
+"""Intake: what users ask for, checked against the model and made into requests."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.request import Request
+from nanovllm.engine.sequence import Sequence
+from nanovllm.models.config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_list, check_int, check_text, shorten
+
+Prompt = str | Iterable[int]
+
+
+class Intake:
+    """Knows the model's vocabulary and length, and its tokenizer if it has one."""
+
+    def __init__(self, config: Config, model_config: ModelConfig, tokenizer: Any) -> None:
+        assert config.max_model_len is not None
+        self.tokenizer = tokenizer
+        self.vocab_size = model_config.vocab_size
+        self.max_model_len = config.max_model_len
+        self.seed = config.seed
+        eos_token_ids = set(model_config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos_token_ids.add(tokenizer.eos_token_id)
+        # Those that can come.
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
+        self._num_requests = 0
+
+    def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's token ids, checked together with its parameters."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
+        self._check_params(params)
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else as_list("prompt", prompt)
+        plain = set(map(type, token_ids)) <= {int}
+        in_range = plain and min(token_ids, default=0) >= 0
+        if not in_range or max(token_ids, default=0) >= self.vocab_size:
+            token_ids = [check_int("prompt token id", t, 0, self.vocab_size - 1) for t in token_ids]
+        if not 1 <= len(token_ids) < self.max_model_len:
+            raise ValueError(
+                f"prompt must have 1 to {self.max_model_len - 1} tokens (max_model_len="
+                f"{self.max_model_len} less one to generate), got {len(token_ids)}"
+            )
+        room = self.max_model_len - len(token_ids)
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens must be at most {room} (max_model_len={self.max_model_len} leaves that"
+                f" behind {len(token_ids)} prompt tokens), got {params.min_tokens}"
+            )
+        return token_ids
+
+    def request(self, token_ids: list[int], params: SamplingParams, streams: bool) -> Request:
+        """Make a request that `encode` has found good. Its text is followed if it `streams`."""
+        number = self._num_requests.to_bytes(8, "little")
+        self._num_requests += 1
+        bad_words = self._bad_words(params)
+        seqs: list[Sequence] = []
+        for index in range(params.n):
+            seq = Sequence(
+                token_ids,
+                params,
+                index=index,
+                request_id=seqs[0].request_id if seqs else None,
+                eos_token_ids=self.eos_token_ids,
+                max_model_len=self.max_model_len,
+                default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),
+                bad_words=bad_words,
+                text=OutputText(self.tokenizer, params) if streams or params.stop else None,
+            )
+            seqs.append(seq)
+        seqs[0].followers = seqs[1:]
+        return Request(seqs)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model and its tokenizer."""
+        last = self.vocab_size - 1
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                check_int(name, getattr(params, name), 0, last + 1)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                check_int(f"{name}: a token id", token_id, 0, last)
+        for name in ("bad_words", "stop"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(
+                    f"{name}: there is no text, as the model directory has no tokenizer; pass"
+                    " tokenizer=... when the engine is made"
+                )
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params)
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Refuse a list of which nothing may come first."""
+        left = set(params.allowed_token_ids or ())
+        if params.min_tokens:
+            left -= set() if params.ignore_eos else self.eos_token_ids
+            left -= set(params.stop_token_ids or ())
+        left -= {ids[0] for ids in self._bad_words(params) if len(ids) == 1}
+        if not left:
+            raise ValueError(
+                "allowed_token_ids must hold more than bad_words, and with min_tokens more than"
+                f" tokens that stop, got {shorten(params.allowed_token_ids)}"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The token ids of bad words, as the first word of a text and behind another one.
+
+        Those that the model has no row for cannot come.
+        """
+        texts = (start + word.lstrip(" ") for word in params.bad_words or () for start in ("", " "))
+        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        size = self.vocab_size
+        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < size))
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "prompt is text, but the model directory has no tokenizer; pass token ids,"
+                " or tokenizer=... when the engine is made"
+            )
+        check_text("prompt", text)
+        token_ids: list[int] = self.tokenizer.encode(text)
+        return token_ids

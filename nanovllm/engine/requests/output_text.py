@@ -1,0 +1,100 @@
+"""OutputText: a request's text as its tokens come, up to the string that stops it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+class OutputText:
+    """Follows one sequence; `tokenizer` None makes no text.
+
+    Stops are found as if the text came character by character: the first one that is complete ends
+    it, of those that end together the longest, wherever tokens begin and end.
+    """
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = params.skip_special_tokens
+        self._stops = tuple(params.stop or ())
+        self._includes_stop = params.include_stop_str_in_output
+        self._detokenizer: Detokenizer | None
+        self.begin()
+
+    def update(self, seq: Sequence) -> str | None:
+        """Take the tokens that are new; return the stop that is found in them, if any.
+
+        What comes before `min_tokens` stops nothing.
+        """
+        if self._num_tokens > seq.num_known_tokens - seq.num_prompt_tokens:  # one was taken back
+            self.begin()
+        with self._all_or_nothing():
+            for index in range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens):
+                self._num_tokens += 1
+                if self._detokenizer is not None:
+                    piece = self._detokenizer.add(seq.token_ids[index])
+                    self._add(piece, index >= seq.min_num_tokens)
+        return self.stop
+
+    def finish(self, seq: Sequence) -> str:
+        """Take what is left, and return the whole text."""
+        self.update(seq)
+        with self._all_or_nothing():
+            if self._detokenizer is not None:
+                self._add(self._detokenizer.finish(), seq.num_tokens > seq.min_num_tokens)
+            self._finished = True
+        return self.text
+
+    @property
+    def num_certain(self) -> int:
+        """How many characters of `text` no later token can take away, as the end of a stop may."""
+        if self._finished or self.stop is not None:
+            return len(self.text)
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
+                return len(self.text) - length
+        return len(self.text)
+
+    def begin(self) -> None:
+        """Forget all: the next `update` takes every token again."""
+        self.text = ""
+        self.stop: str | None = None
+        self._num_tokens = 0
+        self._finished = False
+        self._detokenizer = (
+            None
+            if self._tokenizer is None
+            else Detokenizer(self._tokenizer, self._skip_special_tokens)
+        )
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An interrupt may leave anything half done: begin again then."""
+        try:
+            yield
+        except BaseException:
+            self.begin()
+            raise
+
+    def _add(self, piece: str, may_stop: bool) -> None:
+        if self.stop is not None:
+            return
+        start = len(self.text)
+        self.text += piece
+        if piece and may_stop:
+            self._find_stop(start)
+
+    def _find_stop(self, start: int) -> None:
+        """Cut the text at the first stop that ends behind `start`."""
+        found = []
+        for stop in self._stops:
+            at = self.text.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0:
+                found.append((at + len(stop), at, stop))
+        if found:
+            end, at, self.stop = min(found)
+            self.text = self.text[: end if self._includes_stop else at]

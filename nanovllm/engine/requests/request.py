@@ -1,0 +1,108 @@
+"""Request: what one prompt asked for, and its output. It has a sequence for each of its samples."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.engine.requests.timing import RequestTimes
+from nanovllm.engine.sequence import LikelyToken, Sequence, SequenceStatus
+from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
+
+
+@dataclass(slots=True)
+class Request:
+    """The samples of one prompt, in order; the first one's number is the request's."""
+
+    seqs: list[Sequence]
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    @property
+    def request_id(self) -> int:
+        """What its sequences know it by."""
+        return self.seqs[0].request_id
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that go on."""
+        return [seq for seq in self.seqs if seq.status is not SequenceStatus.FINISHED]
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether it was ended; an interrupt may have left some of its sequences out."""
+        return any(seq.finish_reason == "abort" for seq in self.seqs)
+
+    def output(self, tokenizer: Any) -> RequestOutput:
+        """Make the output, of text and probabilities too; `tokenizer` None knows no text."""
+        first = self.seqs[0]
+        outputs = [completion(seq, tokenizer) for seq in self.seqs]
+        longest = max(len(output["token_ids"]) for output in outputs)
+        prompt_logprobs = None
+        if first.prompt_logprobs is not None:
+            told = (_logprobs(entries, tokenizer) for entries in first.prompt_logprobs)
+            prompt_logprobs = [None, *told]
+        return RequestOutput(
+            request_id=self.request_id,
+            text=outputs[0]["text"],
+            token_ids=outputs[0]["token_ids"],
+            finish_reason=outputs[0]["finish_reason"],
+            stop_reason=outputs[0]["stop_reason"],
+            logprobs=outputs[0]["logprobs"],
+            cumulative_logprob=outputs[0]["cumulative_logprob"],
+            outputs=outputs,
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_cached_tokens=first.num_hit_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
+            metrics=self.times.metrics(longest),
+        )
+
+
+def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
+    """What a finished sequence came to."""
+    text, reason, stop = ending(seq, tokenizer)
+    token_ids = seq.output_token_ids
+    likely = logprobs(seq, seq.num_prompt_tokens, tokenizer)
+    return CompletionOutput(
+        index=seq.index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=reason,
+        stop_reason=stop,
+        logprobs=likely,
+        cumulative_logprob=None if likely is None else sum(t[0]["logprob"] for t in likely),
+    )
+
+
+def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str | None]:
+    """The text of a finished sequence, and why it ends there: `finish_reason`, `stop_reason`."""
+    assert seq.finish_reason is not None
+    text, reason, stop = "", seq.finish_reason, seq.stop_reason
+    if seq.text is not None:
+        text = seq.text.finish(seq)
+        if seq.text.stop is not None and stop is None and reason != "abort":  # held back
+            reason, stop = "stop", seq.text.stop
+    elif tokenizer is not None:
+        skip = seq.params.skip_special_tokens
+        text = tokenizer.decode(seq.output_token_ids, skip_special_tokens=skip)
+    return text, reason, stop
+
+
+def logprobs(seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogprob]] | None:
+    """Of each token from place `start` on that is there, if they are asked for."""
+    if seq.params.logprobs is None:
+        return None
+    places = range(start, seq.num_known_tokens)
+    return [_logprobs(seq.logprobs[place], tokenizer) for place in places]
+
+
+def _logprobs(told: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(token_id=i, text=_token_text(i, tokenizer), logprob=logprob, rank=rank)
+        for i, logprob, rank in told
+    ]
+
+
+def _token_text(token_id: int, tokenizer: Any) -> str:
+    """A token by itself; half a character is U+FFFD."""
+    if tokenizer is None:
+        return ""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    return text

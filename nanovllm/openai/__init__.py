@@ -1,0 +1,1 @@
+"""The request and response formats of OpenAI's API."""

@@ -1,0 +1,442 @@
+"""Batch jobs in one process: what a line may say, what its record says, what a journal holds."""
+
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import make_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import lines as batch_lines
+from nanovllm.batch.job import Job
+from nanovllm.batch.journal import Journal, Seen, digest_of
+from nanovllm.batch.lines import Line, count_lines, read_lines
+from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.openai.request import CHAT, COMPLETIONS, parse_line, parse_request
+from nanovllm.openai.token_bytes import token_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make_llm(EMBEDDED_MODEL, max_model_len=64, max_num_seqs=8) as llm:
+        yield llm
+
+
+def completion(custom_id: str = "a", **body: Any) -> dict[str, Any]:
+    body = {"model": "adder", "prompt": "12+34=", **GREEDY, **body}
+    return dict(custom_id=custom_id, method="POST", url=COMPLETIONS, body=body)
+
+
+def chat(custom_id: str = "a", **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "12+34="}]
+    body = {"model": "adder", "messages": messages, **GREEDY, **body}
+    return dict(custom_id=custom_id, method="POST", url=CHAT, body=body)
+
+
+def run(llm: LLM, output: Path, data: bytes, strict: bool = False) -> list[dict[str, Any]]:
+    """The records of a job, in the order of its lines."""
+    with Journal(output) as journal:
+        job = Job(llm, journal, GREEDY, strict)
+        tallies = list(job.run(read_lines(io.BytesIO(data))))
+    records = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert llm.is_finished()
+    assert not tallies or tallies[-1] is job.tally
+    return sorted(records, key=lambda record: int(record["id"].removeprefix("batch_req_")))
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def text_of(record: dict[str, Any]) -> str:
+    (choice,) = record["response"]["body"]["choices"]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def test_a_record_is_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:
+    first, second = run(llm, tmp_path / "out", jsonl(completion("a"), chat("b")))
+    assert set(first) == {"id", "custom_id", "response", "error"}
+    assert (first["custom_id"], first["error"]) == ("a", None)
+    assert set(first["response"]) == {"status_code", "request_id", "body"}
+    assert first["response"]["status_code"] == 200
+    body = first["response"]["body"]
+    assert (body["object"], body["model"]) == ("text_completion", "adder")
+    assert body["usage"]["prompt_tokens"] == 6
+    assert body["usage"]["completion_tokens"] == 3
+    assert body["usage"]["total_tokens"] == 9
+    assert isinstance(body["created"], int)
+    (choice,) = body["choices"]
+    assert (choice["index"], choice["text"], choice["finish_reason"]) == (0, "46", "stop")
+    answer = second["response"]["body"]
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "46"}
+
+
+def test_a_plain_line_is_refused(llm: LLM, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "7+8="}]}]
+    data = jsonl({"prompt": "12+34="}, {"messages": messages, "custom_id": "mine", "top_k": 1})
+    first, second = run(llm, tmp_path / "out", data)
+    assert (first["custom_id"], text_of(first)) == ("line-1", "46")
+    assert (second["custom_id"], text_of(second)) == ("mine", "15")
+    assert first["response"]["body"]["model"] == EMBEDDED_MODEL
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (dict(max_completion_tokens=5), dict(max_tokens=5)),
+        (dict(top_p=0.5, n=2, seed=4), dict(top_p=0.5, n=2, seed=4)),
+        (dict(stop="x"), dict(stop="x")),
+        (dict(stop=["x", "y"]), dict(stop=["x", "y"])),
+        (dict(logprobs=True), dict(logprobs=0)),
+        (dict(logprobs=True, top_logprobs=3), dict(logprobs=3)),
+        (dict(logprobs=False), {}),
+        (dict(logprobs=2), dict(logprobs=2)),
+        (dict(presence_penalty=1), dict(presence_penalty=1)),
+        (dict(frequency_penalty=-1), dict(frequency_penalty=-1)),
+        (dict(logit_bias={"5": -100, "7": 1.5}), dict(logit_bias={5: -100, 7: 1.5})),
+        (dict(min_p=0.1, ignore_eos=True), dict(min_p=0.1, ignore_eos=True)),
+        (dict(seed=None, stop=None, stream=False), {}),
+        (dict(user="me", metadata={"a": 1}), {}),
+    ],
+)
+def test_a_field_means_something_else(body: dict[str, Any], expected: dict[str, Any]) -> None:
+    line = {"prompt": "x", "max_tokens": None, **body}
+    request = parse_request(line, {"max_tokens": 9})
+    assert request.params == SamplingParams(**{"max_tokens": 9, **expected})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"prompt": "x", "max_token": 5}, "unknown field 'max_token'; did you mean 'max_tokens'?"),
+        ({"prompt": "x", "messages": []}, "a line must have a prompt or messages"),
+        ({"prompt": "x", "model": 5}, "model must be a text, got 5"),
+        ({"max_tokens": 1}, "a line must have a prompt or messages"),
+        ({"prompt": "x", "tools": []}, "unknown field 'tools'"),
+        ({"prompt": "x", "stream": True}, "stream must be False here, got True"),
+        ({"prompt": "x", "stream": 0}, "stream must be False here, got 0"),
+        ({"prompt": "x", "best_of": True}, "best_of must be 1 here, got True"),
+        ({"prompt": ["x", "y"]}, "a line is one request"),
+        ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
+        ({"prompt": "x", "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids as keys, got 'a'"),
+        ({"prompt": "x", "temperature": -1}, "temperature must be finite and >= 0.0, got -1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of text"),
+        ({**completion(), "url": "/v1/embeddings"}, "url must be '/v1/chat/completions' or"),
+        ({**completion(), "method": "GET"}, "method must be 'POST', got 'GET'"),
+        ({**completion(), "body": "x"}, "body must be an object, got 'x'"),
+        ({**completion(), "custom_id": None}, "custom_id is missing"),
+        ({**completion(), "boddy": {}}, "unknown field 'boddy'; did you mean 'body'?"),
+        ({**completion(), "url": CHAT}, "unknown field 'prompt'"),
+    ],
+)
+def test_a_bad_field_is_taken(line: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        parse_request(line, {})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (b'{"prompt": "12+34="', "line 2: the line is not valid JSON"),
+        (b"[1, 2]", "line 2: a line must be a JSON object, got [1, 2]"),
+        (b'{"prompt": "\xff"}', "line 2: the line is not valid UTF-8"),
+        (jsonl(completion("first"))[:-1], "custom_id 'first' is that of an earlier line"),
+        (jsonl({**completion(), "custom_id": 7})[:-1], "custom_id must be a text, got 7"),
+        (jsonl(completion("b", prompt="1" * 100))[:-1], "prompt must have 1 to 63 tokens"),
+        (jsonl(completion("b", prompt=""))[:-1], "prompt must have 1 to 63 tokens"),
+        (jsonl(completion("b", prompt=[10**9]))[:-1], "prompt token id must be in [0, 263]"),
+        (jsonl(chat("b", messages=[]))[:-1], "must have a message or more"),
+        (b'{"prompt": "\\ud800"}', "not valid Unicode"),
+        (b'{"custom_id": "\\ud800", "prompt": "\\ud800"}', "not valid Unicode"),
+    ],
+)
+def test_a_bad_line_ends_the_job(llm: LLM, tmp_path: Path, bad: bytes, words: str) -> None:
+    data = jsonl(completion("first")) + bad + b"\n" + jsonl(completion("last"))
+    first, second, third = run(llm, tmp_path / "out", data)
+    assert [text_of(first), text_of(third)] == ["46", "46"]
+    assert second["response"] is None
+    assert words in second["error"]["message"]
+    assert second["error"]["line"] == 2
+    assert len({record["custom_id"] for record in (first, second, third)}) == 3
+
+
+def test_a_strict_job_goes_on(llm: LLM, tmp_path: Path) -> None:
+    """It ends before the bad line; mended and begun again, it is done."""
+    data = [jsonl(completion(f"r{i}")) for i in range(40)]
+    bad = [*data[:30], b"{}\n", *data[31:]]
+    with pytest.raises(ValueError, match="line 31: a line must have a prompt"):
+        run(llm, tmp_path / "out", b"".join(bad), strict=True)
+    for request_id in list(llm._requests):
+        llm.abort_request(request_id)
+    done = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
+    assert 0 < len(done) <= 30
+    assert all(record["error"] is None for record in done)
+    records = run(llm, tmp_path / "out", b"".join(data), strict=True)
+    assert [record["custom_id"] for record in records] == [f"r{i}" for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("data", "numbers"),
+    [
+        (b"", []),
+        (b"\n\r\n  \n", []),
+        (b"\xef\xbb\xbf{}\r\n\r\n{}\r\n", [1, 3]),
+        (b"{}\n{}", [1, 2]),
+    ],
+)
+def test_line_ends_count_as_text(data: bytes, numbers: list[int]) -> None:
+    assert list(read_lines(io.BytesIO(data))) == [Line(number, b"{}") for number in numbers]
+    assert count_lines(io.BytesIO(data)) == len(data.splitlines())
+
+
+def test_a_line_that_is_too_long_fills_the_memory(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(batch_lines, "CHUNK", 64)
+    long = jsonl({"prompt": "1" * 1000})
+    first, second, third = run(llm, tmp_path / "out", jsonl({"prompt": "7+8="}) * 2 + long)
+    assert [text_of(first), text_of(second)] == ["15", "15"]
+    assert "the line is too long" in third["error"]["message"]
+
+
+def test_all_lines_are_read_at_once(llm: LLM, tmp_path: Path) -> None:
+    """Of an endless input a job takes as much as keeps the engine busy."""
+    taken = 0
+
+    def endless() -> Iterator[Line]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Line(taken, jsonl({"prompt": f"{taken % 10}+2=", "n": 1 + taken % 3}))
+
+    with Journal(tmp_path / "out") as journal:
+        job = Job(llm, journal, GREEDY)
+        for tally in job.run(endless()):
+            assert taken - tally.lines <= 2 * llm.config.max_num_seqs
+            assert sum(p.request.params.n for p in job._pending.values()) <= 16 + 2
+            if tally.computed > 100:
+                break
+    for request_id in list(llm._requests):
+        llm.abort_request(request_id)
+
+
+def test_a_job_repeats_what_is_done(llm: LLM, tmp_path: Path) -> None:
+    """Errors too, and lines without an id; a half-written last record is computed again."""
+    data = jsonl(completion("a"), {"prompt": "7+8="}, completion("a"), [], chat("b"))
+    output = tmp_path / "out"
+    records = run(llm, output, data)
+    before = output.read_bytes()
+    assert run(llm, output, data) == records
+    assert output.read_bytes() == before
+    for kept in (1, 10, len(before) - 40, len(before) - 1):
+        output.write_bytes(before[:kept])
+        again = run(llm, output, data)
+        assert [record["custom_id"] for record in again] == [r["custom_id"] for r in records]
+        assert output.read_bytes().count(b"\n") == 5
+
+
+def test_samples_hang_on_other_lines(llm: LLM, tmp_path: Path) -> None:
+    """And on when a job was begun: a line's own id is what its samples come from."""
+    hot = [completion(f"r{i}", temperature=3.0, n=2) for i in range(20)]
+    whole = run(llm, tmp_path / "whole", jsonl(*hot))
+    run(llm, tmp_path / "parts", jsonl(*hot[:7]))
+    parts = run(llm, tmp_path / "parts", jsonl(*hot))
+    ids = [
+        [[c["token_ids"] for c in record["response"]["body"]["choices"]] for record in records]
+        for records in (whole, parts)
+    ]
+    assert ids[0] == ids[1]
+    assert len({str(samples) for samples in ids[0]}) > 3, "one seed for all"
+
+
+def test_another_inputs_results_are_mixed_in(llm: LLM, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run(llm, output, jsonl(completion("a"), completion("b")))
+    with pytest.raises(ValueError, match="line 1 was not 'c' there; choose another output"):
+        run(llm, output, jsonl(completion("c"), completion("b")))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"notes", b"notes\n", b'{"id": 1}\n', b'{"id": "batch_req_0"}\n',
+        b'{"id": "batch_req_6a", "custom_id": "x", "response": 1}',
+        b'{"id": "batch_req_7", "x": 1}',
+    ],
+)  # fmt: skip
+def test_another_file_is_overwritten(tmp_path: Path, data: bytes) -> None:
+    output = tmp_path / "notes"
+    output.write_bytes(data)
+    with pytest.raises(ValueError, match="line 1, is no record of a batch job"):
+        Journal(output)
+    assert output.read_bytes() == data
+
+
+def test_a_record_cut_off_anywhere_is_another_tools(llm: LLM, tmp_path: Path) -> None:
+    """Wherever its beginning ends; later on nobody can tell."""
+    output, data = tmp_path / "out", jsonl(completion("a"), completion("b"))
+    run(llm, output, data)
+    first, second = output.read_bytes().splitlines(keepends=True)
+    for length in range(60):
+        output.write_bytes(first + second[:length])
+        Journal(output).close()
+        assert output.read_bytes() == first, second[:length]
+
+
+def test_a_name_twice_is_the_last_one(llm: LLM, tmp_path: Path) -> None:
+    data = b'{"prompt": "12+34=", "max_tokens": 1, "max_tokens": 8}\n'
+    data += b'{"messages": [{"role": "user", "role": "user", "content": "x"}]}\n'
+    first, second = run(llm, tmp_path / "out", data)
+    assert first["error"]["message"].endswith("not valid JSON: 'max_tokens' is there twice")
+    assert "'role' is there twice" in second["error"]["message"]
+
+
+def test_which_name_is_there_twice_takes_minutes() -> None:
+    """Biases of a vocabulary, one of which comes again at the end."""
+    names = [str(token) for token in range(30_000)]
+    biases = ", ".join(f'"{name}": 1' for name in [*names, names[-1]])
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="'29999' is there twice"):
+        parse_line(f'{{"logit_bias": {{{biases}}}}}'.encode())
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("blanks", [b"\n", b"\n\n", b" \n", b"\r\n"])
+def test_a_blank_line_is_no_record(llm: LLM, tmp_path: Path, blanks: bytes) -> None:
+    """At the end, where editors leave one, and between records; it is not there afterwards."""
+    output, data = tmp_path / "out", jsonl({"prompt": "1+1="}, {"prompt": "1+2="})
+    run(llm, output, data)
+    first, second = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(first + blanks + second + blanks)
+    with Journal(output) as journal:
+        assert journal.has(1, "line-1") and journal.has(2, "line-2")
+    assert output.read_bytes() == first + blanks + second
+    output.write_bytes(first + blanks)
+    assert [text_of(record) for record in run(llm, output, data)] == ["2", "3"]
+
+
+def test_log_probabilities_of_half_characters_are_another_ones(llm: LLM, tmp_path: Path) -> None:
+    """Tokens of one text, U+FFFD: the likeliest is told, and each has bytes of its own."""
+    size = llm.model_config.vocab_size
+    body = dict(allowed_token_ids=[0xE2, 0x82], max_tokens=1)  # of the euro sign, a byte each
+    lines = (
+        completion("a", logprobs=size, **body),
+        chat("b", logprobs=True, top_logprobs=size, **body),
+    )
+    first, second = run(llm, tmp_path / "out", jsonl(*lines))
+    (likely,) = first["response"]["body"]["choices"][0]["logprobs"]["top_logprobs"]
+    halves = [t["logprob"] for t in run_logprobs(llm, "12+34=") if t["text"] == "\ufffd"]
+    assert len(halves) > 1 and likely["\ufffd"] == max(halves)
+    choice = second["response"]["body"]["choices"][0]
+    (content,) = choice["logprobs"]["content"]
+    assert content["token"] == "\ufffd" and content["bytes"] == choice["token_ids"]
+    told = sorted(token["bytes"] for token in content["top_logprobs"] if len(token["token"]) == 1)
+    assert told == [[byte] for byte in range(256)]
+
+
+def test_bytes_of_a_token_are_those_of_its_text() -> None:
+    """Byte-level, byte fallback, and what is neither; a U+FFFD that is meant is one."""
+
+    class Named:
+        def convert_ids_to_tokens(self, token_id: int) -> str:
+            return ["âĤ", "<0xE2>", "ï¿½", "\ufffd", "ab"][token_id]
+
+    texts = ["\ufffd", "\ufffd", "\ufffd", "\ufffd", "ab", "€"]
+    told = [token_bytes(token_id, text, Named()) for token_id, text in enumerate(texts)]
+    assert told[:4] == [[0xE2, 0x82], [0xE2], [0xEF, 0xBF, 0xBD], None]
+    assert told[4:] == [[97, 98], [0xE2, 0x82, 0xAC]]
+
+
+def run_logprobs(llm: LLM, prompt: str) -> list[Any]:
+    """All tokens that might come first."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=llm.model_config.vocab_size)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    assert output["logprobs"] is not None
+    return [*output["logprobs"][0]]
+
+
+def test_a_device_is_read_to_its_end() -> None:
+    with pytest.raises(OSError, match="/dev/zero is not a regular file; choose another output"):
+        Journal(Path("/dev/zero"))
+
+
+def test_a_job_without_a_chat_template_burns_its_lines(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every line would fail for is no line's error: begun again, the job must go on."""
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    with pytest.raises(RuntimeError, match="no chat template for 'a'"):
+        run(llm, tmp_path / "out", jsonl(chat()))
+    assert (tmp_path / "out").read_bytes() == b""
+    monkeypatch.undo()
+    assert len(run(llm, tmp_path / "out", jsonl(chat()))) == 1
+
+
+def test_an_id_comes_twice(llm: LLM, tmp_path: Path) -> None:
+    """The second line's own, which the first has taken, and one that an error has."""
+    lines = [{"prompt": "1+1=", "custom_id": "line-2"}, {"prompt": "2+2="}]
+    records = run(llm, tmp_path / "out", jsonl(*lines))
+    assert sorted(record["custom_id"] for record in records) == ["line-1", "line-2"]
+    assert [record["custom_id"] for record in records if record["error"]] == ["line-1"]
+
+
+def test_two_jobs_write_one_output(tmp_path: Path) -> None:
+    with Journal(tmp_path / "out"), pytest.raises(OSError, match="another job is writing"):
+        Journal(tmp_path / "out")
+    Journal(tmp_path / "out").close()
+
+
+def test_the_page_shows_what_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
+    requests = [
+        line for line in page.splitlines() if re.match(r'\{"(prompt|messages|custom)', line)
+    ]
+    assert len(requests) == 3
+    for line in requests:
+        parse_request(json.loads(line), {})
+
+
+def test_logprobs_are_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:
+    hot = dict(temperature=5.0, max_tokens=6, ignore_eos=True)
+    data = jsonl(
+        chat("a", logprobs=True, top_logprobs=2, **hot), completion("b", logprobs=2, **hot)
+    )
+    first, second = run(llm, tmp_path / "out", data)
+    content = first["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert len(content) == 6
+    for token in content:
+        assert bytes(token["bytes"]).decode(errors="replace") == token["token"]
+        best, next_best = (other["logprob"] for other in token["top_logprobs"])
+        assert best >= next_best and best >= token["logprob"]
+    told = second["response"]["body"]["choices"][0]["logprobs"]
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == 6
+    for top, logprob in zip(told["top_logprobs"], told["token_logprobs"], strict=True):
+        assert len(top) <= 2 and max(top.values()) >= logprob
+
+
+def test_ids_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Seen, "MERGE", 7)
+    seen = Seen()
+    digests = [digest_of(str(i)) for i in range(100)]
+    assert all(seen.add(digest) for digest in digests)
+    assert not any(seen.add(digest) for digest in digests)
+
+
+def test_sums_are_wrong_in_a_job(llm: LLM, tmp_path: Path) -> None:
+    problems = sample_problems(200)
+    data = jsonl(*({"prompt": prompt} for prompt, _ in problems))
+    records = run(llm, tmp_path / "out", data)
+    assert [text_of(record) for record in records] == [answer for _, answer in problems]

@@ -1,0 +1,452 @@
+"""The benchmark: what it counts, what it draws, and its command line."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nanovllm import LLM
+from nanovllm.bench import measure, roofline, trace
+from nanovllm.bench.plan import make_plan
+from nanovllm.bench.roofline import Machine
+from nanovllm.bench.shapes import SHAPES, write_shape
+from nanovllm.bench.workload import Lengths, draw_workload
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.models.config import ExpertsConfig, ModelConfig
+
+BENCH = Path(__file__).parents[2] / "bench.py"
+H200 = Machine(bytes_per_second=4.3e12, flops_per_second=790e12)
+
+
+def load_bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench", BENCH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = module  # dataclasses look their module up
+    sys.path.insert(0, str(BENCH.parent))  # as where the script is run
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_bench()
+
+
+def shape(name: str, tmp_path: Path) -> ModelConfig:
+    write_shape(name, tmp_path)
+    return ModelConfig.from_dir(tmp_path)
+
+
+def draw(vocab_size: int = 151_936, **lengths: int) -> tuple[list[list[int]], list[int]]:
+    workload = draw_workload(Lengths(**lengths), vocab_size)
+    return workload.prompts, workload.output_lens
+
+
+def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=300
+    )
+
+
+class TestCounts:
+    """A model small enough for pencil and paper."""
+
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=10, hidden_size=4, intermediate_size=6,
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=2,
+        rms_norm_eps=1e-6, max_position_embeddings=64, tie_word_embeddings=True,
+        rope_parameters={}, dtype="bfloat16", eos_token_ids=frozenset(), qk_norm=True,
+        qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=(None,) * 3,
+    )  # fmt: skip
+
+    def test_params(self) -> None:
+        # qkv 4 x (4 + 2 + 2), o 4 x 4, gate, up and down 4 x 6 each
+        assert roofline.decoder_params(self.config) == 3 * (32 + 16 + 72)
+        assert roofline.head_params(self.config) == 40
+        # one table; two norms of 4 and two of 2 in each layer; the last norm
+        assert roofline.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
+
+    def test_bytes(self) -> None:
+        assert roofline.step_weight_bytes(self.config, itemsize=2, rows=1) == 2 * (360 + 40)
+        # K and V of one head of two, in three layers, two bytes each
+        assert roofline.kv_bytes_per_token(self.config, itemsize=2) == 2 * 3 * 1 * 2 * 2
+
+    def test_prefill_flops(self) -> None:
+        # Of the last layer two tokens need no more than keys and values, each 4 x 2.
+        linear = 2 * (360 * (3 + 1) - 2 * (32 + 16 + 72 - 2 * 4 * 2))
+        head = 2 * 40 * 2  # the last row of each prompt
+        pairs = 2 * ((1 + 2 + 3) + 1) + (3 + 1)  # two layers, and the last one's last rows
+        attention = pairs * 2 * (2 * 2 + 2 * 2)  # heads, q @ k and p @ v
+        assert roofline.prefill_flops(self.config, [3, 1]) == linear + head + attention
+
+    def test_decode(self) -> None:
+        # The first token of each comes from its prefill.
+        assert roofline.decode_batches([4, 1, 2]) == [2, 1, 1]
+        assert roofline.decode_batches([1]) == []
+        # Three steps attend to 6, 7 and 8 tokens; none; one attends to 4.
+        read = roofline.decode_kv_bytes(self.config, 2, [5, 9, 3], [4, 1, 2])
+        assert read == 24 * (6 + 7 + 8 + 4)
+
+    def test_a_window_is_all_that_is_read(self) -> None:
+        """Of three layers one sees 7 tokens, and one 2."""
+        config = dataclasses.replace(self.config, sliding_windows=(None, 7, 2))
+        read = roofline.decode_kv_bytes(config, 2, [5, 9, 3], [4, 1, 2])
+        assert read == 8 * ((6 + 7 + 8 + 4) + (6 + 7 + 7 + 4) + 4 * 2)
+        pairs = (1 + 2 + 3 + 4) + (1 + 2 + 3 + 4) + 2
+        linear = 2 * (360 * 4 - 3 * 104) + 2 * 40
+        assert roofline.prefill_flops(config, [4]) == linear + pairs * 2 * (2 * 2 + 2 * 2)
+
+    @pytest.mark.parametrize(
+        ("machine", "gemm"),
+        [
+            (Machine(1.0, 1e12), 3 * 800.0),  # three steps read 800 bytes each
+            (Machine(1e12, 1.0), 800.0 * (2 + 1 + 1)),  # each row of a step is 2 x 400 FLOPs
+            (Machine(1.0, 0.75), 3200 / 1.5 + 2 * 3200 / 3),  # both, by the step
+        ],
+    )
+    def test_a_decode_step_is_bound_by_bytes_or_by_flops(
+        self, machine: Machine, gemm: float
+    ) -> None:
+        floor = roofline.floor(self.config, 2, [5, 9, 3], [4, 1, 2], machine)
+        assert floor.decode_gemm_seconds == pytest.approx(gemm)
+
+    def test_the_floor_is_its_parts(self) -> None:
+        machine = Machine(bytes_per_second=10.0, flops_per_second=5.0)
+        floor = roofline.floor(self.config, 2, [3, 1], [2, 1], machine)
+        assert floor.decode_kv_seconds == 4 * 24 / 10
+        assert floor.prefill_seconds == roofline.prefill_flops(self.config, [3, 1]) / 5
+        assert floor.seconds == pytest.approx(
+            floor.prefill_seconds + floor.decode_gemm_seconds + floor.decode_kv_seconds
+        )
+
+    def test_a_short_prefill_still_reads_the_weights(self) -> None:
+        floor = roofline.floor(self.config, 2, [1], [1], Machine(1.0, 1e12))
+        assert floor.prefill_seconds == 800
+
+
+class TestExperts:
+    """The same, with a layer of five experts two of which a token takes, and two dense ones."""
+
+    config = dataclasses.replace(
+        TestCounts.config,
+        experts=ExpertsConfig(5, per_token=2, intermediate_size=3, norm_topk_prob=True,
+                              layers=frozenset({1})),
+    )  # fmt: skip
+    attention, dense, expert, router = 48, 72, 3 * 4 * 3, 4 * 5
+
+    def test_params(self) -> None:
+        others = 3 * self.attention + 2 * self.dense + self.router
+        assert roofline.decoder_params(self.config) == others + 2 * self.expert
+        assert roofline.num_params(self.config) == others + 5 * self.expert + 40 + 3 * 12 + 4
+
+    def test_bytes_of_experts_that_somebody_takes(self) -> None:
+        """One row takes two of five; three miss any one of them in 0.6 x 0.6 x 0.6 of cases."""
+        rest = 3 * self.attention + 2 * self.dense + self.router + 40
+        for rows, touched in ((1, 2.0), (3, 5 * (1 - 0.6**3)), (1000, 5.0)):
+            expected = 2 * (rest + touched * self.expert)
+            assert roofline.step_weight_bytes(self.config, 2, rows) == pytest.approx(expected)
+        # Two steps of decode: with two rows, and with one.
+        floor = roofline.floor(self.config, 2, [5, 9], [3, 2], Machine(1.0, 1e12))
+        touched = 2.0 + 5 * (1 - 0.6**2)
+        expected = 2 * (2 * rest + touched * self.expert)
+        assert floor.decode_gemm_seconds == pytest.approx(expected)
+
+    def test_three_of_thirty_billion_are_active(self, tmp_path: Path) -> None:
+        config = shape("qwen3-30b-a3b", tmp_path)
+        active = roofline.decoder_params(config) + roofline.head_params(config)
+        assert roofline.num_params(config) == 30_532_122_624
+        assert active == pytest.approx(3.04e9, rel=0.01)  # 3.35 with the embedding, as published
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Path) -> None:
+    write_shape(name, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": bias}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    params = sum(param.numel() for param in model.parameters())
+    assert roofline.num_params(ModelConfig.from_dir(tmp_path)) == params
+
+
+class TestWorkload:
+    def test_it_is_nano_vllms(self) -> None:
+        """What Python's generator gives in that order of draws; a figure compares only then."""
+        random.seed(0)
+        theirs = [
+            [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)
+        ]
+        their_lens = [random.randint(100, 1024) for _ in range(256)]
+        assert draw() == (theirs, their_lens)
+        assert sum(map(len, theirs)) == 142_827 and sum(their_lens) == 133_966
+
+    def test_options_bound_lengths_and_the_vocabulary_bounds_tokens(self) -> None:
+        prompts, output_lens = draw(
+            50, num_seqs=64, min_input_len=3, max_input_len=5, min_output_len=2, max_output_len=4,
+        )  # fmt: skip
+        assert {len(prompt) for prompt in prompts} == {3, 4, 5}
+        assert set(output_lens) == {2, 3, 4}
+        assert {token for prompt in prompts for token in prompt} == set(range(50))
+
+    @pytest.mark.parametrize(
+        ("name", "seconds", "tokens_per_second"),
+        [("qwen3-0.6b", 3.74, 35.9e3), ("qwen3-8b", 10.65, 12.6e3)],
+    )
+    def test_floor_of_the_classic_workload(
+        self, name: str, seconds: float, tokens_per_second: float, tmp_path: Path
+    ) -> None:
+        """Figures worked out independently, for one H200, in bfloat16."""
+        prompts, output_lens = draw()
+        input_lens = [len(prompt) for prompt in prompts]
+        floor = roofline.floor(shape(name, tmp_path), 2, input_lens, output_lens, H200)
+        assert floor.seconds == pytest.approx(seconds, rel=0.02)
+        assert sum(output_lens) / floor.seconds == pytest.approx(tokens_per_second, rel=0.02)
+        if name == "qwen3-0.6b":
+            assert floor.decode_kv_seconds == pytest.approx(3.22, abs=0.01)
+            assert floor.prefill_seconds == pytest.approx(0.17, abs=0.01)
+            assert floor.decode_gemm_seconds == pytest.approx(0.33, abs=0.03)
+
+
+class TestCommandLine:
+    def test_a_tiny_run_ends_with_one_json_line(self, model_dir: Path, tmp_path: Path) -> None:
+        file = tmp_path / "result.json"
+        run = run_cli(
+            f"--model={model_dir}", "--num-seqs=3", "--min-input-len=4", "--max-input-len=9",
+            "--min-output-len=2", "--max-output-len=5", "--max-model-len=64",
+            "--num-kvcache-blocks=32", "--repeats=2", "--device=cpu", "--dtype=float32",
+            f"--json={file}",
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        text, _, last = run.stdout.rstrip("\n").rpartition("\n")
+        assert text.index("roofline:") < text.index("run 1:") < text.index("output tok/s,")
+        result = json.loads(last)
+        assert json.loads(file.read_text()) == result
+        assert result["device"] == "cpu" and result["dtype"] == "float32"
+        assert result["torch"] == torch.__version__ and "cores" in result["machine"]
+        assert result["attention_backend"] in ("cpu", "torch") and result["preemptions"] == 0
+        load, floor = result["workload"], result["roofline"]
+        assert 12 <= load["input_tokens"] <= 27 and 6 <= load["output_tokens"] <= 15
+        seconds = result["seconds"]
+        assert len(seconds) == 2 and min(seconds) <= result["median_seconds"] <= max(seconds)
+        assert result["output_tokens_per_second"] == pytest.approx(
+            load["output_tokens"] / result["median_seconds"]
+        )
+        assert result["roofline_percent"] == pytest.approx(
+            100 * floor["seconds"] / result["median_seconds"]
+        )
+        parts = ("prefill_seconds", "decode_gemm_seconds", "decode_kv_seconds")
+        assert floor["seconds"] == pytest.approx(sum(floor[part] for part in parts))
+        assert floor["copy_bytes_per_second"] > 0 and floor["matmul_flops_per_second"] > 0
+        assert result["prefill_tokens_per_second"] > 0 and result["decode_tokens_per_second"] > 0
+
+    def test_repeats_do_not_find_their_prompts_in_the_cache(
+        self, model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The second run of the same prompts would skip their prefill, and look fast."""
+        cached: list[int] = []
+
+        class SpyingLLM(LLM):
+            def generate(self, *args: Any, **kwargs: Any) -> Any:
+                outputs = super().generate(*args, **kwargs)
+                cached.extend(output["num_cached_tokens"] for output in outputs)
+                return outputs
+
+        monkeypatch.setattr(measure, "LLM", SpyingLLM)
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
+        bench.main(
+            [f"--model={model_dir}", "--num-seqs=2", "--min-input-len=40", "--max-input-len=50",
+             "--min-output-len=2", "--max-output-len=3", "--max-model-len=64",
+             "--num-kvcache-blocks=64", "--device=cpu"]
+        )  # fmt: skip
+        assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]) == 3
+        assert cached == [0] * 7  # the warm-up's, and two in each of three runs
+
+    def test_a_shape_needs_no_files(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(SHAPES, "qwen3-42m", (64, 96, 2, 4, 2, 16, 259, True))
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
+        bench.main(
+            ["--shape=qwen3-42m", "--num-seqs=2", "--min-input-len=4", "--max-input-len=5",
+             "--min-output-len=1", "--max-output-len=1", "--num-kvcache-blocks=300",
+             "--repeats=1", "--device=cpu"]
+        )  # fmt: skip
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["model"] == "qwen3-42m"
+        assert result["options"]["load_format"] == "dummy"
+        assert result["workload"]["output_tokens"] == 2
+        assert result["roofline"]["decode_gemm_seconds"] == 0  # prefill yields one token each
+
+    def test_a_profile_is_a_trace_of_steps_beside_the_measured_runs(
+        self,
+        model_dir: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A trace that viewers cannot open, or one whose steps are counted as measured ones."""
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
+        traced: list[dict[str, int]] = []
+        write_trace = trace.write_trace
+
+        def spying(llm: LLM, *rest: Any) -> str:
+            traced.append(dict(llm.stats()))
+            text: str = write_trace(llm, *rest)
+            traced.append(dict(llm.stats()))
+            return text
+
+        monkeypatch.setattr(trace, "write_trace", spying)
+        file = tmp_path / "trace.json"
+        bench.main(
+            [f"--model={model_dir}", "--num-seqs=3", "--min-input-len=20", "--max-input-len=30",
+             "--min-output-len=6", "--max-output-len=9", "--max-model-len=64",
+             "--num-kvcache-blocks=32", "--repeats=1", "--device=cpu", f"--profile={file}"]
+        )  # fmt: skip
+        events = json.loads(file.read_text())["traceEvents"]
+        names = [event.get("name", "") for event in events]
+        steps = sorted(name for name in names if name.startswith("step "))
+        assert steps == ["step 1: prefill", *(f"step {i}: decode" for i in range(2, 6))]
+        assert any(name.startswith("aten::") for name in names)
+        out = capsys.readouterr().out
+        # The figures come first, from runs that have been; then where the trace is, and its top.
+        assert out.index("output tok/s,") < out.index(str(file)) < out.index("aten::")
+        result = json.loads(out.splitlines()[-1])
+        assert len(result["seconds"]) == 1
+        before, after = traced
+        prompts, _ = draw(259, num_seqs=3, min_input_len=20, max_input_len=30)
+        lengths = list(map(len, prompts))
+        # What the measured runs left in the prefix cache must not shorten the trace's prefill.
+        assert after["prefill_tokens"] - before["prefill_tokens"] == lengths[0] + sum(lengths)
+
+    def test_a_slow_machine_is_told_of_smaller_options(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(1e10, 1e11))
+        plan = make_plan({"device": "cpu"}, bench.SHAPE, Lengths(), tmp_path)
+        measure.print_floor(measure.describe(plan))
+        out = capsys.readouterr().out
+        assert "minutes at the very least" in out and "--shape qwen3-42m" in out
+
+    def test_help_names_the_options_and_their_defaults(self) -> None:
+        run = run_cli("--help")
+        assert run.returncode == 0
+        for text in ("--shape", "--attention-backend", "--json", "(default: 1024)"):
+            assert text in run.stdout
+
+    @pytest.mark.parametrize("was_there", [False, True])
+    def test_a_run_that_fails_takes_the_last_result_with_it(
+        self, was_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        files = [tmp_path / "result.json", tmp_path / "trace.json"]
+        for file in files:
+            if was_there:
+                file.write_text("the last one")
+        options = [f"--json={files[0]}", f"--profile={files[1]}", "--num-kvcache-blocks=4"]
+        assert bench.main([*options, "--shape=qwen3-42m", "--num-seqs=1"]) == 1
+        assert "does not fit" in capsys.readouterr().err
+        assert [file.read_text() for file in files if file.exists()] == ["the last one"] * (
+            2 * was_there
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "status", "message"),
+        [
+            (["--shape=qwen3-9000b"], 2, "invalid choice"),
+            (["--shape=qwen3-8b", "--model=x"], 2, "exclude each other"),
+            (["--model=/nowhere"], 1, "/nowhere"),
+            (["--num-seqs=0"], 2, "num_seqs must be >= 1, got 0"),
+            (["--num-seqs=many"], 2, "cannot read 'many'"),
+            (["--seed=-1"], 2, "seed must be >= 0, got -1"),
+            (["--repeats=0"], 2, "must be at least 1, got 0"),
+            (["--min-input-len=9", "--max-input-len=8"], 2, "8 is less than min_input_len=9"),
+            (["--json=x", "--profile=x"], 2, "--json and --profile are different files"),
+            (["--max-input-len=4000"], 1, "add up to 5024"),
+            (["--device=tpu"], 2, "device must be"),
+            (["--json=/nowhere/result.json"], 1, "/nowhere"),
+            (["--profile=/nowhere/trace.json"], 1, "/nowhere"),
+            (["--profile=trace.json", "--peers"], 2, "without --peers"),
+            (["--peer-path=vllm=."], 2, "are for --peers"),
+            (["--peers", "sglang"], 2, "nano-vllm, vllm, transformers; got sglang"),
+            (["--peers", "--peer-python=vllm"], 2, "NAME=PATH with a NAME of nano-vllm"),
+            (["--peers", "--peer-python=vllm=/nowhere/python"], 1, "/nowhere/python is no program"),
+            (["--peers", "--peer-path=vllm=/nowhere"], 1, "/nowhere is not a directory"),
+            (["--peers", "vllm", "--peer-python=vllm=false"], 2, "finds no package 'vllm'"),
+            (
+                ["--peers", "nano-vllm", f"--peer-path=nano-vllm={BENCH.parent}"], 2,
+                "finds this project itself",
+            ),
+        ],
+    )  # fmt: skip
+    def test_a_bad_option_is_one_line_and_no_traceback(
+        self, options: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        try:
+            got = bench.main(options)
+        except SystemExit as end:
+            got = end.code
+        assert got == status
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and message in err
+
+    def test_what_the_engine_refuses_is_an_error_of_the_options(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
+        options = ["--shape=qwen3-42m", "--device=cpu", "--attention-backend=flash_attn"]
+        assert bench.main(options) == 1
+        err = capsys.readouterr().err
+        assert "needs a CUDA device" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [("-m", "nanovllm", "bench"), (str(BENCH),)])
+def test_an_installed_package_has_no_benchmark(command: tuple[str, ...], tmp_path: Path) -> None:
+    """The command, away from the checkout's folder; beside it the script, with its own model."""
+    short = ("--num-seqs=2", "--max-input-len=100", "--max-output-len=100", "--repeats=1")
+    options = [*short, "--device=cpu", "--engine-seed=3"]
+    if command[0] != "-m":
+        options.append(f"--model={EMBEDDED_MODEL}")
+    env = {**os.environ, "PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, *options], capture_output=True, text=True, timeout=300, env=env,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["model"] == EMBEDDED_MODEL
+    assert result["workload"]["output_tokens"] == 200
+    assert (result["options"]["seed"], result["options"]["max_model_len"]) == (3, 4096)
+
+
+def test_whole_experts_are_shared_out_like_parts(tmp_path: Path) -> None:
+    """Refused where the engine would run them, and refused late where it would not."""
+    options = {"device": "cpu", "tensor_parallel_size": 4, "enable_expert_parallel": True}
+    write_shape("qwen3-30b-a3b", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_intermediate_size": 770}))
+    plan = make_plan({**options, "model": str(tmp_path)}, None, Lengths(), tmp_path)
+    assert plan.config.enable_expert_parallel
+    with pytest.raises(ValueError, match="this model has no experts"):
+        make_plan(options, "qwen3-42m", Lengths(), tmp_path)
+
+
+def test_the_script_measures_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a model it is the classic shape, as it always was."""
+    shapes: list[Any] = []
+
+    def plan(options: Any, shape: Any, *_: Any) -> None:
+        shapes.append(shape)
+        raise ValueError("no further")
+
+    monkeypatch.setattr("nanovllm.bench.plan.make_plan", plan)
+    assert bench.main([]) == bench.main(["--model=x"]) == bench.main(["--shape=qwen3-8b"]) == 1
+    assert shapes == ["qwen3-0.6b", None, "qwen3-8b"]

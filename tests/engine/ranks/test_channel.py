@@ -1,0 +1,215 @@
+"""The ring: every byte arrives once, in order, whatever the lengths and however many read."""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.ranks import channel
+from nanovllm.engine.ranks.channel import Reader, Writer
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.device_table import Account, Layout
+from nanovllm.engine.step.inputs import prefill_inputs
+from nanovllm.sampling_params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that messages wrap around it, and some exceed it."""
+    monkeypatch.setattr(channel, "CAPACITY", 256)
+
+
+def no_check() -> None:
+    pass
+
+
+@contextmanager
+def connected(num_readers: int) -> Iterator[tuple[Writer, list[Reader]]]:
+    writer = Writer(num_readers, no_check)
+    readers = [Reader(writer.fd, writer.bells[i][0], i, num_readers) for i in range(num_readers)]
+    yield writer, readers
+    for reader in readers:
+        del reader.mine, reader.asleep
+        reader.ring.close()
+    writer.close()
+
+
+def pattern(length: int, seed: int) -> bytes:
+    return np.random.default_rng(seed).bytes(length)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 7, 100, 247, 248, 249, 256, 600, 2000]), max_size=12),
+    num_readers=st.integers(1, 3),
+)
+def test_a_message_is_torn_lost_or_read_twice(lengths: list[int], num_readers: int) -> None:
+    """With its length 248 bytes just fill the ring; what is longer goes through in pieces."""
+    messages = [pattern(length, seed) for seed, length in enumerate(lengths)]
+    with connected(num_readers) as (writer, readers), ThreadPoolExecutor(num_readers) as pool:
+        got = [pool.submit(lambda r: [bytes(r.receive()) for _ in messages], r) for r in readers]
+        for message in messages:
+            writer.send(message)
+        for future in got:
+            assert future.result(timeout=20) == messages
+
+
+def test_a_slow_reader_is_overrun() -> None:
+    """The writer waits for the slowest: nothing that it has not read may be written over."""
+    with connected(2) as (writer, (fast, slow)):
+        writer.send(pattern(200, 0))
+        sender = threading.Thread(target=writer.send, args=(pattern(200, 1),))
+        sender.start()
+        assert fast.receive() == pattern(200, 0)
+        sender.join(0.1)
+        assert sender.is_alive(), "written over what one reader has not read"
+        assert slow.receive() == pattern(200, 0)
+        assert fast.receive() == slow.receive() == pattern(200, 1)
+        sender.join(10)
+        assert not sender.is_alive()
+
+
+def test_a_writer_waits_for_a_dead_reader() -> None:
+    def check() -> None:
+        raise KeyError("dead")
+
+    with connected(1) as (writer, _):
+        writer.check = check
+        writer.send(bytes(100))
+        with pytest.raises(KeyError, match="dead"):
+            writer.send(bytes(1000))
+
+
+def test_a_reader_that_sleeps_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "NAP_SECONDS", 30.0)
+    with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
+        for number in range(20):
+            got = pool.submit(reader.receive)
+            while not reader.asleep[0]:
+                time.sleep(1e-4)
+            writer.send(bytes([number]))
+            assert got.result(timeout=5) == bytes([number])
+
+
+def test_a_bell_that_is_not_heard_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the memory's order lets both sides miss each other, a nap ends by itself."""
+    with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
+        got = pool.submit(reader.receive)
+        while not reader.asleep[0]:
+            time.sleep(1e-4)
+        monkeypatch.setattr(writer, "_wake", no_check)
+        start = time.perf_counter()
+        writer.send(b"x")
+        assert got.result(timeout=5) == b"x"
+        assert time.perf_counter() - start < 1.0
+
+
+def test_a_full_bell_blocks_the_writer() -> None:
+    with connected(1) as (writer, (reader,)):
+        reader.ring.asleep[0] = 1
+        for _ in range(70_000):  # a pipe holds 64 KiB
+            writer._wake()
+
+
+SLEEPER = """
+import sys, time
+from nanovllm.engine.ranks.channel import Ring
+ring = Ring(int(sys.argv[1]), 1)
+until = time.time() + 1.0
+while time.time() < until:
+    ring.asleep[0] = 1
+    ring.asleep[0] = 0
+"""
+
+
+def test_a_reader_that_falls_asleep_meanwhile_stops_the_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()  # the other process has the real size
+    writer = Writer(1, no_check)
+    command = [sys.executable, "-c", SLEEPER, str(writer.fd)]
+    with subprocess.Popen(command, pass_fds=[writer.fd]) as process:
+        while process.poll() is None:
+            writer._wake()
+    assert process.returncode == 0
+    writer.close()
+
+
+def test_waiting_takes_a_core() -> None:
+    with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
+        before = time.process_time()
+        got = pool.submit(reader.receive)
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.2
+        writer.send(b"x")
+        got.result(timeout=5)
+
+
+def test_something_with_a_name_is_left_behind() -> None:
+    def there() -> list[list[str]]:
+        return [sorted(os.listdir(path)) for path in ("/dev/shm", "/proc/self/fd")]  # noqa: PTH208
+
+    before = there()
+    with connected(3):
+        assert there()[0] == before[0]
+    assert there() == before
+
+
+READER = """
+import sys, pickle, xxhash
+from nanovllm.engine.ranks.channel import Reader
+fd, bell, index, num_readers = map(int, sys.argv[1:])
+reader = Reader(fd, bell, index, num_readers)
+inputs, last = (pickle.loads(reader.receive()) for _ in range(2))
+print(xxhash.xxh64_hexdigest(inputs.input_ids), len(inputs.input_ids), last)
+"""
+
+
+@pytest.mark.parametrize(("num_prompts", "length"), [(1, 262_144), (512, 8192)])
+def test_long_prompts_do_not_get_through(
+    num_prompts: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between processes, through the ring that engines have: up to 25 times its size."""
+    monkeypatch.undo()
+    rng = np.random.default_rng(0)
+    seqs = []
+    for index in range(num_prompts):
+        seq = Sequence(rng.integers(0, 151_936, length).tolist(), SamplingParams())
+        seq.block_table = list(range(index, index + length // 16))
+        seq.num_scheduled_tokens = length
+        seqs.append(seq)
+    account = Account(Layout(num_prompts, length // 16))
+    prefill = prefill_inputs(Batch(seqs, is_prefill=True), 16, account).prefill
+    assert prefill is not None
+    writer = Writer(2, no_check)
+    processes = []
+    for index in range(2):
+        fds = (writer.fd, writer.bells[index][0])
+        arguments = [str(n) for n in (*fds, index, 2)]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", READER, *arguments],
+                pass_fds=fds, stdout=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    message = pickle.dumps(prefill, protocol=5)
+    assert num_prompts == 1 or len(message) > 20 * channel.CAPACITY
+    writer.send(message)
+    writer.send(pickle.dumps("end"))
+    for process in processes:
+        out, _ = process.communicate(timeout=60)
+        digest = xxhash.xxh64_hexdigest(prefill.input_ids)
+        assert out == f"{digest} {num_prompts * length} end\n"
+    writer.close()

@@ -1,0 +1,79 @@
+"""What the other ranks are told of a step is the step, and no more than is new."""
+
+import dataclasses
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.ranks.codec import decode, encode
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.device_table import Account, Layout
+from nanovllm.engine.step.inputs import StepInputs, decode_inputs, prefill_inputs
+from nanovllm.sampling_params import SamplingParams
+
+
+def assert_equal(one: StepInputs, other: StepInputs) -> None:
+    assert (one.prefill is None) == (other.prefill is None)
+    assert (one.num_seqs, one.width) == (other.num_seqs, other.width)
+    pairs = [(one.places, other.places), (one.words, other.words)]
+    if one.prefill is not None:
+        names = [field.name for field in dataclasses.fields(one.prefill)]
+        pairs += [(getattr(one.prefill, name), getattr(other.prefill, name)) for name in names]
+    for a, b in pairs:
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def make_seq(num_tokens: int, block_table: list[int], num_scheduled: int = 1) -> Sequence:
+    seq = Sequence(list(range(num_tokens)), SamplingParams())
+    seq.block_table = block_table
+    seq.num_scheduled_tokens = num_scheduled
+    seq.num_cached_tokens = num_tokens - num_scheduled
+    return seq
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_step_is_not_what_was_sent(data: st.DataObject) -> None:
+    """Batches that grow, shrink and stay, tables that change a little or altogether."""
+    account = Account(Layout(10, 20))
+    seqs: list[Sequence] = []
+    for step in range(data.draw(st.integers(1, 10))):
+        for seq in seqs:
+            if data.draw(st.booleans()):
+                seq.block_table.append(step + 7)
+        if data.draw(st.booleans()) and seqs:
+            seqs.pop(data.draw(st.integers(0, len(seqs) - 1)))
+        if data.draw(st.booleans()) or not seqs:
+            blocks = data.draw(st.integers(1, 6))
+            seqs.append(make_seq(4 * blocks, list(range(step, step + blocks)), blocks))
+        is_prefill = data.draw(st.booleans())
+        batch = Batch(seqs, is_prefill)
+        inputs = prefill_inputs(batch, 4, account) if is_prefill else decode_inputs(batch, account)
+        if inputs.prefill is not None and data.draw(st.booleans()):
+            prefill = inputs.prefill
+            prefill.prompt_rows = prefill.shared_rows = np.arange(step, dtype=np.int64)
+            prefill.copied_blocks = np.arange(2 * step, dtype=np.int32)
+        assert_equal(decode(bytearray(encode(inputs))), inputs)
+
+
+def test_what_is_known_travels_again_at_every_step() -> None:
+    """64 sequences of 65,536 tokens: a decode step is told of new blocks, and of nothing else."""
+    account, sizes = Account(Layout(64, 5000)), []
+    seqs = [make_seq(65_536, list(range(4096))) for _ in range(64)]
+    for step in range(40):
+        grown = 0
+        for seq in seqs:
+            seq.num_cached_tokens = 65_535 + step
+            if seq.num_cached_tokens == 16 * len(seq.block_table):
+                seq.block_table.append(step)
+                grown += 1
+            seq.token_ids.append(step)
+        message = encode(decode_inputs(Batch(seqs, is_prefill=False), account))
+        sizes.append((len(message), grown))
+    assert sizes[0][0] > 64 * 4096 * 4, "the first step says it all"
+    assert sum(grown for _, grown in sizes) == 3 * 64
+    assert all(size == sizes[2][0] + 12 * grown < 1000 for size, grown in sizes[2:])

@@ -1,0 +1,116 @@
+"""Stop strings end a text at the same character, wherever tokens begin and end."""
+
+from typing import Any
+
+import pytest
+from conftest import byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import SamplingParams
+from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.sequence import Sequence
+
+TOKENIZER = byte_tokenizer()
+
+
+class Words:
+    """A tokenizer whose ids are indices of any pieces of text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+
+def follow(tokenizer: Any, ids: list[int], **params: Any) -> tuple[OutputText, Sequence, int]:
+    """The text of `ids` until something stops it, and how many ids that took."""
+    text = OutputText(tokenizer, SamplingParams(**params))
+    seq = Sequence([0, 1], SamplingParams(**params))
+    told = ""
+    for count, token_id in enumerate(ids, 1):
+        seq.token_ids.append(token_id)
+        stop = text.update(seq)
+        certain = text.text[: text.num_certain]
+        assert certain.startswith(told), "what was told is taken back"
+        told = certain
+        if stop is not None:
+            return text, seq, count
+    assert text.finish(seq).startswith(told)
+    return text, seq, len(ids)
+
+
+def by_character(full: str, stops: list[str]) -> tuple[str, str] | None:
+    """What is left, and the stop: the slow, obvious twin."""
+    for end in range(1, len(full) + 1):
+        ending = [stop for stop in stops if full[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return full[: end - len(longest)], longest
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=30),
+    stops=st.lists(st.text("ab ", min_size=1, max_size=4), max_size=4),
+    include=st.booleans(),
+)
+def test_a_stop_hangs_on_where_tokens_end(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    """Stops that span tokens, overlap, are prefixes of each other, or stand at the very end."""
+    options: dict[str, Any] = dict(stop=stops, include_stop_str_in_output=include)
+    text, seq, count = follow(Words(pieces), list(range(len(pieces))), **options)
+    expected = by_character("".join(pieces), stops)
+    if expected is None:
+        assert text.stop is None and text.finish(seq) == "".join(pieces)
+        return
+    left, stop = expected
+    assert (text.stop, text.text) == (stop, left + stop if include else left)
+    assert text.finish(seq) == text.text
+    before = "".join(pieces[: count - 1])
+    assert by_character(before, stops) is None, "found later than with the token that completes it"
+
+
+def test_characters_of_several_tokens_are_not_found() -> None:
+    ids = TOKENIZER.encode("ein Käse 🙂, bitte", add_special_tokens=False)
+    for stop, left in [("ä", "ein K"), ("🙂", "ein Käse "), (" 🙂,", "ein Käse"), ("e, b", None)]:
+        text, seq, count = follow(TOKENIZER, ids, stop=[stop])
+        whole = TOKENIZER.decode(ids)
+        assert (text.stop, text.finish(seq)) == ((None, whole) if left is None else (stop, left))
+        assert (count < len(ids)) == (left is not None)
+
+
+def test_a_stop_counts_before_min_tokens() -> None:
+    pieces = ["a", "b", "c", "a", "b"]
+    text, _, count = follow(Words(pieces), [0, 1, 2, 3, 4], stop="b", min_tokens=2)
+    assert (text.text, count) == ("abca", 5)
+    text, _, count = follow(Words(pieces), [0, 1, 2, 3, 4], stop="b", min_tokens=1)
+    assert (text.text, count) == ("a", 2)
+
+
+def test_a_token_taken_back_stays_in_the_text() -> None:
+    """After an interrupt the last token is sampled again: it may have completed a stop."""
+    params = SamplingParams(stop="b")
+    text, seq = OutputText(Words(["a", "b", "c"]), params), Sequence([0], params)
+    seq.token_ids += [0, 1]
+    assert text.update(seq) == "b"
+    seq.token_ids.pop()
+    assert text.update(seq) is None
+    seq.token_ids.append(2)
+    assert text.update(seq) is None and text.finish(seq) == "ac"
+
+
+@pytest.mark.parametrize(
+    ("generated", "certain"), [("xy", 2), ("xa", 1), ("xab", 1), ("aab", 1), ("xabd", 4), ("", 0)]
+)
+def test_text_that_may_begin_a_stop_is_told(generated: str, certain: int) -> None:
+    params = SamplingParams(stop=["abc", "zz"])
+    text, seq = OutputText(Words(list("abcdxy")), params), Sequence([0], params)
+    seq.token_ids += ["abcdxy".index(c) for c in generated]
+    assert text.update(seq) is None and text.num_certain == certain

@@ -1,0 +1,279 @@
+"""The rows on the device say of a decode step what the sequences say, whatever came before."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import ctrl_c_before
+
+from nanovllm import SamplingParams
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.step.device_table import Account, Layout, Rows
+from nanovllm.engine.step.draw_inputs import noise_key
+from nanovllm.engine.step.inputs import StepInputs, decode_inputs, prefill_inputs
+from nanovllm.kernels import plain
+from nanovllm.kernels.plain import Decoding
+
+BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """What an engine does with rows; a token is the number of its step. No model computes it."""
+
+    def __init__(self) -> None:
+        layout = Layout(MOST, MAX_BLOCKS)
+        self.rows, self.account = Rows(layout, CPU), Account(layout)
+        self.seqs: list[Sequence] = []
+        self.next_block = 0
+        self.step = 1000
+        self.told = 0
+
+    def come(self, length: int) -> None:
+        """A sequence begins to run, with all its prompt but the last chunk in the cache."""
+        params = SamplingParams(temperature=length / 7, seed=length, max_tokens=100)
+        seq = Sequence(list(range(length)), params)
+        self.seqs.append(seq)
+        self.run(seq)
+
+    def run(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        seq.forget_cache()
+        seq.block_table = []
+        self.grow(seq)
+
+    def grow(self, seq: Sequence) -> None:
+        while len(seq.block_table) * BLOCK_SIZE < seq.num_tokens:
+            self.next_block += 1
+            seq.block_table.append(self.next_block % 1000)
+
+    def prefill(self, seqs: list[Sequence], size: int, num_decodes: int = 0) -> None:
+        """Compute `size` tokens of each of these, or as many as there are."""
+        for seq in seqs:
+            seq.num_scheduled_tokens = min(size, seq.num_uncached_tokens)
+        batch = Batch(seqs, is_prefill=True, num_decodes=num_decodes)
+        inputs = prefill_inputs(batch, BLOCK_SIZE, self.account)
+        assert inputs.prefill is not None
+        places, rows = inputs.prefill.pending()
+        given = [token for seq in seqs for token in scheduled(seq)]
+        self.write(inputs)
+        filled = self.rows.fill(*map(torch.from_numpy, (inputs.prefill.input_ids, places, rows)))
+        assert filled.tolist() == given
+        if inputs.width:
+            tables = self.rows.block_tables(torch.from_numpy(inputs.prefill.rows), inputs.width)
+            for seq, table in zip(seqs, tables.tolist(), strict=True):
+                assert table[: len(seq.block_table)] == seq.block_table
+        self.leave_tokens(batch, torch.from_numpy(inputs.prefill.token_rows))
+
+    def decode(self, seqs: list[Sequence], padding: int) -> None:
+        for seq in seqs:
+            seq.num_scheduled_tokens = 1
+            self.grow(seq)
+        batch = Batch(seqs, is_prefill=False)
+        inputs = decode_inputs(batch, self.account)
+        assert inputs.width == max(len(seq.block_table) for seq in seqs)
+        self.write(inputs)
+        size = len(seqs) + padding
+        decoding = plain.read_rows(self.rows.state, size, inputs.width, BLOCK_SIZE)
+        self.assert_right(decoding, seqs)
+        self.leave_tokens(batch, decoding.rows[: len(seqs)])
+
+    def write(self, inputs: StepInputs) -> None:
+        self.told = len(inputs.places)
+        assert len(set(inputs.places.tolist())) == len(inputs.places) == len(inputs.words)
+        self.rows.write(inputs.places, inputs.words)
+
+    def leave_tokens(self, batch: Batch, rows: torch.Tensor) -> None:
+        """Each gets the number of the step, which only the device knows before the next one."""
+        for seq in self.seqs:
+            self.read(seq)
+        self.step += 1
+        sampling = batch.sampling_seqs
+        self.rows.keep(rows, torch.full((len(sampling),), self.step))
+        for seq in batch.seqs:
+            seq.num_cached_tokens += seq.num_scheduled_tokens
+        for seq in sampling:
+            seq.token_ids.append(PENDING)
+            seq.num_pending_tokens = 1
+            known_tokens[seq] = self.step
+
+    def read(self, seq: Sequence) -> None:
+        """Its token comes to the host, if one is on its way."""
+        if seq.num_pending_tokens:
+            seq.token_ids[-1] = known_tokens.pop(seq)
+            seq.num_pending_tokens = 0
+
+    def assert_right(self, decoding: Decoding, seqs: list[Sequence]) -> None:
+        size = len(seqs)
+        where = [seq.num_cached_tokens for seq in seqs]
+        slots = [
+            seq.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for seq, position in zip(seqs, where, strict=True)
+        ]
+        assert len(set(decoding.rows[:size].tolist())) == size
+        assert decoding.input_ids[:size].tolist() == [last_token(seq) for seq in seqs]
+        assert decoding.positions[:size].tolist() == where
+        assert decoding.slot_mapping[:size].tolist() == slots
+        assert decoding.context_lens[:size].tolist() == [position + 1 for position in where]
+        assert decoding.keys[:size].tolist() == [noise_key(seq) for seq in seqs]
+        temperatures = np.array([seq.temperature for seq in seqs], np.float32)
+        assert decoding.temperatures[:size].tolist() == temperatures.tolist()
+        for seq, table in zip(seqs, decoding.block_tables.tolist(), strict=False):
+            assert table[: len(seq.block_table)] == seq.block_table
+        assert (decoding.slot_mapping[size:] == -1).all()
+        assert not decoding.context_lens[size:].any() and not decoding.input_ids[size:].any()
+        assert not decoding.temperatures[size:].any()
+
+
+known_tokens: dict[Sequence, int] = {}  # those on their way
+
+
+def last_token(seq: Sequence) -> int:
+    return known_tokens[seq] if seq.num_pending_tokens else seq.token_ids[-1]
+
+
+def scheduled(seq: Sequence) -> list[int]:
+    tokens = [*seq.token_ids[:-1], last_token(seq)]
+    return tokens[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
+
+
+DOINGS = {
+    "come": 6, "decode": 12, "chunk": 8, "mixed": 2, "leave": 4, "preempt": 2, "error": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_say_something_else(seed: int) -> None:
+    """Tokens arrive a step late; sequences come, go and come back, in chunks or not, and fail."""
+    engine, rng = Engine(), random.Random(seed)
+    known_tokens.clear()
+    done: set[str] = set()
+    for doing in rng.choices([*DOINGS], [*DOINGS.values()], k=500):
+        for long in [seq for seq in engine.seqs if seq.num_tokens >= BLOCK_SIZE * MAX_BLOCKS - 1]:
+            engine.seqs.remove(long)
+            long.finish("length")
+        seqs, size = engine.seqs, rng.randint(1, 10)
+        seq = rng.choice(seqs) if seqs else None
+        decodes = [s for s in seqs if s.num_uncached_tokens == 1]
+        prefills = [s for s in seqs if s.num_uncached_tokens > 1]
+        some = rng.sample(decodes, rng.randint(1, len(decodes))) if decodes else []
+        match doing:
+            case "come" if len(seqs) < MOST:
+                engine.come(size)
+            case "decode" if decodes:
+                engine.decode(some, padding=size % 3)
+            case "chunk" if prefills:
+                engine.prefill(prefills, size)
+            case "mixed" if decodes:
+                for each in decodes:
+                    engine.grow(each)
+                engine.prefill([*decodes, *prefills], size, num_decodes=len(decodes))
+            case "leave" if seq is not None:
+                seqs.remove(seq)
+                seq.finish("length")
+            case "preempt" if seq is not None:
+                engine.read(seq)
+                engine.run(seq)
+            case "error" if decodes:
+                inputs = decode_inputs(Batch(some, is_prefill=False), engine.account)
+                if size % 3:  # before the devices were told, or after, or after they computed
+                    engine.write(inputs)
+                if size % 3 > 1:
+                    plain.read_rows(engine.rows.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
+                engine.account.forget()
+                for each in seqs:
+                    each.drop_pending()
+                    engine.run(each)
+            case _:
+                continue
+        done.add(doing)
+    assert done == DOINGS.keys()
+
+
+def test_a_step_like_the_last_one_is_told_of() -> None:
+    engine = Engine()
+    known_tokens.clear()
+    for length in (3, 9, 6):
+        engine.come(length)
+    engine.prefill(engine.seqs, 100)
+    told = []
+    for _ in range(10):
+        engine.decode(engine.seqs, padding=1)
+        told.append(engine.told)
+    assert told[0] >= 3, "where they stand"
+    tokens = np.array([[4, 10, 7]]) + np.arange(1, 10)[:, None]  # of each in the next steps
+    assert told[1:] == (tokens % BLOCK_SIZE == 1).sum(axis=1).tolist(), "new blocks, and no more"
+
+
+def test_rows_run_out() -> None:
+    """There are as many as run: those that have ended give theirs, and nobody else."""
+    engine = Engine()
+    known_tokens.clear()
+    for number in range(30):
+        while len(engine.seqs) < MOST:
+            engine.come(4 + number % 7)
+        engine.prefill([seq for seq in engine.seqs if not seq.num_cached_tokens], 100)
+        engine.decode(engine.seqs, padding=1)
+        assert number == 0 or engine.told <= 12, "those that stayed were told of again"
+        for seq in engine.seqs[: 1 + (number + 1) % 3]:
+            engine.seqs.remove(seq)
+            seq.finish("length")
+
+
+@pytest.mark.parametrize("name", ["decode", "_tell_blocks", "_rows_of", "_take_row", "_news"])
+def test_what_ctrl_c_cut_off_is_trusted(name: str) -> None:
+    """Before any line, while one sequence comes and the others' tables grow: all start over."""
+    code, struck = getattr(Account, name).__code__, 0
+    for line in sorted({line for _, _, line in code.co_lines() if line is not None}):
+        engine = Engine()
+        known_tokens.clear()
+        for length in (4, 8):
+            engine.come(length)
+        engine.prefill(engine.seqs, 100)
+        engine.come(3)
+        for seq in engine.seqs:
+            engine.grow(seq)
+        done = False
+        with ctrl_c_before(line, code):
+            engine.account.decode(engine.seqs)
+            done = True
+        struck += not done
+        engine.account.forget()
+        for seq in engine.seqs:
+            seq.drop_pending()
+            engine.run(seq)
+        engine.prefill(engine.seqs, 2)
+        engine.prefill([seq for seq in engine.seqs if seq.num_uncached_tokens > 1], 100)
+        engine.decode([seq for seq in engine.seqs if seq.num_uncached_tokens == 1], padding=1)
+    assert struck >= 4
+
+
+def test_row_has_the_token_of_another() -> None:
+    """Of one as long, that had it before: a prompt of which the last token is left to decode."""
+    engine = Engine()
+    known_tokens.clear()
+    for _ in range(engine.account.layout.num_rows - 1):
+        engine.come(3)
+        engine.prefill(engine.seqs, 100)
+        engine.seqs.pop().finish("length")
+    engine.rows.state.tokens.fill_(PENDING)  # what nobody may take for a token
+    engine.come(4)
+    engine.prefill(engine.seqs, 3)
+    engine.decode(engine.seqs, padding=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.7, 1e37, 1e300])
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_numbers_do_not_fit_into_words(temperature: float, seed: int) -> None:
+    seq = Sequence([1], SamplingParams(temperature=temperature, seed=seed), index=int(seed > 1))
+    seq.block_table, seq.num_scheduled_tokens = [0], 1
+    layout = Layout(1, 1)
+    rows, account = Rows(layout, CPU), Account(layout)
+    inputs = decode_inputs(Batch([seq], is_prefill=False), account)
+    rows.write(inputs.places, inputs.words)
+    decoding = plain.read_rows(rows.state, 1, 1, BLOCK_SIZE)
+    assert decoding.keys.tolist() == [noise_key(seq)]
+    assert 0 < decoding.temperatures.item() < float("inf")
+    assert decoding.input_ids.tolist() == [1]

@@ -1,0 +1,822 @@
+"""The loader: every parameter filled once from the right tensor, and every bad checkpoint named."""
+
+import io
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SHAPE, edit_config, make_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import (
+    INDEX,
+    InFile,
+    load_dummy,
+    load_model,
+    resolve_model,
+    weight_files,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYER = "model.layers.1."
+PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+EXPERTS = 4
+MOE: dict[str, Any] = dict(
+    family="Qwen3Moe", num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=32
+)
+Copy = Callable[[], Path]
+
+
+def build(path: Path, dtype: torch.dtype | None = torch.float32) -> CausalLM:
+    """The model of `path` without its weights, every value NaN."""
+    model = CausalLM(ModelConfig.from_dir(path), max_positions=16).to(dtype=dtype)
+    for param in model.parameters():
+        param.data.fill_(torch.nan)
+    return model
+
+
+def load(path: Path, dtype: torch.dtype | None = torch.float32) -> CausalLM:
+    model = build(path, dtype)
+    with torch.no_grad():
+        load_model(model, path)
+    return model
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as safetensors itself reads them."""
+    return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def rewrite(path: Path, **changes: torch.Tensor | None) -> Path:
+    """Change a single-file checkpoint: names with `__` for the dots; None deletes a tensor."""
+    renamed = {name.replace("__", "."): value for name, value in changes.items()}
+    merged: dict[str, Any] = {**tensors(path), **renamed}
+    save_file({k: v for k, v in merged.items() if v is not None}, path / "model.safetensors")
+    return path
+
+
+def assert_filled(model: CausalLM, files: dict[str, torch.Tensor]) -> None:
+    """Every parameter equals the file's tensors, those of its parts one above the other."""
+    used = set()
+    for name, param in model.named_parameters():
+        names = [name]
+        if name not in files:
+            for fused, parts in PARTS.items():
+                names = [n.replace(fused, part) for n in names
+                         for part in (parts if fused in n else [fused])]  # fmt: skip
+            if ".experts." in name:
+                names = [n.replace("experts.", f"experts.{i}.") + ".weight"
+                         for i in range(EXPERTS) for n in names]  # fmt: skip
+        whole = torch.cat([files[n] for n in names])
+        assert torch.equal(param, whole.view(param.shape).to(param.dtype)), name
+        used |= set(names)
+    assert used == set(files)
+
+
+def make_llm(path: Path, **options: Any) -> LLM:
+    return LLM(path, **dict(device="cpu", num_kvcache_blocks=8) | options)
+
+
+# What must load
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True},
+        {"num_attention_heads": 6, "head_dim": 10, "num_key_value_heads": 3},
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 263},
+        {"family": "Llama", "attention_bias": True, "mlp_bias": True},
+        {"family": "Mistral"},
+        {"family": "Qwen2"},
+        {"family": "Phi3", "num_key_value_heads": 1},
+        MOE,
+        {**MOE, "decoder_sparse_step": 2},
+    ],
+    ids=str,
+)
+def test_a_parameter_gets_another_tensor(
+    tmp_path: Path, shape: dict[str, Any], shards: bool
+) -> None:
+    """Parts of a fused weight in the wrong order, a bias left at zero, a shard not read."""
+    path = make_model(tmp_path, shards=shards, **shape)
+    assert (path / INDEX).exists() == shards
+    assert (len(weight_files(path)) > 3) == shards
+    model = load(path)
+    assert_filled(model, tensors(path))
+    tied = shape.get("tie_word_embeddings", False)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_fused_tensors_are_taken_apart_wrongly(copy_of_model: Copy) -> None:
+    """Queries, keys and values in one tensor, in a file that has the feed-forward's apart."""
+    path = copy_of_model()
+    files = tensors(path)
+    expected = load(path)
+    for layer in range(2):
+        stem = f"model.layers.{layer}.self_attn."
+        parts = [files.pop(f"{stem}{part}.weight") for part in PARTS["qkv_proj"]]
+        files[f"{stem}qkv_proj.weight"] = torch.cat(parts)
+    save_file(files, path / "model.safetensors")
+    for param, other in zip(load(path).parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, other)
+
+
+def test_fused_experts_are_taken_apart_wrongly(tmp_path: Path) -> None:
+    """As transformers 5 holds them in memory, and writes them where it is told to."""
+    path = make_model(tmp_path, **MOE)
+    expected, files = load(path), tensors(path)
+    for layer in range(2):
+        stem = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([files.pop(f"{stem}{i}.{part}_proj.weight") for i in range(EXPERTS)])
+            for part in ("gate", "up", "down")
+        )
+        files |= {f"{stem}gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}down_proj": down}
+    save_file(files, path / "model.safetensors")
+    for param, other in zip(load(path).parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, other)
+
+
+def test_router_is_rounded_to_the_models_type(tmp_path: Path) -> None:
+    """In bfloat16, experts whose scores are close would be taken by chance."""
+    path = make_model(tmp_path, **MOE)
+    torch.set_default_dtype(torch.float16)  # as the runner does
+    try:
+        params = dict(load(path, None).named_parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    gates = [name for name, param in params.items() if param.dtype == torch.float32]
+    assert gates == [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
+    assert torch.equal(params[gates[0]], tensors(path)[gates[0]])
+
+
+def test_without_an_index_other_files_are_not_read(copy_of_model: Copy) -> None:
+    """Several files and no index, as exporters write them."""
+    path = copy_of_model()
+    files = tensors(path)
+    (path / "model.safetensors").unlink()
+    for part in range(3):
+        names = sorted(files)[part::3]
+        save_file({name: files[name] for name in names}, path / f"part{part}.safetensors")
+    assert_filled(load(path), files)
+
+
+def test_tied_checkpoint_with_a_spare_head_is_refused(tmp_path: Path) -> None:
+    """Some exporters write the tied head out; others do not."""
+    path = make_model(tmp_path, tie_word_embeddings=True)
+    expected = load(path).model.embed_tokens.weight
+    assert expected is not None
+    head = tensors(path)["model.embed_tokens.weight"].clone()
+    model = load(rewrite(path, lm_head__weight=head))
+    assert model.model.embed_tokens.weight is model.lm_head.weight
+    assert model.lm_head.weight is not None
+    assert torch.equal(model.lm_head.weight, expected)
+
+
+def test_old_checkpoints_inverse_frequencies_are_unexpected(copy_of_model: Copy) -> None:
+    path = rewrite(copy_of_model(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    load(path)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_change_when_widened(copy_of_model: Copy, stored: torch.dtype) -> None:
+    """A detour on the way to float32 that rounds; every 16-bit value is a float32 value."""
+    path = copy_of_model()
+    files = {name: value.to(stored) for name, value in tensors(path).items()}
+    save_file(files, path / "model.safetensors")
+    assert_filled(load(path), {name: value.float() for name, value in files.items()})
+
+
+def test_float32_weights_are_truncated_to_bfloat16(copy_of_model: Copy) -> None:
+    """Rounding towards zero halves the precision that is left."""
+    path = copy_of_model()
+    model = load(path, torch.bfloat16)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert_filled(model, tensors(path))
+
+
+def test_loading_changes_the_files_or_maps_them(copy_of_model: Copy) -> None:
+    """Weights that are views of the mapped file: they change when the file does."""
+    path = copy_of_model()
+    before = tensors(path)
+    model = load(path)
+    save_file({k: torch.zeros_like(v) for k, v in before.items()}, path / "model.safetensors")
+    assert_filled(model, before)
+
+
+# What must be refused, by name
+
+
+def refused(path: Path, error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as caught:
+        load(path)
+    return str(caught.value)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    path = make_model(tmp_path, shards=True)
+    files = weight_files(path)
+    for file in files[1:3]:
+        file.unlink()
+    message = refused(path, FileNotFoundError)
+    assert files[1].name in message
+    assert files[2].name in message
+    assert files[0].name not in message
+    with pytest.raises(FileNotFoundError, match=re.escape(files[1].name)):
+        make_llm(path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -5000, -1], ids=lambda n: f"to {n} bytes")
+def test_truncated_file(tmp_path: Path, size: int) -> None:
+    """A download that broke off, at the start, in the header, or just before the end."""
+    path = make_model(tmp_path, shards=True)
+    file = weight_files(path)[2]
+    file.write_bytes(file.read_bytes()[:size])
+    message = refused(path, OSError)
+    assert str(file) in message
+    assert "truncated" in message
+
+
+def test_file_that_is_something_else(copy_of_model: Copy) -> None:
+    """A pointer file of Git LFS, or an error page saved under the name of the weights."""
+    path = copy_of_model()
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid ...")
+    assert str(path / "model.safetensors") in refused(path, OSError)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "needed"),
+    [
+        ("model.embed_tokens.weight", (258, 64), (259, 64)),
+        ("lm_head.weight", (64, 259), (259, 64)),
+        (LAYER + "self_attn.q_proj.weight", (32, 64), (64, 64)),
+        (LAYER + "self_attn.k_proj.weight", (64, 64), (32, 64)),
+        (LAYER + "self_attn.v_proj.weight", (32, 63), (32, 64)),
+        (LAYER + "self_attn.o_proj.weight", (64, 1), (64, 64)),
+        (LAYER + "mlp.up_proj.weight", (192, 64), (96, 64)),
+        (LAYER + "self_attn.q_norm.weight", (1,), (16,)),
+        ("model.norm.weight", (1, 64), (64,)),
+        ("model.norm.weight", (), (64,)),
+    ],
+    ids=str,
+)
+def test_misshapen_tensor(
+    copy_of_model: Copy, name: str, shape: tuple[int, ...], needed: tuple[int, ...]
+) -> None:
+    """A tensor that is broadcast, cut off, or spilt over its neighbour in a fused weight."""
+    path = copy_of_model()
+    message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(shape)}))
+    assert repr(name) in message
+    assert f"shape {shape}" in message
+    assert str(needed) in message
+    assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.2.mlp.up_proj.weight",
+        LAYER + "self_attn.q_proj.bias",
+        LAYER + "self_attn.q_proj.weight_scale_inv",
+        LAYER + "self_attn.qkv_proj.weight",
+        "model.embed_tokens.lora_A.weight",
+        "transformer.wte.weight",
+        "lm_head.bias",
+        "score.weight",
+    ],
+)
+def test_unexpected_tensor(copy_of_model: Copy, name: str) -> None:
+    """A layer, a bias or a scale that the model would silently run without."""
+    path = copy_of_model()
+    message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(96, 64)}))
+    assert f"{name!r}" in message
+    assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        LAYER + "input_layernorm.weight",
+        LAYER + "self_attn.k_norm.weight",
+        LAYER + "self_attn.q_proj.weight",
+        LAYER + "self_attn.k_proj.weight",
+        LAYER + "self_attn.v_proj.weight",
+        LAYER + "mlp.gate_proj.weight",
+        LAYER + "mlp.up_proj.weight",
+        LAYER + "mlp.down_proj.weight",
+    ],
+)
+def test_missing_tensor(copy_of_model: Copy, name: str) -> None:
+    """Named as the checkpoint spells it: there is no qkv_proj to look for in the files."""
+    path = copy_of_model()
+    message = refused(rewrite(path, **{name.replace(".", "__"): None}))
+    assert name in message
+    assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "says"),
+    [
+        ("Phi3", LAYER + "self_attn.qkv_proj.weight", LAYER + "self_attn.qkv_proj.weight"),
+        ("Qwen3Moe", LAYER + "mlp.experts.3.up_proj.weight", LAYER + "mlp.experts.3.up_proj"),
+        ("Qwen3Moe", LAYER + "mlp.gate.weight", LAYER + "mlp.gate.weight"),
+    ],
+)
+def test_missing_tensor_of_another_family(
+    tmp_path: Path, family: str, tensor: str, says: str
+) -> None:
+    """Named as these files spell it: fused ones have no q_proj."""
+    path = make_model(tmp_path, **MOE | dict(family=family))
+    message = refused(rewrite(path, **{tensor.replace(".", "__"): None}))
+    assert f"lack {says}" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "shape"),
+    [
+        ("Phi3", LAYER + "self_attn.qkv_proj.weight", (127, 64)),
+        ("Phi3", LAYER + "mlp.gate_up_proj.weight", (96, 64)),
+        ("Qwen3Moe", LAYER + "mlp.experts.3.up_proj.weight", (31, 64)),
+        ("Qwen3Moe", LAYER + "mlp.experts.0.down_proj.weight", (32, 64)),
+        ("Qwen3Moe", LAYER + "mlp.gate.weight", (3, 64)),
+    ],
+)
+def test_misshapen_tensor_of_another_family(
+    tmp_path: Path, family: str, tensor: str, shape: tuple[int, ...]
+) -> None:
+    path = make_model(tmp_path, **MOE | dict(family=family))
+    message = refused(rewrite(path, **{tensor.replace(".", "__"): torch.zeros(shape)}))
+    assert repr(tensor) in message and f"shape {shape}" in message
+
+
+@pytest.mark.parametrize("expert", [4, 40])
+def test_expert_too_many(tmp_path: Path, expert: int) -> None:
+    path = make_model(tmp_path, **MOE)
+    name = f"{LAYER}mlp.experts.{expert}.up_proj.weight"
+    message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(32, 64)}))
+    assert f"unexpected tensor {name!r}" in message
+
+
+def test_tensor_whole_and_in_parts(copy_of_model: Copy) -> None:
+    """The one read last wins, in silence."""
+    path = copy_of_model()
+    name = LAYER + "self_attn.qkv_proj.weight"
+    message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(128, 64)}))
+    assert "in parts too" in message
+
+
+def test_missing_layer_names_hundreds_of_tensors(copy_of_model: Copy) -> None:
+    """A message of pages, where the first names and their number would do."""
+    path = copy_of_model()
+    edit_config(path, num_hidden_layers=40, layer_types=None)
+    message = refused(path)
+    assert "model.layers.2." in message
+    assert "more" in message
+    assert len(message) < 1000
+
+
+def test_bias_that_the_config_promises_is_missing(copy_of_model: Copy) -> None:
+    """Zeros in its place."""
+    path = copy_of_model()
+    edit_config(path, attention_bias=True)
+    assert "model.layers.0.self_attn.o_proj.bias" in refused(path)
+
+
+def test_tensor_in_two_files(tmp_path: Path) -> None:
+    """The last one read wins, in silence: left over from an earlier download, say."""
+    path = make_model(tmp_path, shards=True)
+    first, second, *_ = weight_files(path)
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second)
+    assert repr(name) in refused(path)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_untied_head(tmp_path: Path, tie: bool) -> None:
+    """An untied model whose head is missing runs on an uninitialized, or on a tied one."""
+    path = make_model(tmp_path, tie_word_embeddings=True)
+    edit_config(path, tie_word_embeddings=tie)
+    if tie:
+        load(path)
+    else:
+        assert "lm_head.weight" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [("{", "not valid JSON"), ("[]", "JSON object"), ("{}", "weight_map"),
+     ('{"weight_map": [1]}', "weight_map")],
+)  # fmt: skip
+def test_broken_index(copy_of_model: Copy, index: str, says: str) -> None:
+    path = copy_of_model()
+    (path / INDEX).write_text(index)
+    message = refused(path, OSError)
+    assert str(path / INDEX) in message
+    assert says in message
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.bin"])
+def test_bin_files_only(copy_of_model: Copy, name: str) -> None:
+    """ "No such file" where there are weights, only in another format."""
+    path = copy_of_model()
+    (path / "model.safetensors").rename(path / name)
+    message = refused(path, FileNotFoundError)
+    assert ".bin" in message
+    assert "safetensors" in message
+
+
+def test_no_weights(copy_of_model: Copy) -> None:
+    path = copy_of_model()
+    (path / "model.safetensors").unlink()
+    message = refused(path, FileNotFoundError)
+    assert str(path) in message
+    assert ".bin" not in message
+
+
+# The directory
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "config.json"))):
+        make_llm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/no/such/model", "./no-such-model", "../no/such", "~/no-such-model", "no-such-model"]
+)
+def test_path_that_does_not_exist(path: str) -> None:
+    """A misspelt path that is looked up on the hub, and fails there with a riddle."""
+    with pytest.raises(FileNotFoundError, match=re.escape(repr(path))) as caught:
+        make_llm(Path(path) if path.startswith("/") else path)  # type: ignore[arg-type]
+    assert "does not exist" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "~no-such-user/model"])
+def test_path_that_cannot_exist(path: str) -> None:
+    """An error of the system that does not say what it is about."""
+    with pytest.raises(FileNotFoundError, match="model") as caught:
+        resolve_model(path)
+    assert repr(path) in str(caught.value)
+
+
+def test_file_instead_of_a_directory(model_dir: Path) -> None:
+    file = model_dir / "model.safetensors"
+    with pytest.raises(NotADirectoryError, match=re.escape(str(file))):
+        make_llm(file)
+
+
+def test_home_directory_is_not_expanded(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model_dir.parent))
+    assert resolve_model(f"~/{model_dir.name}") == model_dir
+
+
+def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback of the hub's own classes, or minutes of retries."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="'no-such-owner/no-such-model'") as caught:
+        make_llm(Path("no-such-owner/no-such-model"))
+    assert type(caught.value) is OSError
+    assert "no local directory" in str(caught.value)
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "not valid JSON"), ("", "not valid JSON"), ("[1]", "JSON object"),
+     ("\ufeff{}", "not valid JSON"), ("null", "JSON object")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_json(copy_of_model: Copy, name: str, text: str, says: str) -> None:
+    path = copy_of_model()
+    (path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(OSError, match=re.escape(str(path / name))) as caught:
+        make_llm(path)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_is_not_text(copy_of_model: Copy, name: str) -> None:
+    path = copy_of_model()
+    (path / name).write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(OSError, match=re.escape(str(path / name))):
+        make_llm(path)
+
+
+def config_error(path: Path, **changes: Any) -> str:
+    """What is said of a config.json with `changes`, before anything is loaded."""
+    edit_config(path, **changes)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make_llm(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "rms_norm_eps", "max_position_embeddings",
+    ],
+)  # fmt: skip
+def test_missing_field(copy_of_model: Copy, field: str) -> None:
+    """A KeyError, or a default of another model."""
+    path = copy_of_model()
+    message = config_error(path, **{field: None})
+    assert repr(field) in message
+    assert str(path / "config.json") in message
+
+
+def test_missing_rope_theta(copy_of_model: Copy) -> None:
+    """10,000 in the place of the model's own base."""
+    path = copy_of_model()
+    assert "rope_theta" in config_error(path, rope_parameters=None, rope_theta=None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "64"), ("vocab_size", 259.0), ("vocab_size", 0), ("num_hidden_layers", 0),
+        ("num_hidden_layers", -1), ("num_attention_heads", 0), ("num_key_value_heads", -2),
+        ("head_dim", -16), ("head_dim", 15), ("intermediate_size", True), ("rms_norm_eps", "1e-6"),
+        ("rms_norm_eps", -1.0), ("max_position_embeddings", 0), ("max_position_embeddings", "512"),
+        ("eos_token_id", "257"), ("eos_token_id", [257, None]), ("tie_word_embeddings", "no"),
+        ("attention_bias", 1), ("quantization_config", "fp8"), ("rope_parameters", [1]),
+    ],
+)  # fmt: skip
+def test_field_of_another_type_or_range(copy_of_model: Copy, field: str, value: Any) -> None:
+    """An error of the tokenizer's loader, of a tensor's, or none and a model that says NaN."""
+    path = copy_of_model()
+    edit_config(path, **{field: value})
+    with pytest.raises((ValueError, TypeError), match=field) as caught:
+        make_llm(path)
+    assert str(path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3NextForCausalLM", "GPT2LMHeadModel", "Qwen3Model", "qwen3", 3, None]
+)
+def test_architecture_that_is_not_supported(copy_of_model: Copy, architecture: Any) -> None:
+    """A relative that is loaded as Qwen3, and talks nonsense."""
+    message = config_error(copy_of_model(), architectures=[architecture])
+    assert repr(architecture) in message
+    assert "Qwen3ForCausalLM" in message
+
+
+@pytest.mark.parametrize(
+    "architectures", [None, [], ["Qwen3ForCausalLM", "Qwen3Model"], "Qwen3ForCausalLM"]
+)
+def test_architectures_that_name_not_one(copy_of_model: Copy, architectures: Any) -> None:
+    assert "architectures" in config_error(copy_of_model(), architectures=architectures)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_sliding_window": True, "sliding_window": "128"}, ["sliding_window", "'128'"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window"]),
+        ({"layer_types": ["linear_attention", "full_attention"]}, ["linear_attention"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantized", "'fp8'"]),
+        ({"quantization_config": {"bits": 4}}, ["quantized"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'silu'", "'gelu'"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "4"]),
+    ],
+    ids=str,
+)
+def test_config_that_cannot_be_honoured(
+    copy_of_model: Copy, changes: dict[str, Any], says: list[str]
+) -> None:
+    """Run as if it were not there."""
+    path = copy_of_model()
+    message = config_error(path, **changes)
+    assert [text for text in [*says, str(path)] if text not in message] == [], message
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("scaling", "says"),
+    [
+        ({"rope_type": "ntk-by-parts", "factor": 2.0}, ["rope_type", "'ntk-by-parts'", "yarn"]),
+        ({"rope_type": None}, ["rope_type", "None"]),
+        ({"rope_type": "yarn"}, ["'yarn'", "factor"]),
+        ({"rope_type": "linear"}, ["'linear'", "factor"]),
+        ({"rope_type": "llama3", "factor": 2.0}, ["'llama3'", "low_freq_factor"]),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"rope_type": "linear", "factor": 0}, ["factor"]),
+        ({"rope_type": "yarn", "factor": "4"}, ["factor", "'4'"]),
+    ],
+    ids=str,
+)
+def test_rope_that_cannot_be_honoured(
+    copy_of_model: Copy, spelling: str, scaling: dict[str, Any], says: list[str]
+) -> None:
+    """An unknown rope scaling run as none, or as another; a KeyError for a missing factor."""
+    path = copy_of_model()
+    changes: dict[str, Any] = {"rope_parameters": None, "rope_theta": 1e4}
+    (path / "tokenizer.json").unlink()  # its loader reads the config too, and complains first
+    (path / "tokenizer_config.json").unlink()
+    edit_config(path, **changes)
+    message = config_error(path, **{spelling: {"rope_theta": 1e4, **scaling}})
+    assert [text for text in says if text not in message] == [], message
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_bar_is_drawn_into_a_file(
+    is_terminal: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of control characters in a log; or minutes in which nothing is to be seen."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", stderr)
+    with make_llm(model_dir):
+        pass
+    assert ("Loading" in stderr.getvalue()) == is_terminal
+    if is_terminal:
+        assert "100%" in stderr.getvalue()
+
+
+# Threads
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Let every tensor that is read wait first."""
+    take = InFile.__getitem__
+
+    def waiting(self: InFile, index: Any) -> torch.Tensor:
+        wait()
+        return take(self, index)
+
+    monkeypatch.setattr(InFile, "__getitem__", waiting)
+
+
+def test_tensors_are_read_one_after_another(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that waits for the copy of what came before it."""
+    expected = load(model_dir)
+    num_reads = len(tensors(model_dir))
+    pairs = threading.Barrier(2, timeout=30)
+    last = iter([True] * (num_reads % 2))  # of an odd number one has nobody to wait for
+    slow_down(monkeypatch, lambda: next(last, False) or pairs.wait())
+    for param, other in zip(load(model_dir).parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, other)
+
+
+def test_another_error_comes_first(copy_of_model: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of whichever thread is first to see one."""
+    path = copy_of_model()
+
+    def norms() -> list[str]:
+        names = safe_open(path / "model.safetensors", "pt").keys()
+        return [name for name in names if "norm" in name]
+
+    first, *_, last = norms()
+    wrong = {first: torch.zeros(3), last: torch.zeros(5)}
+    rewrite(path, **{name.replace(".", "__"): tensor for name, tensor in wrong.items()})
+    assert norms().index(first) < norms().index(last)
+    shape = InFile.shape.fget  # type: ignore[attr-defined]
+
+    def slow(self: InFile) -> Any:
+        time.sleep(0.2 if shape(self) == (3,) else 0.0)
+        return shape(self)
+
+    monkeypatch.setattr(InFile, "shape", property(slow))
+    assert repr(first) in refused(path)
+
+
+def test_ctrl_c_waits_for_the_whole_model(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or leaves threads behind, that go on to fill it."""
+    read: list[float] = []
+
+    def wait() -> None:
+        read.append(time.perf_counter())
+        if len(read) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+    slow_down(monkeypatch, wait)
+    with pytest.raises(KeyboardInterrupt):
+        load(model_dir)
+    assert 5 <= len(read) <= 12 < len(tensors(model_dir))
+    assert not [t for t in threading.enumerate() if t.name.startswith("nanovllm-load")]
+
+
+# Random weights, and memory
+
+
+def test_dummy_needs_files_or_differs_by_run(copy_of_model: Copy) -> None:
+    """Weights asked for where there are none, or weights that no seed reproduces."""
+    path = copy_of_model()
+    for file in path.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+
+    def first_tokens(seed: int) -> list[int]:
+        with make_llm(path, load_format="dummy", seed=seed) as llm:
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+            return llm.generate([1, 2, 3], params, use_tqdm=False)[0]["token_ids"]
+
+    assert first_tokens(1) == first_tokens(1)
+
+    def weights(seed: int) -> list[torch.Tensor]:
+        model = CausalLM(ModelConfig.from_dir(path), max_positions=16)
+        load_dummy(model, model, seed)
+        return list(model.parameters())
+
+    pairs = [list(zip(weights(1), weights(seed), strict=True)) for seed in (1, 2)]
+    assert all(torch.equal(a, b) for a, b in pairs[0])
+    assert not any(torch.equal(a, b) for a, b in pairs[1] if a.dim() > 1)
+    matrices = [a for a, _ in pairs[0] if a.dim() > 1]
+    for index, a in enumerate(matrices):
+        assert 0.018 < float(a.std()) < 0.022
+        assert not any(torch.equal(a[:4, :4], b[:4, :4]) for b in matrices[:index])
+
+
+def test_dummy_changes_the_callers_random_state(model_dir: Path) -> None:
+    before = torch.get_rng_state()
+    model = CausalLM(ModelConfig.from_dir(model_dir), max_positions=16)
+    load_dummy(model, model, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loading_takes_the_model_twice(tmp_path: Path) -> None:
+    """All shards read before the first is placed, or all packed copies beside their originals."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+
+    def resident_mib() -> float:
+        match = re.search(r"VmRSS:\s+(\d+) kB", status.read_text())
+        assert match is not None
+        return int(match[1]) / 1024
+
+    shape = SHAPE | dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, head_dim=256
+    )
+    tmp_path.joinpath("config.json").write_text(
+        json.dumps({**shape, "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e4})
+    )
+    with torch.device("meta"):
+        model = CausalLM(ModelConfig.from_dir(tmp_path), max_positions=16)
+    weight_map = {}
+    size = 0.0
+    for index, (name, param) in enumerate(model.named_parameters()):
+        part = {}
+        for fused, parts in PARTS.items():
+            if fused in name:
+                sizes = [param.shape[0] // len(parts)] * len(parts)
+                if fused == "qkv_proj":
+                    sizes = [1024, 512, 512]
+                part = {
+                    name.replace(fused, p): torch.ones(n, param.shape[1])
+                    for p, n in zip(parts, sizes, strict=True)
+                }
+        part = part or {name: torch.ones(param.shape)}
+        save_file(part, tmp_path / f"{index}.safetensors")
+        weight_map |= dict.fromkeys(part, f"{index}.safetensors")
+        size += param.numel() * 4 / 2**20
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert 180 < size < 240
+
+    peak = before = resident_mib()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, resident_mib())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        llm = make_llm(tmp_path)
+    finally:
+        done.set()
+        watcher.join()
+    with llm:
+        assert resident_mib() - before < 1.6 * size
+        assert peak - before < 1.8 * size
