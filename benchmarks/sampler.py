@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.draw_inputs import sampling_inputs
+from nanovllm.engine.step.draw_inputs import draw_inputs
+from nanovllm.engine.step.transfer import upload, upload_all
 from nanovllm.layers.sampler import Sampler
 
 NONE = "none"
@@ -70,14 +72,18 @@ def measure(
         for name, fields in FILTERS.items():
             seqs = [
                 Sequence(
-                    list(range(500)), SamplingParams(seed=row, temperature=temperature, **fields)
+                    list(range(500)),
+                    SamplingParams(seed=row, temperature=temperature, **fields),
+                    counts=TokenCounts(),
                 )
                 for row in range(len(logits))
             ]
             for seq in seqs:
                 seq.token_ids += [7] * (index + 2)
-            made = sampling_inputs(seqs, logits.shape[1], logits.device)
-            inputs = logits, made.temperatures, made.keys, made.filters
+            made = draw_inputs(seqs, logits.shape[1], logits.device.type)
+            assert made.temperatures is not None and made.keys is not None
+            choices = upload(made.temperatures, logits.device), upload(made.keys, logits.device)
+            inputs = logits, *choices, upload_all(made.filters, logits.device)
             taken = seconds(sampler, inputs, logits.device)
             if index >= 0:  # the first ones warm up
                 times[name].append(1e3 * taken)

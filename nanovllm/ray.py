@@ -108,7 +108,7 @@ class EngineReplica:
                     index, custom_id, request = pending.pop(output["request_id"])
                     answers[index] = _answered(custom_id, request, output, self._llm)
         finally:
-            self._llm._abandon([*pending])  # Ray may be told to go on after an exception
+            self._llm.discard_requests(pending)  # Ray may be told to go on after an exception
         return [answers[index] for index in range(len(lines))]
 
 

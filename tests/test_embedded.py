@@ -122,7 +122,9 @@ def test_sums_are_wrong_after_preemptions(options: dict[str, Any]) -> None:
 
 def test_sums_are_wrong_by_graphs() -> None:
     with make_llm(max_num_seqs=37, kvcache_block_size=4) as llm:
-        graphs = llm._runner.graphs = llm._runner.decode_graphs()
+        graphs = llm.model_runner.shard.graphs = llm.model_runner.shard.decode_graphs(
+            llm.config.max_num_running
+        )
         graphs.logits.zero_()
         solve(llm, SOME)
         assert graphs.logits.any(), "they were never used"

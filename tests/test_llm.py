@@ -72,21 +72,21 @@ def assert_idle(llm: LLM) -> None:
     manager = llm.scheduler.block_manager
     assert not llm.scheduler.waiting and not llm.scheduler.running
     assert manager.num_free_blocks == manager.num_blocks, "a block is still held"
-    assert not llm._requests and llm.is_finished() and llm.step() == []
+    assert not llm.unfinished and llm.is_finished() and llm.step() == []
 
 
 def raise_at_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
 ) -> None:
     """Let the runner's `nth` step from now on raise, once."""
-    launch, steps = llm._runner.launch, iter(range(1, 1_000_000))
+    launch, steps = llm.model_runner.launch, iter(range(1, 1_000_000))
 
     def failing(batch: Batch) -> Any:
         if next(steps) == nth:
             raise error
         return launch(batch)
 
-    monkeypatch.setattr(llm._runner, "launch", failing)
+    monkeypatch.setattr(llm.model_runner, "launch", failing)
 
 
 @pytest.fixture(scope="module")
@@ -542,7 +542,7 @@ def test_interrupted_generate_spoils_the_next(
         with pytest.raises(type(error)):
             generate(llm, [TEXT, IDS, "x" * 30], [greedy(3), greedy(), greedy()])
     llm.scheduler.audit()
-    assert list(llm._requests) == [other], "that call's requests, and no others, are gone"
+    assert list(llm.unfinished) == [other], "that call's requests, and no others, are gone"
     assert tokens(generate(llm, [TEXT, IDS, "x" * 30])) == expected
     (output,) = run_to_end(llm)
     assert (output["request_id"], output["token_ids"]) == (other, expected_other)
@@ -601,8 +601,8 @@ class InterruptAt:
     FILES: ClassVar[set[str]] = {
         str(Path(nanovllm.__file__).parent / name)
         for name in ("llm.py", "engine/llm_engine.py", "engine/scheduler.py",
-                     "engine/block_manager.py", "engine/sequence.py", "engine/request.py",
-                     "engine/forecast.py")
+                     "engine/block_manager.py", "engine/sequence.py", "engine/forecast.py",
+                     "engine/model_runner.py", "engine/requests/request.py")
     }  # fmt: skip
 
     def __init__(self, line: Line | None = None, nth: int = 1) -> None:
@@ -664,7 +664,7 @@ def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
             return trace.executed, f"{error!r} instead of KeyboardInterrupt"
         try:
             llm.scheduler.audit()
-            if set(llm._requests) - {other}:
+            if set(llm.unfinished) - {other}:
                 return trace.executed, "requests are left behind"
             finished = run_to_end(llm)
             if [o["request_id"] for o in finished] != [other]:
@@ -761,13 +761,13 @@ def test_a_tokenizer_that_fails_leaves_requests_behind(tmp_path: Path) -> None:
 def test_close_in_the_middle_of_a_call_hangs(options: dict[str, Any], model_dir: Path) -> None:
     """From another thread: ranks left waiting for each other, or a step without its model."""
     llm = make_llm(model_dir, **options)
-    launch, begun = llm._runner.launch, threading.Event()
+    launch, begun = llm.model_runner.launch, threading.Event()
 
     def launching(*arguments: Any) -> Any:
         begun.set()
         return launch(*arguments)
 
-    llm._runner.launch = launching  # type: ignore[method-assign]
+    llm.model_runner.launch = launching  # type: ignore[method-assign]
     closer = threading.Thread(target=lambda: (begun.wait(), llm.close()))
     closer.start()
     with pytest.raises(RuntimeError, match="closed in the middle of the call"):
@@ -837,7 +837,10 @@ def test_the_pool_outlives_the_engine(model_dir: Path, how: str) -> None:
     llm = make_llm(model_dir)
     generate(llm, TEXT)
     llm.add_request(TEXT)  # a pending request must not keep it alive
-    parts = [weakref.ref(llm._runner.pool.cache), weakref.ref(llm._runner.model)]
+    parts = [
+        weakref.ref(llm.model_runner.shard.pool.cache),
+        weakref.ref(llm.model_runner.shard.model),
+    ]
     gc.disable()
     try:
         if how == "del":
@@ -859,7 +862,7 @@ def test_an_interrupted_engine_is_kept_alive(
         raise_at_step(llm, patch, 2, RuntimeError("device lost"))
         with pytest.raises(RuntimeError, match="device lost"):
             generate(llm, TEXT)
-    dead = weakref.ref(llm._runner.pool.cache)
+    dead = weakref.ref(llm.model_runner.shard.pool.cache)
     del llm
     gc.collect()  # the exception's own cycle is the test's
     assert dead() is None
@@ -1008,7 +1011,7 @@ def test_a_call_inside_a_call_mixes_them_up(
 ) -> None:
     """From a second thread, or from a callback: both calls would step one scheduler."""
     llm = make_llm(model_dir)
-    launch = llm._runner.launch
+    launch = llm.model_runner.launch
 
     def reentrant(batch: Any) -> Any:
         for call in (lambda: generate(llm, TEXT), llm.step):
@@ -1017,6 +1020,6 @@ def test_a_call_inside_a_call_mixes_them_up(
         return launch(batch)
 
     expected = generate(llm, TEXT)[0]["token_ids"]
-    monkeypatch.setattr(llm._runner, "launch", reentrant)
+    monkeypatch.setattr(llm.model_runner, "launch", reentrant)
     assert generate(llm, TEXT)[0]["token_ids"] == expected
     assert_idle(llm)

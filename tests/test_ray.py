@@ -317,7 +317,7 @@ def test_a_rank_that_ends_ends_the_job() -> None:
     """A new engine answers the batch, once."""
     replica = EngineReplica(sampling={"temperature": 0}, tensor_parallel_size=2, **OPTIONS)
     first = replica._llm
-    first._runner.workers._workers[0].process.kill()
+    first.model_runner.workers._workers[0].process.kill()
     (row,) = rows_of(replica, [{"prompt": "12+34="}])
     assert row["generated_text"] == "46"
     assert replica._llm is not first

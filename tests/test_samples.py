@@ -168,7 +168,7 @@ def test_an_error_loses_samples(model_dir: Path, monkeypatch: pytest.MonkeyPatch
             for _ in range(num_steps):
                 llm.step()
             with monkeypatch.context() as patch:
-                patch.setattr(llm._runner, "launch", lambda *_: 1 / 0)
+                patch.setattr(llm.model_runner, "launch", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     llm.generate([1, 2, 3], use_tqdm=False)
             outputs = []

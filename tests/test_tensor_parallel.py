@@ -221,7 +221,9 @@ def test_ranks_have_pools_of_their_own_sizes(cases: dict[str, Case]) -> None:
     path = cases["2 kv heads"].path
     with make_llm(path) as one, make_llm(path, tensor_parallel_size=2) as two:
         assert two.config.num_kvcache_blocks == one.config.num_kvcache_blocks
-        assert two._runner.pool.block_bytes * 2 == one._runner.pool.block_bytes
+        assert (
+            two.model_runner.shard.pool.block_bytes * 2 == one.model_runner.shard.pool.block_bytes
+        )
     with make_llm(path, tensor_parallel_size=4) as four:  # each kv head twice
         assert one.config.num_kvcache_blocks is not None
         assert four.config.num_kvcache_blocks == one.config.num_kvcache_blocks // 2

@@ -251,6 +251,11 @@ class CausalLM(nn.Module):
         hidden: torch.Tensor = self.model(input_ids, positions, rows)
         return hidden
 
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each decoder layer, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
     def bind(self, backend: Backend, few_rows: bool) -> None:
         """Take the kernels to call. `few_rows` allows those for decode steps of few rows."""
         for module in self.modules():

@@ -178,7 +178,7 @@ def test_a_strict_job_goes_on(llm: LLM, tmp_path: Path) -> None:
     bad = [*data[:30], b"{}\n", *data[31:]]
     with pytest.raises(ValueError, match="line 31: a line must have a prompt"):
         run(llm, tmp_path / "out", b"".join(bad), strict=True)
-    for request_id in list(llm._requests):
+    for request_id in list(llm.unfinished):
         llm.abort_request(request_id)
     done = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
     assert 0 < len(done) <= 30
@@ -229,7 +229,7 @@ def test_all_lines_are_read_at_once(llm: LLM, tmp_path: Path) -> None:
             assert sum(p.request.params.n for p in job._pending.values()) <= 16 + 2
             if tally.computed > 100:
                 break
-    for request_id in list(llm._requests):
+    for request_id in list(llm.unfinished):
         llm.abort_request(request_id)
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import sampler_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sizing import warmup_filters
 from nanovllm.engine.step import draw_inputs as draw_inputs_module
-from nanovllm.engine.step.draw_inputs import sampling_inputs, warmup_filters
 from nanovllm.kernels import cuts as cuts_module
 from nanovllm.kernels import plain
 from nanovllm.kernels.cuts import Cuts, cut
@@ -57,7 +58,7 @@ def tokens_of(
     seqs = [
         Sequence([0], SamplingParams(**dict(seed=seed + i) | row)) for i, row in enumerate(rows)
     ]
-    inputs = sampling_inputs(seqs, size, logits.device)
+    inputs = sampler_inputs(seqs, size, logits.device)
     assert inputs.temperatures is not None and inputs.keys is not None
     tokens = sampler(logits, inputs.temperatures, inputs.keys, inputs.filters)
     left = logits.to(torch.float32, copy=True)
@@ -206,7 +207,7 @@ def test_the_warm_up_takes_less_memory_than_a_request(
     monkeypatch.setitem(cuts_module.CHUNK_ELEMENTS, "cpu", 1 << 30)
     torch.manual_seed(0)
     logits = torch.randn(num_rows, 10_000).bfloat16()
-    warm = peak_bytes(torch.zeros_like(logits), warmup_filters(num_rows, 10_000, CPU))
+    warm = peak_bytes(torch.zeros_like(logits), warmup_filters(num_rows, 10_000, "cpu"))
     assert num_rows < 5 or 45 < warm / 50_000 < 55, "NARROWED_LOGITS says another number"
     for fields in (
         dict(top_p=0.9), dict(top_p=0.01), dict(min_p=0.1), dict(top_k=50), dict(top_k=5000),
@@ -216,5 +217,5 @@ def test_the_warm_up_takes_less_memory_than_a_request(
     ):  # fmt: skip
         for number in range(1, num_rows + 1):
             seqs = [Sequence([0], SamplingParams(**fields)) for _ in range(number)]
-            filters = sampling_inputs(seqs, 10_000, CPU).filters
+            filters = sampler_inputs(seqs, 10_000).filters
             assert peak_bytes(logits, filters) <= 1.01 * warm, (fields, number)

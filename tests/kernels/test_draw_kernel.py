@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import kernel_settings
+from conftest import kernel_settings, sampler_inputs
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_cuts import (
@@ -21,7 +21,6 @@ from test_cuts import (
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.draw_inputs import sampling_inputs
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.sampler import Sampler
 
@@ -142,7 +141,7 @@ def test_narrowing_waits_for_the_device() -> None:
     ]
     logits = torch.randn(len(seqs), 20_000, device="cuda")
     for _ in range(2):  # the first time kernels are compiled, and memory is taken
-        inputs = sampling_inputs(seqs, 20_000, logits.device)
+        inputs = sampler_inputs(seqs, 20_000, logits.device)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

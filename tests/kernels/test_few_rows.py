@@ -277,7 +277,7 @@ def test_a_step_that_is_no_such_step_goes_that_way(
 
     monkeypatch.setattr(Decoder, "_forward_few", forward_few)
     with LLM(make_model(tmp_path), device="cpu", overlap=False, num_kvcache_blocks=10) as llm:
-        llm._runner.model.model.few_rows = FewRows(2)
+        llm.model_runner.shard.model.model.few_rows = FewRows(2)
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 2, 2)]
         llm.generate([[5], [6], [7]], params, use_tqdm=False)
         llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)

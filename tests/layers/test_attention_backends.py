@@ -73,7 +73,7 @@ def test_runner_tells_its_backend_of_other_steps(
 ) -> None:
     options: dict[str, Any] = dict(device=kernel_device, enforce_eager=eager)
     with LLM(model_dir, attention_backend="triton", num_kvcache_blocks=8, **options) as llm:
-        backend = llm._runner.backend
+        backend = llm.model_runner.shard.backend.attention
     assert isinstance(backend, TritonBackend) and backend.copies_tiles != eager
 
 
@@ -287,8 +287,10 @@ def test_graphs_change_what_triton_computes(
     )  # fmt: skip
     with LLM(model_dir, **options) as llm:
         if kernel_device == "cpu":
-            llm._runner.graphs = llm._runner.decode_graphs()
-        assert llm._runner.graphs is not None
+            llm.model_runner.shard.graphs = llm.model_runner.shard.decode_graphs(
+                llm.config.max_num_running
+            )
+        assert llm.model_runner.shard.graphs is not None
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [out["token_ids"] for out in outputs] == expected
 

@@ -396,7 +396,7 @@ def test_the_engine_samples_with_other_odds_than_softmax(
     params = SamplingParams(temperature=temperature, max_tokens=1)
     seen: list[torch.Tensor] = []
     with make_llm(model_dir, max_num_seqs=1000) as llm:
-        model = llm._runner.model
+        model = llm.model_runner.shard.model
         compute_logits = model.compute_logits
 
         def recording(hidden: torch.Tensor) -> torch.Tensor:
