@@ -103,6 +103,7 @@ def markdown(header: str, rows: Iterable[Iterable[str]]) -> str:
 
 
 def percent(result: Result) -> str:
+    """The share of the roofline, or nothing if it is unknown."""
     return "" if result.roofline_percent is None else f"{result.roofline_percent:.0f}%"
 
 
@@ -121,6 +122,8 @@ H100 = ("qwen3-0.6b, 256 requests, H100", "Qwen3-0.6B, 256 requests, one H100")
 
 
 def gpu_table(results: Results) -> str:
+    """Whole runs on a GPU, ours beside vLLM and nano-vllm."""
+
     def row(what: str, label: str, peer: str) -> list[str]:
         ours, theirs = results.get(what), results.get(what, peer)
         ratio = f"{results.ratio(what, peer):.2f}"
@@ -147,6 +150,7 @@ VLLM_CPU_WORKLOADS = {
 
 
 def cpu_table(results: Results) -> str:
+    """Whole runs on a CPU, ours beside llama.cpp and vLLM's CPU build."""
     rows = [
         [f"{label}, 4 cores", results.get(what).text, LLAMA_CPP, results.get(what, LLAMA_CPP).text,
          f"{results.ratio(what, LLAMA_CPP):.2f}"]
@@ -170,6 +174,7 @@ ATTENTION = (
 
 
 def attention_table(results: Results) -> str:
+    """Our attention kernels beside flash-attn."""
     rows = []
     for name in ATTENTION:
         what = f"{name}, 32 query heads"
@@ -196,6 +201,7 @@ KERNELS = (
 
 
 def kernels_table(results: Results) -> str:
+    """Our other kernels beside cuBLAS and PyTorch."""
     rows = []
     for what, peer in KERNELS:
         ours, theirs = results.get(what), results.get(what, peer)
@@ -209,6 +215,7 @@ PHASES = ("schedule", "prepare", "launch", "read", "postprocess", "together")
 
 
 def host_table(results: Results) -> str:
+    """The phases of a decode step on the host, and nano-vllm's total."""
     rows = []
     for sequences in ("1 sequence", "64 sequences", "256 sequences", "1,024 sequences"):
         step = f"host, a decode step of {sequences}: "
