@@ -185,7 +185,7 @@ def attention_table(results: Results) -> str:
     return markdown("| sequences x tokens | ours | flash-attn 2 | ratio | of the roofline |", rows)
 
 
-LAYER = "linear layers, norms and activation of a {} layer, {}"
+LAYER = "a {} layer without attention, {}"
 KERNELS = (
     *((LAYER.format(name, rows), "cuBLAS") for name in ("Qwen3-0.6B", "Qwen3-8B")
       for rows in ("1 row", "32 rows", "64 rows")),
