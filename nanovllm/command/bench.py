@@ -8,7 +8,6 @@ Two rates are measured first, and make the roofline. The last line on stdout is 
 """
 
 import argparse
-import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import Lengths
+from nanovllm.command.field_options import add_field_options, given_fields
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
-    add_field_option,
     engine_options,
     usage_errors,
 )
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 SUMMARY = "measure throughput beside the roofline"
-HELP = {
-    "num_seqs": "requests",
-    "min_input_len": "shortest prompt",
-    "max_input_len": "longest prompt",
-    "min_output_len": "fewest tokens to generate",
-    "max_output_len": "most tokens to generate",
-    "seed": "draws the requests",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = None) -> None:
@@ -50,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = N
         f" (default: {default_shape or 'none'})",
     )  # fmt: skip
     parser.set_defaults(default_shape=default_shape)
-    group = parser.add_argument_group("workload")
-    for field in dataclasses.fields(Lengths):
-        add_field_option(group, field, field.name, field.default, HELP)
+    add_field_options(parser.add_argument_group("workload"), Lengths, {})
     parser.add_argument(
         "--repeats", type=positive, metavar="N",
         help="runs, of which the median counts (default: 3, or 1 if a run takes a minute)",
@@ -117,6 +106,5 @@ def _check_writable(path: Path) -> None:
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:
-    names = [field.name for field in dataclasses.fields(Lengths)]
     with usage_errors():
-        return Lengths(**{name: getattr(args, name) for name in names if name in args})
+        return Lengths(**given_fields(args, Lengths))

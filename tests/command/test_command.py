@@ -23,9 +23,11 @@ import pytest
 from nanovllm import SamplingParams, __version__
 from nanovllm.command import main as command_main
 from nanovllm.command import options
+from nanovllm.command.field_options import OTHER_NAMES, option_name
 from nanovllm.command.main import main, make_parser
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.utils.option import options_of
 
 LIMIT = 60
 COMMAND = [sys.executable, "-m", "nanovllm"]
@@ -77,15 +79,20 @@ def test_a_field_is_no_option(capsys: Any, command: str) -> None:
         for field in dataclasses.fields(kind):
             name = "engine_seed" if (kind, field.name) == (Config, "seed") else field.name
             assert f"--{name.replace('_', '-')} " in text
-            help_text = f"{options.HELP[name]} (default: "
-            assert " ".join(help_text.split()) in text
+            help_text = options_of(kind)[field.name].help.replace("`", "")
+            assert re.search(rf"{re.escape(help_text)}((?! --).)* \(default: ", text)
     assert "(default: 16384)" in text
     assert ("(default: 64)" in text) == (command in ("generate", "run-batch"))
 
 
-def test_an_option_of_a_field_that_is_gone_is_explained() -> None:
+def test_every_renamed_option_is_of_a_field() -> None:
+    for kind, name in OTHER_NAMES:
+        assert name in options_of(kind)
     fields = {field.name for kind in (Config, SamplingParams) for field in dataclasses.fields(kind)}
-    assert set(options.HELP) == fields | {"engine_seed"}
+    names = [
+        option_name(kind, name) for kind in (Config, SamplingParams) for name in options_of(kind)
+    ]
+    assert set(names) == fields | {"engine_seed"} and len(names) == len(set(names))
 
 
 def test_an_option_is_read_as_another_type() -> None:
