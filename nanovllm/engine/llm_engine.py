@@ -189,6 +189,10 @@ class LLMEngine:
         request.times.ended = time.perf_counter()
         self.counter.aborted += 1
 
+    def discard_requests(self, request_ids: list[int]) -> None:
+        """End requests, finished or not, and drop their outputs."""
+        self._abandon(request_ids)
+
     def _abandon(self, request_ids: list[int]) -> None:
         """End requests, finished or not, whose outputs nobody will ask for.
 
