@@ -146,7 +146,7 @@ def test_a_mistake_of_the_examples_user_is_a_traceback(
     cluster: None, flags: list[str], words: str, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "1+1="}\n')
-    for results, said in (("results", words), ("", "is there already")):
+    for results, said in (("results", words), ("", "already exists")):
         with pytest.raises(SystemExit):
             example().main([str(tmp_path / "in.jsonl"), str(tmp_path / results), *flags])
         assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What several subcommands share: the engine's, sampling and template options, and the engine."""
+"""Options that several subcommands share: for the engine, for sampling and for chat templates."""
 
 import argparse
 import contextlib

@@ -120,11 +120,11 @@ def test_an_option_is_read_as_another_type() -> None:
         ("generate x --max-num-seqs 0", 2, "max_num_seqs must be >= 1, got 0"),
         ("generate x --temp 1", 2, "unrecognized arguments: --temp 1"),
         ("generate x --lines", 2, "exclude each other"),
-        ("chat --n 2", 2, "n must be 1 in a conversation, got 2"),
+        ("chat --n 2", 2, "n must be 1 in a chat, got 2"),
         ("chat --chat-template-kwargs 5", 2, "must be a JSON object, got 5"),
         ("generate x --chat --chat-template-kwargs {", 2, "is not valid JSON"),
-        ("generate x --system y", 2, "are for --chat"),
-        ("generate x --chat-template-kwargs {}", 2, "are for --chat"),
+        ("generate x --system y", 2, "need --chat"),
+        ("generate x --chat-template-kwargs {}", 2, "need --chat"),
         ("run-batch x", 2, "the following arguments are required: -o/--output"),
         ("run-batch /nope/x -o y", 1, "No such file or directory: '/nope/x'"),
         ("generate -f /nope/x", 1, "No such file or directory: '/nope/x'"),
@@ -204,7 +204,7 @@ def test_a_bug_looks_like_a_mistake(capsys: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(command_main.generate, "open_llm", broken)
     status, _, err = in_process(capsys, "generate", "x")
     assert status == 1
-    assert err == "nanovllm: error: KeyError: 'x' (--debug tells more)\n"
+    assert err == "nanovllm: error: KeyError: 'x' (--debug shows more)\n"
 
 
 def test_version_is_another(capsys: Any) -> None:
@@ -371,7 +371,7 @@ def test_a_conversation_is_forgotten_at_each_line() -> None:
     told: list[Any] = []
     talk = Conversation(Recorder(), SamplingParams(), {}, "be brief")  # type: ignore[arg-type]
     for line in ("one", "two", "/reset", "three", "/system", "four"):
-        talk.hear(line)
+        talk.handle(line)
     system, first = ("system", "be brief"), [("user", "one"), ("assistant", "an answer")]
     assert told == [
         [system, ("user", "one")],
