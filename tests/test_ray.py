@@ -138,15 +138,15 @@ def test_the_example_fails_without_rows(cluster: None, tmp_path: Path, capsys: A
     ("flags", "words"),
     [
         (["--max-tokens=-1"], "max_tokens must be"),
-        (["--replicas=5"], "take fewer replicas"),
-        (["--keep", "label"], "keep is for rows of columns"),
+        (["--replicas=5"], "use fewer replicas"),
+        (["--keep", "label"], "keep needs rows of columns"),
     ],
 )
 def test_a_mistake_of_the_examples_user_is_a_traceback(
     cluster: None, flags: list[str], words: str, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "1+1="}\n')
-    for results, said in (("results", words), ("", "is there already")):
+    for results, said in (("results", words), ("", "already exists")):
         with pytest.raises(SystemExit):
             example().main([str(tmp_path / "in.jsonl"), str(tmp_path / results), *flags])
         assert said in capsys.readouterr().err
@@ -332,7 +332,7 @@ def test_a_rank_that_ends_ends_the_job() -> None:
         (lambda r: EngineReplica(sampling={"n": 0}), ValueError, "n must be in"),
         (lambda r: EngineReplica(keep="label"), TypeError, "keep must be a list of texts"),
         (lambda r: answer(None, max_num_sequences=3), TypeError, "did you mean 'max_num_seqs'?"),
-        (lambda r: answer(None, keep=["a"], line_column="b"), ValueError, "keep is for rows"),
+        (lambda r: answer(None, keep=["a"], line_column="b"), ValueError, "keep needs rows"),
         (lambda r: answer(None, replicas=0), ValueError, "replicas must be >= 1, got 0"),
         (lambda r: answer(None, batch_size=0), ValueError, "batch_size must be >= 1, got 0"),
         (lambda r: answer(None, sampling={"n": 0}), ValueError, "n must be in"),

@@ -1,4 +1,4 @@
-"""Tell what a model is, what runs it here, and what it takes. Reads its config and no weights."""
+"""Show a model's size, whether it runs here, and the memory it needs. Reads no weights."""
 
 import argparse
 import json
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from nanovllm.models.config import ModelConfig
 
 NAME = "info"
-SUMMARY = "tell what a model is and what it takes"
+SUMMARY = "show a model's size, whether it runs here, and the memory it needs"
 MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # of common GPUs
 GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="instead of --model")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    """Add the command's arguments."""
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the description; 1 if the model is not supported."""
     if args.model_name is not None:
         args.model = args.model_name
     info = describe(engine_options(args))
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
-    """What the config and the machine tell of a model; all figures are of the whole model."""
+    """Describe a model from its config and this machine; figures are for the whole model."""
     from nanovllm.bench import roofline
     from nanovllm.config import Config
     from nanovllm.engine.device import resolve_device, resolve_dtype
@@ -78,7 +78,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
 def _backend(
     config: "Config", model: "ModelConfig", device: "torch.device", dtype: "torch.dtype"
 ) -> tuple[str | None, str | None]:
-    """What computes attention on `device`, or why nothing does."""
+    """The name of the attention backend on `device`, or the reason why there is none."""
     from nanovllm.layers.attention_backends import AttentionSpec, get_backend
 
     spec = AttentionSpec(

@@ -13,11 +13,13 @@ from reference import make_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import lines as batch_lines
+from nanovllm.batch.digests import Seen, digest_of
+from nanovllm.batch.envelope import parse_line, parse_request
 from nanovllm.batch.job import Job
-from nanovllm.batch.journal import Journal, Seen, digest_of
+from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import Line, count_lines, read_lines
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.openai.request import CHAT, COMPLETIONS, parse_line, parse_request
+from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.token_bytes import token_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,7 +128,7 @@ def test_a_field_means_something_else(body: dict[str, Any], expected: dict[str, 
         ({"prompt": "x", "stream": True}, "stream must be False here, got True"),
         ({"prompt": "x", "stream": 0}, "stream must be False here, got 0"),
         ({"prompt": "x", "best_of": True}, "best_of must be 1 here, got True"),
-        ({"prompt": ["x", "y"]}, "a line is one request"),
+        ({"prompt": ["x", "y"]}, "prompt must be one text or one list of token ids"),
         ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
         ({"prompt": "x", "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids as keys, got 'a'"),
@@ -152,7 +154,7 @@ def test_a_bad_field_is_taken(line: dict[str, Any], words: str) -> None:
         (b'{"prompt": "12+34="', "line 2: the line is not valid JSON"),
         (b"[1, 2]", "line 2: a line must be a JSON object, got [1, 2]"),
         (b'{"prompt": "\xff"}', "line 2: the line is not valid UTF-8"),
-        (jsonl(completion("first"))[:-1], "custom_id 'first' is that of an earlier line"),
+        (jsonl(completion("first"))[:-1], "custom_id 'first' is already the id of an earlier line"),
         (jsonl({**completion(), "custom_id": 7})[:-1], "custom_id must be a text, got 7"),
         (jsonl(completion("b", prompt="1" * 100))[:-1], "prompt must have 1 to 63 tokens"),
         (jsonl(completion("b", prompt=""))[:-1], "prompt must have 1 to 63 tokens"),
@@ -265,7 +267,7 @@ def test_samples_hang_on_other_lines(llm: LLM, tmp_path: Path) -> None:
 def test_another_inputs_results_are_mixed_in(llm: LLM, tmp_path: Path) -> None:
     output = tmp_path / "out"
     run(llm, output, jsonl(completion("a"), completion("b")))
-    with pytest.raises(ValueError, match="line 1 was not 'c' there; choose another output"):
+    with pytest.raises(ValueError, match="where line 1 is not 'c'; choose another output"):
         run(llm, output, jsonl(completion("c"), completion("b")))
 
 
@@ -280,7 +282,7 @@ def test_another_inputs_results_are_mixed_in(llm: LLM, tmp_path: Path) -> None:
 def test_another_file_is_overwritten(tmp_path: Path, data: bytes) -> None:
     output = tmp_path / "notes"
     output.write_bytes(data)
-    with pytest.raises(ValueError, match="line 1, is no record of a batch job"):
+    with pytest.raises(ValueError, match="line 1, is not a record of a batch job"):
         Journal(output)
     assert output.read_bytes() == data
 
@@ -300,8 +302,8 @@ def test_a_name_twice_is_the_last_one(llm: LLM, tmp_path: Path) -> None:
     data = b'{"prompt": "12+34=", "max_tokens": 1, "max_tokens": 8}\n'
     data += b'{"messages": [{"role": "user", "role": "user", "content": "x"}]}\n'
     first, second = run(llm, tmp_path / "out", data)
-    assert first["error"]["message"].endswith("not valid JSON: 'max_tokens' is there twice")
-    assert "'role' is there twice" in second["error"]["message"]
+    assert first["error"]["message"].endswith("not valid JSON: 'max_tokens' occurs twice")
+    assert "'role' occurs twice" in second["error"]["message"]
 
 
 def test_which_name_is_there_twice_takes_minutes() -> None:
@@ -309,7 +311,7 @@ def test_which_name_is_there_twice_takes_minutes() -> None:
     names = [str(token) for token in range(30_000)]
     biases = ", ".join(f'"{name}": 1' for name in [*names, names[-1]])
     start = time.monotonic()
-    with pytest.raises(ValueError, match="'29999' is there twice"):
+    with pytest.raises(ValueError, match="'29999' occurs twice"):
         parse_line(f'{{"logit_bias": {{{biases}}}}}'.encode())
     assert time.monotonic() - start < 2
 

@@ -335,7 +335,7 @@ class TestCommandLine:
         plan = make_plan({"device": "cpu"}, bench.SHAPE, Lengths(), tmp_path)
         measure.print_floor(measure.describe(plan))
         out = capsys.readouterr().out
-        assert "minutes at the very least" in out and "--shape qwen3-42m" in out
+        assert "a run takes 72 minutes or more" in out and "--shape qwen3-42m" in out
 
     def test_help_names_the_options_and_their_defaults(self) -> None:
         run = run_cli("--help")
@@ -369,16 +369,16 @@ class TestCommandLine:
             (["--seed=-1"], 2, "seed must be >= 0, got -1"),
             (["--repeats=0"], 2, "must be at least 1, got 0"),
             (["--min-input-len=9", "--max-input-len=8"], 2, "8 is less than min_input_len=9"),
-            (["--json=x", "--profile=x"], 2, "--json and --profile are different files"),
+            (["--json=x", "--profile=x"], 2, "--json and --profile must be different files"),
             (["--max-input-len=4000"], 1, "add up to 5024"),
             (["--device=tpu"], 2, "device must be"),
             (["--json=/nowhere/result.json"], 1, "/nowhere"),
             (["--profile=/nowhere/trace.json"], 1, "/nowhere"),
-            (["--profile=trace.json", "--peers"], 2, "without --peers"),
-            (["--peer-path=vllm=."], 2, "are for --peers"),
+            (["--profile=trace.json", "--peers"], 2, "--profile and --peers exclude each other"),
+            (["--peer-path=vllm=."], 2, "need --peers"),
             (["--peers", "sglang"], 2, "nano-vllm, vllm, transformers; got sglang"),
             (["--peers", "--peer-python=vllm"], 2, "NAME=PATH with a NAME of nano-vllm"),
-            (["--peers", "--peer-python=vllm=/nowhere/python"], 1, "/nowhere/python is no program"),
+            (["--peers", "--peer-python=vllm=/nowhere/python"], 1, "python is not a program"),
             (["--peers", "--peer-path=vllm=/nowhere"], 1, "/nowhere is not a directory"),
             (["--peers", "vllm", "--peer-python=vllm=false"], 2, "finds no package 'vllm'"),
             (

@@ -166,7 +166,7 @@ def test_without_names_those_that_are_found_are_taken(monkeypatch: pytest.Monkey
     there = {"transformers": Path("/lib/transformers.py"), "nano-vllm": ROOT / "nanovllm/a.py"}
     monkeypatch.setattr(peers.Engine, "find", lambda self: there.get(self.name))
     assert [it.name for it in peers.find_engines([], [], [])] == ["nanovllm", "transformers"]
-    with pytest.raises(ValueError, match=r"vllm: .* finds no package 'vllm'; say --peer-path"):
+    with pytest.raises(ValueError, match=r"vllm: .* finds no package 'vllm'; give --peer-path"):
         peers.find_engines([], [], [f"vllm={ROOT}"])
 
 

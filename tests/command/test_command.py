@@ -23,9 +23,11 @@ import pytest
 from nanovllm import SamplingParams, __version__
 from nanovllm.command import main as command_main
 from nanovllm.command import options
+from nanovllm.command.field_options import OTHER_NAMES, option_name
 from nanovllm.command.main import main, make_parser
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.utils.option import options_of
 
 LIMIT = 60
 COMMAND = [sys.executable, "-m", "nanovllm"]
@@ -77,15 +79,20 @@ def test_a_field_is_no_option(capsys: Any, command: str) -> None:
         for field in dataclasses.fields(kind):
             name = "engine_seed" if (kind, field.name) == (Config, "seed") else field.name
             assert f"--{name.replace('_', '-')} " in text
-            help_text = f"{options.HELP[name]} (default: "
-            assert " ".join(help_text.split()) in text
+            help_text = options_of(kind)[field.name].help.replace("`", "")
+            assert re.search(rf"{re.escape(help_text)}((?! --).)* \(default: ", text)
     assert "(default: 16384)" in text
     assert ("(default: 64)" in text) == (command in ("generate", "run-batch"))
 
 
-def test_an_option_of_a_field_that_is_gone_is_explained() -> None:
+def test_every_renamed_option_is_of_a_field() -> None:
+    for kind, name in OTHER_NAMES:
+        assert name in options_of(kind)
     fields = {field.name for kind in (Config, SamplingParams) for field in dataclasses.fields(kind)}
-    assert set(options.HELP) == fields | {"engine_seed"}
+    names = [
+        option_name(kind, name) for kind in (Config, SamplingParams) for name in options_of(kind)
+    ]
+    assert set(names) == fields | {"engine_seed"} and len(names) == len(set(names))
 
 
 def test_an_option_is_read_as_another_type() -> None:
@@ -113,11 +120,11 @@ def test_an_option_is_read_as_another_type() -> None:
         ("generate x --max-num-seqs 0", 2, "max_num_seqs must be >= 1, got 0"),
         ("generate x --temp 1", 2, "unrecognized arguments: --temp 1"),
         ("generate x --lines", 2, "exclude each other"),
-        ("chat --n 2", 2, "n must be 1 in a conversation, got 2"),
+        ("chat --n 2", 2, "n must be 1 in a chat, got 2"),
         ("chat --chat-template-kwargs 5", 2, "must be a JSON object, got 5"),
         ("generate x --chat --chat-template-kwargs {", 2, "is not valid JSON"),
-        ("generate x --system y", 2, "are for --chat"),
-        ("generate x --chat-template-kwargs {}", 2, "are for --chat"),
+        ("generate x --system y", 2, "need --chat"),
+        ("generate x --chat-template-kwargs {}", 2, "need --chat"),
         ("run-batch x", 2, "the following arguments are required: -o/--output"),
         ("run-batch /nope/x -o y", 1, "No such file or directory: '/nope/x'"),
         ("generate -f /nope/x", 1, "No such file or directory: '/nope/x'"),
@@ -197,7 +204,7 @@ def test_a_bug_looks_like_a_mistake(capsys: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(command_main.generate, "open_llm", broken)
     status, _, err = in_process(capsys, "generate", "x")
     assert status == 1
-    assert err == "nanovllm: error: KeyError: 'x' (--debug tells more)\n"
+    assert err == "nanovllm: error: KeyError: 'x' (--debug shows more)\n"
 
 
 def test_version_is_another(capsys: Any) -> None:
@@ -364,7 +371,7 @@ def test_a_conversation_is_forgotten_at_each_line() -> None:
     told: list[Any] = []
     talk = Conversation(Recorder(), SamplingParams(), {}, "be brief")  # type: ignore[arg-type]
     for line in ("one", "two", "/reset", "three", "/system", "four"):
-        talk.hear(line)
+        talk.handle(line)
     system, first = ("system", "be brief"), [("user", "one"), ("assistant", "an answer")]
     assert told == [
         [system, ("user", "one")],
