@@ -167,7 +167,7 @@ def test_prompt_logprobs_take_the_memory_of_the_whole_prompt(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are computed a few rows at a time: 16,384 tokens of a large vocabulary take 10 GB."""
-    monkeypatch.setattr("nanovllm.engine.step.logprobs.TOLD_LOGITS", 259 * 3)
+    monkeypatch.setattr("nanovllm.engine.step.logprobs.MAX_LOGITS", 259 * 3)
     with make_llm(case.path) as llm:
         sizes, compute = [], llm.model_runner.shard.model.compute_logits
 

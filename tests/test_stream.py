@@ -164,7 +164,7 @@ def test_an_interrupt_brings_an_output_back(llm: LLM, monkeypatch: pytest.Monkey
         return ending(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr("nanovllm.llm.ending", interrupted)
+        patched.setattr("nanovllm.engine.requests.stream.ending", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert llm.is_finished() and llm.step() == [] and not llm._streaming

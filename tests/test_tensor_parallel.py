@@ -235,7 +235,7 @@ def test_a_rank_with_less_memory_is_overruled(
     """Rank 0 could hold more here than the others can."""
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         fair = llm.config.num_kvcache_blocks
-    monkeypatch.setattr("nanovllm.engine.startup.GIB", 1 << 34)  # in this process alone
+    monkeypatch.setattr("nanovllm.engine.sizing.GIB", 1 << 34)  # in this process alone
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         assert llm.config.num_kvcache_blocks == fair
 

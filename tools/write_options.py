@@ -38,7 +38,7 @@ ENGINE = """\
 ## Engine
 
 `LLM(model, **options)`. With `scheduling="mixed"` total throughput is lower:
-[measurements](benchmarks.md#admission).
+[measurements](scheduling.md#admission).
 """
 
 SAMPLING = """\

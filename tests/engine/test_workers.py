@@ -359,8 +359,8 @@ def test_a_stopped_rank_survives_the_caller() -> None:
 def test_a_rank_imports_another_nanovllm(tmp_path: Path) -> None:
     """The path that led here may lead elsewhere by now, as it is a relative one."""
     shutil.copytree(Path(nanovllm.__file__).parent, tmp_path / "lib" / "nanovllm")
-    worker = tmp_path / "lib" / "nanovllm" / "engine" / "worker.py"
-    worker.write_text(worker.read_text() + "\nprint('the copy', flush=True)\n")
+    shard = tmp_path / "lib" / "nanovllm" / "engine" / "shard.py"
+    shard.write_text(shard.read_text() + "\nprint('the copy', flush=True)\n")
     code = (
         f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, 'lib')\n"
         "from nanovllm import LLM; os.chdir('/')\n" + PREAMBLE
