@@ -62,33 +62,44 @@ def find_peers(args: argparse.Namespace) -> list[peers.Engine]:
         return peers.find_engines(args.peers, args.peer_python, args.peer_path)
 
 
+def engine_options(
+    result: dict[str, Any], on_visible_gpus: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of our engine, and those of peers.
+
+    Peers get our limits of a batch if the command line sets them, and keep their own otherwise.
+    """
+    ours = result["options"] | {"dtype": result["dtype"], "load_format": "auto"}
+    if on_visible_gpus:
+        ours["device"] = "cuda"
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    theirs = {name: ours[name] for name in PEER_OPTIONS} | {
+        name: ours[name] for name in PEER_LIMITS if ours[name] != defaults[name]
+    }
+    return ours, theirs
+
+
 def compare(
     engines: list[peers.Engine], args: argparse.Namespace, plan: Plan, result: dict[str, Any]
 ) -> None:
     """Run the engines in turns, each in its own process, and add their figures to `result`.
 
-    Peers get our limits of a batch if the command line sets them, and keep their own otherwise.
+    Each engine gets the same job, with its own options.
     """
-    path, lengths, workload = Path(plan.config.model), plan.lengths, plan.workload
+    path, workload = Path(plan.config.model), plan.workload
     if plan.shape is not None:
-        peers.write_weights(path, result["dtype"], lengths.seed)
-    ours = result["options"] | {"dtype": result["dtype"], "load_format": "auto"}
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    shared = {name: ours[name] for name in PEER_OPTIONS} | {
-        name: ours[name] for name in PEER_LIMITS if ours[name] != defaults[name]
-    }
+        peers.write_weights(path, result["dtype"], plan.lengths.seed)
     visible = peers.visible_devices(plan.device, plan.config.tensor_parallel_size)
-    if visible:
-        ours["device"] = "cuda"
+    ours, theirs = engine_options(result, bool(visible))
     job = {
         "model": str(path), "device": plan.device.type, "dtype": result["dtype"],
         "temperature": TEMPERATURE, "prompts": workload.prompts,
-        "output_lens": workload.output_lens, "warmup": [0] * lengths.min_input_len,
+        "output_lens": workload.output_lens, "warmup": [0] * plan.lengths.min_input_len,
     }  # fmt: skip
     jobs = {
         engine.name: job
         | {"engine": engine.name, "module": engine.module}
-        | {"options": ours if engine.name == peers.OURS else shared}
+        | {"options": ours if engine.name == peers.OURS else theirs}
         for engine in engines
     }
     runs = peers.take_turns(engines, jobs, args.repeats or peers.ROUNDS, visible)

@@ -26,8 +26,8 @@ from nanovllm.ray import answer  # without Ray, its error says what to install
 import ray  # isort: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the requests, write the answers, and count the errors."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s INPUT RESULTS [options]",
         description="Answer a file of requests with Ray Data.",
@@ -40,43 +40,55 @@ def main(argv: list[str] | None = None) -> int:
         "--batch-size", type=int, default=2048, help="rows that an engine gets at a time"
     )
     parser.add_argument(
-        "--keep",
-        nargs="+",
-        default=(),
-        metavar="COLUMN",
+        "--keep", nargs="+", default=(), metavar="COLUMN",
         help="a Parquet file's columns that are not part of a request",
-    )
+    )  # fmt: skip
     add_engine_options(parser)
     add_sampling_options(parser)  # for rows that do not set them
-    args = parser.parse_args(argv)
+    return parser
 
-    is_parquet = args.input.endswith(".parquet")
-    try:
-        if Path(args.results).exists():
-            raise UsageError(f"{args.results} already exists; choose another folder, or remove it")
-        # Lines are read as text: bad JSON is then an error of its row, and types may vary by row.
-        requests = (ray.data.read_parquet if is_parquet else ray.data.read_text)(args.input)
-        results = answer(
-            requests,
-            replicas=args.replicas,
-            batch_size=args.batch_size,
-            num_cpus=args.num_cpus,
-            keep=args.keep,
-            line_column=None if is_parquet else "text",
-            sampling=sampling_options(args),
-            **engine_options(args),
-        )
-    except (UsageError, OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
-    (results.write_parquet if is_parquet else results.write_json)(args.results, mode="error")
 
+def answers_to(args: argparse.Namespace, is_parquet: bool) -> ray.data.Dataset:
+    """The requests with their answers, which are computed when they are written."""
+    if Path(args.results).exists():
+        raise UsageError(f"{args.results} already exists; choose another folder, or remove it")
+    # Lines are read as text: bad JSON is then an error of its row, and types may vary by row.
+    requests = (ray.data.read_parquet if is_parquet else ray.data.read_text)(args.input)
+    return answer(
+        requests,
+        replicas=args.replicas,
+        batch_size=args.batch_size,
+        num_cpus=args.num_cpus,
+        keep=args.keep,
+        line_column=None if is_parquet else "text",
+        sampling=sampling_options(args),
+        **engine_options(args),
+    )
+
+
+def count_rows(results: str, is_parquet: bool) -> tuple[int, int]:
+    """The number of rows in a folder of results, and of those with an error."""
     read = ray.data.read_parquet if is_parquet else ray.data.read_json
     num_rows = num_failed = 0
     with contextlib.suppress(FileNotFoundError):  # without rows nothing is written
-        errors = read(args.results).select_columns(["error"])
+        errors = read(results).select_columns(["error"])
         for batch in errors.iter_batches(batch_format="pyarrow"):
             num_rows += len(batch)
             num_failed += len(batch) - batch["error"].null_count
+    return num_rows, num_failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the requests, write the answers, and count the errors."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    is_parquet = args.input.endswith(".parquet")
+    try:
+        answers = answers_to(args, is_parquet)
+    except (UsageError, OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    (answers.write_parquet if is_parquet else answers.write_json)(args.results, mode="error")
+    num_rows, num_failed = count_rows(args.results, is_parquet)
     print(f"{num_rows} rows, {num_failed} of them with an error")
     return int(num_failed > 0)
 

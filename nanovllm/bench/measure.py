@@ -13,6 +13,7 @@ from nanovllm import __version__
 from nanovllm.bench import roofline, trace
 from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
+from nanovllm.bench.roofline import Machine
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.device import resolve_dtype
 from nanovllm.llm import LLM
@@ -25,12 +26,8 @@ SLOW_FLOOR_SECONDS = 60  # for a longer floor, smaller options are suggested
 
 def describe(plan: Plan) -> dict[str, Any]:
     """The first part of the result: machine, model, workload and roofline."""
-    model, device, workload = plan.model, plan.device, plan.workload
-    num_ranks = plan.config.tensor_parallel_size
+    model, device, num_ranks = plan.model, plan.device, plan.config.tensor_parallel_size
     dtype = resolve_dtype(plan.config.dtype, model.dtype, device)
-    machine = measure_machine(device, dtype, num_ranks)
-    input_lens = [len(prompt) for prompt in workload.prompts]
-    floor = roofline.floor(model, dtype.itemsize, input_lens, workload.output_lens, machine)
     options = dataclasses.asdict(plan.config)
     del options["model"]
     return {
@@ -46,17 +43,24 @@ def describe(plan: Plan) -> dict[str, Any]:
         "workload": {
             **dataclasses.asdict(plan.lengths),
             "temperature": TEMPERATURE,
-            "input_tokens": sum(input_lens),
-            "output_tokens": sum(workload.output_lens),
+            "input_tokens": sum(map(len, plan.workload.prompts)),
+            "output_tokens": sum(plan.workload.output_lens),
         },
-        "roofline": {
-            "copy_bytes_per_second": machine.bytes_per_second,
-            "matmul_flops_per_second": machine.flops_per_second,
-            **dataclasses.asdict(floor),
-            "seconds": floor.seconds,
-            "output_tokens_per_second": sum(workload.output_lens) / floor.seconds,
-        },
+        "roofline": _roofline(plan, measure_machine(device, dtype, num_ranks), dtype.itemsize),
         "options": options,
+    }
+
+
+def _roofline(plan: Plan, machine: Machine, itemsize: int) -> dict[str, Any]:
+    """The machine's rates, and the least time of the workload with them."""
+    input_lens, output_lens = list(map(len, plan.workload.prompts)), plan.workload.output_lens
+    floor = roofline.floor(plan.model, itemsize, input_lens, output_lens, machine)
+    return {
+        "copy_bytes_per_second": machine.bytes_per_second,
+        "matmul_flops_per_second": machine.flops_per_second,
+        **dataclasses.asdict(floor),
+        "seconds": floor.seconds,
+        "output_tokens_per_second": sum(output_lens) / floor.seconds,
     }
 
 

@@ -73,15 +73,12 @@ def run(
 
     `measure` runs the workload and adds its figures to the result; the default runs this engine.
     """
-    if args.shape is not None and "model" in args:
-        raise UsageError("--model and --shape exclude each other")
+    _check(args)
     shape = args.shape or (None if "model" in args else args.default_shape)
     options, lengths = engine_options(args), _lengths(args)
     from nanovllm.bench.measure import describe, print_floor, run_alone
     from nanovllm.bench.plan import make_plan
 
-    if args.json is not None and args.json == args.profile:
-        raise UsageError("--json and --profile must be different files")
     with tempfile.TemporaryDirectory() as scratch:
         plan = make_plan(options, shape, lengths, Path(scratch))
         for path in (args.json, args.profile):
@@ -93,11 +90,19 @@ def run(
             measure(plan, result)
         else:
             run_alone(plan, result, args.repeats, args.profile)
-        line = json.dumps(result)
-        print(line)
-        if args.json is not None:
-            args.json.write_text(line + "\n", encoding="utf-8")
+    line = json.dumps(result)
+    print(line)
+    if args.json is not None:
+        args.json.write_text(line + "\n", encoding="utf-8")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise for options that exclude each other."""
+    if args.shape is not None and "model" in args:
+        raise UsageError("--model and --shape exclude each other")
+    if args.json is not None and args.json == args.profile:
+        raise UsageError("--json and --profile must be different files")
 
 
 def _check_writable(path: Path) -> None:

@@ -57,19 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Complete the prompts."""
     options, params = engine_options(args), SamplingParams(**sampling_options(args))
-    asks = params.logprobs is not None or params.prompt_logprobs is not None
-    if asks and not args.json:
-        raise UsageError("log-probabilities need --json")
-    if not args.chat and (args.system is not None or args.chat_template_kwargs is not None):
-        raise UsageError("--system and --chat-template-kwargs need --chat")
-    chat_template_kwargs = template_options(args)
-    texts = _prompts(args)
+    _check(args, params)
+    template_kwargs, texts = template_options(args), _prompts(args)
     with open_llm(options) as llm:
         prompts: list[Any] = texts
         if args.chat:
             first = first_messages(args.system)
             conversations = [[*first, {"role": "user", "content": text}] for text in texts]
-            prompts = llm.chat_prompts(conversations, chat_template_kwargs=chat_template_kwargs)
+            prompts = llm.chat_prompts(conversations, chat_template_kwargs=template_kwargs)
         if len(prompts) == 1 and params.n == 1 and not args.json:
             _stream(llm, prompts, params)
             return 0
@@ -81,6 +76,15 @@ def run(args: argparse.Namespace) -> int:
         for sample in output["outputs"]:
             print(sample["text"])
     return 0
+
+
+def _check(args: argparse.Namespace, params: SamplingParams) -> None:
+    """Raise for options that need others."""
+    wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    if wants_logprobs and not args.json:
+        raise UsageError("log-probabilities need --json")
+    if not args.chat and (args.system is not None or args.chat_template_kwargs is not None):
+        raise UsageError("--system and --chat-template-kwargs need --chat")
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -46,8 +46,6 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     model = ModelConfig.from_dir(resolve_model(config.model, CONFIG_FILES))
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
-    kv_bytes = roofline.kv_bytes_per_token(model, dtype.itemsize)
-    weight_bytes = roofline.num_params(model) * dtype.itemsize
     backend, refusal = _backend(config, model, device, dtype)
     return {
         "model": config.model,
@@ -66,6 +64,17 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
+        **_memory(config, model, dtype.itemsize),
+    }
+
+
+def _memory(config: "Config", model: "ModelConfig", itemsize: int) -> dict[str, Any]:
+    """Bytes of weights and KV, and the KV tokens that fit beside the weights by size of memory."""
+    from nanovllm.bench import roofline
+
+    kv_bytes = roofline.kv_bytes_per_token(model, itemsize)
+    weight_bytes = roofline.num_params(model) * itemsize
+    return {
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
         "kv_tokens_by_gib": {
