@@ -12,17 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.kernels import decode_attention as decode
-from nanovllm.kernels import paged_attention, plain
-from nanovllm.kernels import prefill_attention as prefill
-from nanovllm.kernels.common import INTERPRETED, rows_with_room
-from nanovllm.kernels.experts import experts
-from nanovllm.kernels.few_rows import few_rows_for
-from nanovllm.kernels.norm_rope_store import norm_rope_store
-from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanovllm.kernels.sample import sample
-from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.store_kvcache import store_kvcache
+from nanovllm.kernels.plain import decode_attention as plain_decode
+from nanovllm.kernels.plain import prefill_attention as plain_prefill
+from nanovllm.kernels.plain import store_kvcache as plain_store
+from nanovllm.kernels.plain.norm_rope_store import rotate
+from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.triton import decode_attention as decode
+from nanovllm.kernels.triton import prefill_attention as prefill
+from nanovllm.kernels.triton.common import INTERPRETED, rows_with_room
+from nanovllm.kernels.triton.experts import experts
+from nanovllm.kernels.triton.few_rows import few_rows_for
+from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
+from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.triton.sample import sample
+from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
+from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
 DTYPE, ITEMSIZE = torch.bfloat16, 2
@@ -96,7 +100,7 @@ def store_kvcache_point(num_tokens: int) -> Point:
             store(k, v, *caches, slots)
             return caches
 
-        twin = paged_attention.store_kvcache_torch
+        twin = plain_store.store_kvcache
         return {
             "ours": partial(stored, store_kvcache, k_cache, v_cache),
             "twin": partial(stored, twin, k_cache.clone(), v_cache.clone()),
@@ -125,8 +129,8 @@ def plan_decode_point(batch_size: int, context: int | None) -> Point:
         return partial(decode.decode_attention, *x, plan, SCALE)
 
     def twin() -> Call:
-        plan = paged_attention.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
-        return partial(paged_attention.decode_attention, *x, plan, SCALE)
+        plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
+        return partial(plain_decode.decode_attention, *x, plan, SCALE)
 
     name = f"{batch_size} x {context or 'mixed'}"
     return Point(name, lambda: {"ours": ours, "twin": twin}, 4 * batch_size, twin_syncs=True)
@@ -140,10 +144,10 @@ def decode_attention_point(batch_size: int, context: int | None, num_heads: int)
         q, paged = normal(batch_size, num_heads, D), PagedContexts(lens)
         x = (q, paged.k, paged.v)
         plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
-        twin_plan = paged_attention.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
+        twin_plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
         calls: Calls = {
             "ours": lambda: decode.decode_attention(*x, plan, SCALE),
-            "twin": lambda: paged_attention.decode_attention(*x, twin_plan, SCALE),
+            "twin": lambda: plain_decode.decode_attention(*x, twin_plan, SCALE),
         }
         if flash_attn:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_with_kvcache(
@@ -170,12 +174,12 @@ def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads
         cu_q, cu_k = (int32([n * i for i in range(num_seqs + 1)]) for n in (queries, context))
         tile = prefill.tile_queries(num_heads // KVH, D, DTYPE)
         plan = prefill.plan_prefill(cu_q, cu_k, tables, num_tokens, tile)
-        twin_plan = paged_attention.plan_prefill(cu_q, cu_k, tables, BLOCK_SIZE)
+        twin_plan = plain_prefill.plan_prefill(cu_q, cu_k, tables, BLOCK_SIZE)
         x = (q, k, v, paged.k, paged.v)
         keys, values = (paged.flash_k, paged.flash_v) if cached else (k, v)
         calls: Calls = {
             "ours": lambda: prefill.prefill_attention(*x, plan, SCALE),
-            "twin": lambda: paged_attention.prefill_attention(*x, twin_plan, SCALE),
+            "twin": lambda: plain_prefill.prefill_attention(*x, twin_plan, SCALE),
         }
         if flash_attn:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_varlen_func(
@@ -207,7 +211,7 @@ def silu_and_mul_point(num_tokens: int, size: int) -> Point:
 
     def make() -> Calls:
         x = normal(num_tokens, 2 * size)
-        return {"ours": partial(silu_and_mul, x), "twin": partial(plain.silu_and_mul, x)}
+        return {"ours": partial(silu_and_mul, x), "twin": partial(PLAIN.silu_and_mul, x)}
 
     return Point(f"{num_tokens} x {size}", make, 3 * num_tokens * size * ITEMSIZE)
 
@@ -261,7 +265,7 @@ def experts_point(
         down = normal(num_here, hidden, inside).mul_(inside**-0.5)
         taken = (ids.to(DEVICE), shares.to(DEVICE), num_experts)
         x = (normal(num_tokens, hidden), gate_up, down, *taken)
-        return {"ours": partial(experts, *x), "twin": partial(plain.experts, *x)}
+        return {"ours": partial(experts, *x), "twin": partial(PLAIN.experts, *x)}
 
     weights = 3 * hidden * inside
     num_bytes = (len(here.unique()) * weights + 2 * num_tokens * hidden) * ITEMSIZE
@@ -286,7 +290,7 @@ def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
         def twin() -> Any:
             q, k, v = qkv.split((num_heads, KVH, KVH), dim=1)
             q, k = (F.rms_norm(x, (D,), w, EPS) for x, w in zip((q, k), norms, strict=True))
-            q, k = plain.rotate(q, rope), plain.rotate(k, rope)
+            q, k = rotate(q, rope), rotate(k, rope)
             store_kvcache(k, v, *twin_caches, slots)
             return q, k, v, *twin_caches
 
@@ -305,7 +309,7 @@ def sample_point(num_rows: int, vocab_size: int, temperature: float) -> Point:
         keys = torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), device=DEVICE)
         drawn = (temperatures, keys) if temperature else (None, None)
         x = (normal(num_rows, vocab_size).mul_(3), *drawn)
-        return {"ours": partial(sample, *x), "twin": partial(plain.sample, *x)}
+        return {"ours": partial(sample, *x), "twin": partial(PLAIN.sample, *x)}
 
     name = f"{num_rows} x {vocab_size}, {f'T = {temperature}' if temperature else 'greedy'}"
     return Point(name, make, num_rows * vocab_size * ITEMSIZE)
@@ -340,8 +344,8 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
         prefill_attention_point, [(*size, n) for n in HEADS for size in PREFILLS],
         [(2, 20, 20, 16), (1, 9, 70, 32)],
     ),
-    "rms_norm": (partial(norm_point, rms_norm, plain.rms_norm, 1), NORMS, [(3, 1024)]),
-    "add_rms_norm": (partial(norm_point, add_rms_norm, plain.add_rms_norm, 2), NORMS, [(3, 1024)]),
+    "rms_norm": (partial(norm_point, rms_norm, PLAIN.rms_norm, 1), NORMS, [(3, 1024)]),
+    "add_rms_norm": (partial(norm_point, add_rms_norm, PLAIN.add_rms_norm, 2), NORMS, [(3, 1024)]),
     "silu_and_mul": (
         silu_and_mul_point, [(n, size) for size in (3072, 12288) for n in TOKENS], [(3, 3072)],
     ),

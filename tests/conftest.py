@@ -32,8 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import Computed
-from nanovllm.kernels.compiled import load
-from nanovllm.kernels.cpu_kernels import SOURCE
+from nanovllm.kernels.cpu.library import library
 from nanovllm.outputs import RequestOutput
 
 SHAPE: dict[str, Any] = dict(
@@ -167,7 +166,7 @@ def kernel_device() -> str:
 def compiler() -> None:
     """What needs the CPU's compiled kernels is skipped where nothing compiles them."""
     try:
-        load(SOURCE)
+        library()
     except RuntimeError as error:
         pytest.skip(str(error))
 

@@ -38,7 +38,7 @@ from nanovllm.engine.step.logprobs import (
 )
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead
 from nanovllm.engine.workers import Workers
-from nanovllm.kernels.plain import Decoding
+from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionSpec, get_backend
 from nanovllm.layers.backend import Backend
@@ -302,8 +302,8 @@ class ModelRunner:
 
     def _decode(self, num_rows: int, width: int) -> tuple[torch.Tensor, Decoding]:
         """The hidden states of the batch that stands in the rows, and what it was."""
-        read_rows = self.backend.kernels.read_rows
-        decoding = read_rows(self.rows.state, num_rows, width, self.block_size)
+        read_table = self.backend.kernels.read_table
+        decoding = read_table(self.rows.state, num_rows, width, self.block_size)
         context = Context(
             is_prefill=False,
             slot_mapping=decoding.slot_mapping,

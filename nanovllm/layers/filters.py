@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.cuts import Cuts
+from nanovllm.kernels.plain.draw import Cuts
 
 FORBIDDEN = -torch.inf
 

@@ -92,7 +92,7 @@ def test_a_wrong_kernel_is_not_timed(
     # One row of three is off by a twentieth.
     points = sys.modules["kernel_points"]
     scale = torch.tensor([[1.0], [1.05], [1.0]], dtype=points.DTYPE, device=points.DEVICE)
-    monkeypatch.setattr(points, "silu_and_mul", lambda x: points.plain.silu_and_mul(x) * scale)
+    monkeypatch.setattr(points, "silu_and_mul", lambda x: points.PLAIN.silu_and_mul(x) * scale)
     assert script.main(["--quick", "--only", "silu_and_mul"]) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -71,36 +71,36 @@ def caches(heads: Heads, block_size: int = BLOCK_SIZE) -> torch.Tensor:
 
 
 def store_kvcache(heads: Heads) -> None:
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     _, k, v = projected(heads)
     store_kvcache(k, v, *caches(heads), torch.empty(TOKENS, dtype=torch.long))
 
 
-def read_rows(rows: int, width: int) -> None:
-    from nanovllm.kernels.plain import RowState
-    from nanovllm.kernels.read_rows import read_rows
+def read_table(rows: int, width: int) -> None:
+    from nanovllm.kernels.plain.read_table import TableState
+    from nanovllm.kernels.triton.read_table import read_table
 
     longs = torch.zeros(2, ROWS, dtype=torch.long)
-    state = RowState(*longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640))
-    read_rows(state, rows, width, BLOCK_SIZE)
+    state = TableState(*longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640))
+    read_table(state, rows, width, BLOCK_SIZE)
 
 
 def rms_norm(size: int) -> None:
-    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
 
     rms_norm(bf16(TOKENS, size), bf16(size), EPS)
     add_rms_norm(bf16(TOKENS, size), bf16(TOKENS, size), bf16(size), EPS)
 
 
 def silu_and_mul(size: int) -> None:
-    from nanovllm.kernels.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
 
     silu_and_mul(bf16(TOKENS, 2 * size))
 
 
 def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: int) -> None:
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
     ids = torch.zeros(tokens, per_token, dtype=torch.long)
     weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
@@ -111,7 +111,7 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
 def few_rows(
     hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
 ) -> None:
-    from nanovllm.kernels import few_rows
+    from nanovllm.kernels.triton import few_rows
 
     def layer(size_out: int, size_in: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return bf16(size_out, size_in), bf16(size_out) if bias else None
@@ -125,7 +125,7 @@ def few_rows(
 
 
 def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:
-    from nanovllm.kernels.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
 
     num_heads, num_kv_heads, head_dim = heads
     qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
@@ -138,7 +138,7 @@ def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None =
 def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False
 ) -> None:
-    from nanovllm.kernels.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
     q = bf16(ROWS, heads[0], heads[2])
     plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1], copies_tiles=not eager)
@@ -149,7 +149,11 @@ def prefill_attention(
     heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS
 ) -> None:
     """A block size of 0: no part of a sequence is in the cache."""
-    from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention, tile_queries
+    from nanovllm.kernels.triton.prefill_attention import (
+        plan_prefill,
+        prefill_attention,
+        tile_queries,
+    )
 
     q, (_, k, v) = bf16(tokens, heads[0], heads[2]), projected(heads, tokens)
     tables = int32(ROWS, BLOCKS) if block_size else None
@@ -160,7 +164,7 @@ def prefill_attention(
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
-    from nanovllm.kernels.sample import sample
+    from nanovllm.kernels.triton.sample import sample
 
     logits = torch.empty(ROWS, 151936, dtype=dtype)
     if race:
@@ -170,8 +174,8 @@ def sample(race: bool, dtype: torch.dtype) -> None:
 
 
 def draw(dtype: torch.dtype) -> None:
-    from nanovllm.kernels.cuts import Cuts
-    from nanovllm.kernels.draw import draw
+    from nanovllm.kernels.plain.draw import Cuts
+    from nanovllm.kernels.triton.draw import draw
 
     column = partial(torch.empty, ROWS, 1)
     inputs = torch.empty(ROWS, 151936, dtype=dtype), column(), column(dtype=torch.long)
@@ -238,8 +242,8 @@ CALLS: dict[str, Callable[[], object]] = {
         for name in ("race", "greedy")
         for dtype in (torch.bfloat16, torch.float32)
     },
-    "read_rows, of a graph": partial(read_rows, ROWS, 640),
-    "read_rows, as wide as it must be": partial(read_rows, 7, 13),
+    "read_table, of a graph": partial(read_table, ROWS, 640),
+    "read_table, as wide as it must be": partial(read_table, 7, 13),
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
@@ -294,7 +298,7 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from nanovllm.kernels import common
+    from nanovllm.kernels.triton import common
 
     run, kernels = JITFunction.run, {}
 

@@ -159,8 +159,8 @@ def test_rows_are_read_by_another_kernel_as_tables_widen(
     capability: int, compiled: Compiled
 ) -> None:
     """Without graphs a step is as wide as its longest table: a run would stop to compile."""
-    (widest,) = compiled["read_rows, of a graph", capability]
-    (narrow,) = compiled["read_rows, as wide as it must be", capability]
+    (widest,) = compiled["read_table, of a graph", capability]
+    (narrow,) = compiled["read_table, as wide as it must be", capability]
     assert narrow["folder"] == widest["folder"]
 
 

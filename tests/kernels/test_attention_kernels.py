@@ -16,7 +16,8 @@ from conftest import kernel_settings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels import paged_attention
+from nanovllm.kernels.plain import decode_attention as plain_decode
+from nanovllm.kernels.plain import prefill_attention as plain_prefill
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SETTINGS = kernel_settings(25)
@@ -106,7 +107,7 @@ class Paged:
 
     def decode(self) -> torch.Tensor:
         """Two layers with one plan, of which the second finds what the first left behind."""
-        from nanovllm.kernels import decode_attention as kernels
+        from nanovllm.kernels.triton import decode_attention as kernels
 
         with pytest.MonkeyPatch.context() as patch:
             heads = self.shape.kv_heads
@@ -128,8 +129,8 @@ class Paged:
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
         """As the runner calls it: fresh keys beside the queries, or everything in the cache."""
-        from nanovllm.kernels import prefill_attention as kernels
-        from nanovllm.kernels.common import can_copy_tiles
+        from nanovllm.kernels.triton import prefill_attention as kernels
+        from nanovllm.kernels.triton.common import can_copy_tiles
 
         tables = self.tables if use_cache else None
         tile = kernels.tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
@@ -151,19 +152,19 @@ class Paged:
         size, scale = self.shape.block_size, self.shape.scale
         outs = []
         for rows in torch.arange(len(q), device=self.device).split(8):
-            plan = paged_attention.plan_decode(self.lens[rows], self.tables[rows], size)
+            plan = plain_decode.plan_decode(self.lens[rows], self.tables[rows], size)
             outs.append(
-                paged_attention.decode_attention(q[rows], k, v, plan, scale, self.shape.window)
+                plain_decode.decode_attention(q[rows], k, v, plan, scale, self.shape.window)
             )
         return torch.cat(outs)
 
     def twin_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """From the cache, which has the fresh keys too, in slices that bound the memory."""
         size, scale = self.shape.block_size, self.shape.scale
-        plan = paged_attention.plan_prefill(self.cu_q, self.cu_k, self.tables, size)
+        plan = plain_prefill.plan_prefill(self.cu_q, self.cu_k, self.tables, size)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paged_attention, "MAX_MASK_ELEMENTS", 1 << 21)
-            return paged_attention.prefill_attention(q, q, q, k, v, plan, scale, self.shape.window)
+            patch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", 1 << 21)
+            return plain_prefill.prefill_attention(q, q, q, k, v, plan, scale, self.shape.window)
 
 
 Twin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -275,8 +276,8 @@ def test_copied_tiles_are_those_of_other_prompts(kernel_device: str, group: int)
 
 
 def test_short_steps_and_cached_keys_are_launched_slowly(kernel_device: str) -> None:
-    from nanovllm.kernels.common import can_copy_tiles
-    from nanovllm.kernels.prefill_attention import plan_prefill
+    from nanovllm.kernels.triton.common import can_copy_tiles
+    from nanovllm.kernels.triton.prefill_attention import plan_prefill
 
     ends = torch.tensor([0, 5000], dtype=torch.int32, device=kernel_device)
     tables = torch.zeros(1, 100, dtype=torch.int32, device=kernel_device)
@@ -314,7 +315,7 @@ def test_decode_loses_a_row_or_a_share(
 @pytest.mark.parametrize("batch_size", [1, 511, 512, 513, 1100])
 def test_shares_overlap_or_do_not_meet(kernel_device: str, batch_size: int) -> None:
     """Batches above what the plan looks at in one go; a row without keys counts as a tile."""
-    from nanovllm.kernels import decode_attention as kernels
+    from nanovllm.kernels.triton import decode_attention as kernels
 
     torch.manual_seed(batch_size)
     lens = torch.randint(0, 200, (batch_size,), dtype=torch.int32)
@@ -355,8 +356,8 @@ def test_decode_takes_programs_for_finished_by_their_order(
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_programs_leave_a_part_of_the_batch_out(kernel_device: str, kv_heads: int) -> None:
     """As many as the device has room for, and one where it has room for none."""
-    from nanovllm.kernels.common import num_multiprocessors
-    from nanovllm.kernels.decode_attention import (
+    from nanovllm.kernels.triton.common import num_multiprocessors
+    from nanovllm.kernels.triton.decode_attention import (
         PROGRAMS_PER_MULTIPROCESSOR,
         decode_attention,
         plan_decode,
@@ -414,7 +415,7 @@ def test_queries_are_in_no_tile_or_in_two(
     kernel_device: str, queries: list[int], tile: int
 ) -> None:
     """Programs above the tiles that there are do nothing."""
-    from nanovllm.kernels.prefill_attention import plan_prefill
+    from nanovllm.kernels.triton.prefill_attention import plan_prefill
 
     ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     ends = ends.to(kernel_device)
@@ -521,7 +522,7 @@ def replay_other_batches(device: str, batch_size: int, longest: int, **options: 
 
 def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Two layers of a decode step and its plan; on the CPU, where nothing captures, a call."""
-    from nanovllm.kernels.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
     def step() -> tuple[torch.Tensor, ...]:
         plan = plan_decode(static.lens, static.tables, static.shape.kv_heads, True)

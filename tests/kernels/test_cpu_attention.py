@@ -17,7 +17,9 @@ from test_attention_kernels import (
     uninitialized_memory_is_nan,  # noqa: F401  (for this module too)
 )
 
-from nanovllm.kernels import cpu_kernels
+from nanovllm.kernels.cpu import attention
+from nanovllm.kernels.cpu.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.cpu.prefill_attention import plan_prefill, prefill_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread", "compiler")
 
@@ -31,24 +33,20 @@ class Compiled(Paged):
         return self.shape.group, self.shape.head_dim
 
     def decode(self) -> torch.Tensor:
-        plan = cpu_kernels.plan_decode(self.lens, self.tables, *self.heads())
-        out = cpu_kernels.decode_attention(
-            self.q, *self.caches, plan, self.shape.scale, self.shape.window
-        )
+        plan = plan_decode(self.lens, self.tables, *self.heads())
+        out = decode_attention(self.q, *self.caches, plan, self.shape.scale, self.shape.window)
         assert not out.isnan().any(), "read what is nobody's, or left a result out"
         return out
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
         tables = self.tables if use_cache else None
-        plan = cpu_kernels.plan_prefill(self.cu_q, self.cu_k, tables, *self.heads())
+        plan = plan_prefill(self.cu_q, self.cu_k, tables, *self.heads())
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
             keys = (unread, unread, *self.caches)
         else:
             keys = (self.k, self.v, torch.empty(0), torch.empty(0))
-        return cpu_kernels.prefill_attention(
-            self.q, *keys, plan, self.shape.scale, self.shape.window
-        )
+        return prefill_attention(self.q, *keys, plan, self.shape.scale, self.shape.window)
 
 
 HEADS = dict(
@@ -74,7 +72,7 @@ SPLITS = st.sampled_from([5, 32, 100, 1024])
 @example(Shape([700, 64, 65], group=2, window=100), 32)
 def test_decode_differs_from_its_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "SPLIT_KEYS", split)
+        patch.setattr(attention, "SPLIT_KEYS", split)
         assert_decodes_as_its_twin(shape, "cpu", Compiled)
 
 
@@ -107,7 +105,7 @@ def test_fresh_prefill_differs_from_its_twin(shape: Shape) -> None:
 @example(Shape([40], [9], group=2), 5)
 def test_chunks_and_prefixes_differ_from_their_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "SPLIT_KEYS", split)
+        patch.setattr(attention, "SPLIT_KEYS", split)
         assert_prefills_as_its_twin(shape, True, "cpu", Compiled)
 
 

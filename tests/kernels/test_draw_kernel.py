@@ -8,7 +8,7 @@ import torch
 from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_cuts import (
+from test_plain_draw import (
     DTYPES,
     INF,
     NAN,
@@ -35,7 +35,7 @@ SIZES = st.sampled_from([1, 5, 64, 200, 640, 1300])
 
 def kernels(lanes: int) -> Kernels:
     """The plain ones, but for the draw."""
-    from nanovllm.kernels import draw
+    from nanovllm.kernels.triton import draw
 
     def with_lanes(*inputs: Any) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +115,7 @@ CHOICES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_decides_often_in_a_large_batch(dtype: torch.dtype) -> None:
     """Of 2,048 draws with the sizes that the engine has, flat and peaked, hardly one may differ."""
-    from nanovllm.kernels.draw import draw
+    from nanovllm.kernels.triton.draw import draw
 
     torch.manual_seed(0)
     rows = [dict(temperature=(0.5, 1.0, 2.0)[i % 3]) | CHOICES[i % 8] for i in range(256)]

@@ -14,7 +14,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels import plain
+from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,11 +100,11 @@ def assert_near(out: torch.Tensor, inputs: Inputs) -> None:
 @example(Shape(70, 4, 4, below=1, above=1))
 @example(Shape(5, 2, 8, below=7))  # most tokens have nothing here
 def test_experts_differ_from_their_definition(kernel_device: str, shape: Shape) -> None:
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
     inputs = make(shape, kernel_device)
     before = [t.clone() for t in inputs[:-1]]
-    assert_near(plain.experts(*inputs), inputs)
+    assert_near(PLAIN.experts(*inputs), inputs)
     assert_near(experts(*inputs), inputs)
     assert all(map(torch.equal, before, inputs[:-1])), "inputs were changed"
 
@@ -112,9 +112,9 @@ def test_experts_differ_from_their_definition(kernel_device: str, shape: Shape) 
 @pytest.mark.parametrize("name", ["plain", "triton"])
 def test_a_token_depends_on_its_neighbours(name: str, kernel_device: str) -> None:
     """A row of another token, or of none, in a tile; more than the rounding of another shape."""
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
-    function = plain.experts if name == "plain" else experts
+    function = PLAIN.experts if name == "plain" else experts
     x, gate_up, down, ids, shares, e = make(Shape(40, 3, 8), kernel_device)
     whole = function(x, gate_up, down, ids, shares, e)
     for rows in (slice(0, 1), slice(7, 8), slice(10, 35)):
@@ -129,9 +129,9 @@ def test_a_token_depends_on_its_neighbours(name: str, kernel_device: str) -> Non
 @pytest.mark.parametrize("name", ["plain", "triton"])
 def test_an_expert_that_nobody_takes_is_read(name: str, kernel_device: str) -> None:
     """The cost would not be that of the active ones; NaN shows what is touched."""
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
-    function = plain.experts if name == "plain" else experts
+    function = PLAIN.experts if name == "plain" else experts
     x, gate_up, down, ids, shares, e = make(Shape(20, 2, 8, favourites=True), kernel_device)
     expected = function(x, gate_up, down, ids, shares, e)
     for expert in set(range(8)) - set(ids.flatten().tolist()):
@@ -145,9 +145,9 @@ def test_parts_of_the_experts_do_not_add_up(
     name: str, dtype: torch.dtype, kernel_device: str
 ) -> None:
     """Those of two ranks, which hold three and five; where a token has nobody, it gets zeros."""
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
-    function = plain.experts if name == "plain" else experts
+    function = PLAIN.experts if name == "plain" else experts
     whole = make(Shape(33, 3, 8, dtype=dtype), kernel_device)
     x, gate_up, down, ids, shares, e = whole
     first, last = (
@@ -164,7 +164,7 @@ def test_pairs_that_are_elsewhere_cost_work(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows made for them, or read: what memory held before shows both."""
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
     inputs = make(Shape(20, 3, 8, below=3, above=2), kernel_device)
     made: list[torch.Tensor] = []
@@ -187,7 +187,7 @@ def test_pairs_that_are_elsewhere_cost_work(
 
 def test_tiles_are_large_for_the_few_pairs_of_an_expert(kernel_device: str) -> None:
     """Chosen as if all pairs were those of the experts that are here."""
-    from nanovllm.kernels.experts import group
+    from nanovllm.kernels.triton.experts import group
 
     ids = make(Shape(64, 2, 32), kernel_device)[3]
     assert group(ids, 32, 32).block_m == group(ids - 4, 4, 32).block_m == 16
@@ -201,7 +201,7 @@ def test_tiles_do_not_cover_the_pairs(
     tokens: int, favourites: bool, elsewhere: tuple[int, int], kernel_device: str
 ) -> None:
     """The grid is chosen before anyone knows how the pairs fall: it must never be too small."""
-    from nanovllm.kernels.experts import group
+    from nanovllm.kernels.triton.experts import group
 
     below, above = elsewhere
     shape = Shape(tokens, 2, 7, favourites=favourites, below=below, above=above)
@@ -220,7 +220,7 @@ def test_tiles_do_not_cover_the_pairs(
 @pytest.mark.parametrize("above", [0, 100])
 def test_a_graph_replays_the_experts_of_its_capture(above: int) -> None:
     """Other rows go to other experts: what is replayed must look again."""
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
     shape = Shape(16, 8, 128, 2048, 768, torch.bfloat16, above=above)
     first, other = make(shape, "cuda"), make(replace(shape, seed=1), "cuda")
@@ -233,4 +233,4 @@ def test_a_graph_replays_the_experts_of_its_capture(above: int) -> None:
     for target, source in zip(static, other[:-1], strict=True):
         target.copy_(source)
     graph.replay()
-    torch.testing.assert_close(out, plain.experts(*other), rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(out, PLAIN.experts(*other), rtol=5e-2, atol=5e-2)

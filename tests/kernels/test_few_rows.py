@@ -17,12 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import few_rows as module
-from nanovllm.kernels import plain
-from nanovllm.kernels.common import ROOM, rows_with_room
-from nanovllm.kernels.few_rows import FewRows, few_rows_for
-from nanovllm.kernels.plain import Scaled
-from nanovllm.kernels.table import triton_kernels
+from nanovllm.kernels.plain.few_rows import Scaled, add_linear, scaled_gated, scaled_linear
+from nanovllm.kernels.table import PLAIN, triton_kernels
+from nanovllm.kernels.triton import few_rows as module
+from nanovllm.kernels.triton.common import ROOM, rows_with_room
+from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
 from nanovllm.layers import linear
 from nanovllm.models.decoder import MLP, Decoder, SparseMLP
 
@@ -113,7 +112,7 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 def test_normed_rows_differ_from_the_twin(kernel_device: str, shape: Shape) -> None:
     x = scaled_of(shape, kernel_device)
     weight, bias = weight_of(shape, shape.size_out, kernel_device)
-    expected = plain.scaled_linear(x, weight, bias)
+    expected = scaled_linear(x, weight, bias)
     assert_close(made(weight).linear(x, weight, bias), expected)
 
 
@@ -123,7 +122,7 @@ def test_normed_rows_differ_from_the_twin(kernel_device: str, shape: Shape) -> N
 def test_gated_rows_differ_from_the_twin(kernel_device: str, shape: Shape) -> None:
     x = scaled_of(shape, kernel_device)
     weight, bias = weight_of(shape, 2 * shape.size_out, kernel_device)
-    expected = plain.scaled_gated(x, weight, bias)
+    expected = scaled_gated(x, weight, bias)
     assert_close(made(weight).gated(x, weight, bias), expected)
 
 
@@ -137,7 +136,7 @@ def test_sums_differ_from_the_twin(kernel_device: str, shape: Shape) -> None:
     norm = (random(shape.seed + 3, shape.size_out) + 2).to(x)
     weight, bias = weight_of(shape, shape.size_out, kernel_device)
     before = residual.clone()
-    expected, _ = plain.add_linear(x, weight, bias, residual, norm, EPS)
+    expected, _ = add_linear(x, weight, bias, residual, norm, EPS)
     total, scaled = made(weight).add(x, weight, bias, residual, norm, EPS)
     assert_close(total, expected)
     assert torch.equal(scaled.product, total * norm) and scaled.eps == EPS
@@ -169,7 +168,7 @@ def test_the_factor_is_not_that_of_the_norm(kernel_device: str) -> None:
     scaled = Scaled(x * norm, squares, EPS)
     weight, _ = weight_of(shape, 64, kernel_device)
     out = made(weight).linear(scaled, weight)
-    expected = plain.rms_norm(x.float(), norm.float(), EPS) @ weight.float().T
+    expected = PLAIN.rms_norm(x.float(), norm.float(), EPS) @ weight.float().T
     assert float((out.float() - expected).abs().max() / expected.abs().max()) < 2.0**-7
 
 

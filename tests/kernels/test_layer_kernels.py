@@ -11,8 +11,7 @@ from conftest import kernel_settings
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels import plain
-from nanovllm.kernels.table import Kernels, compiled_kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -40,7 +39,7 @@ def on_triton(kernel_device: str) -> Implementation:
 
 @pytest.fixture(scope="session")
 def compiled(compiler: None) -> Implementation:
-    return Implementation(compiled_kernels(), "cpu", DTYPES[:2])
+    return Implementation(cpu_kernels(), "cpu", DTYPES[:2])
 
 
 @pytest.fixture(scope="session", params=["on_triton", "compiled"])
@@ -111,9 +110,9 @@ def assert_norms_as_its_twin(shape: Rows, tested: Implementation) -> None:
     x, residual = shape.make(device), shape.make(device, part=1)
     weight = make_weight(shape.size, shape.dtype, device)
     before = [t.clone() for t in (x, residual, weight)]
-    assert_rounded_alike(kernels.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
+    assert_rounded_alike(kernels.rms_norm(x, weight, EPS), PLAIN.rms_norm(x, weight, EPS))
     normed, total = kernels.add_rms_norm(x, residual, weight, EPS)
-    expected, expected_total = plain.add_rms_norm(x, residual, weight, EPS)
+    expected, expected_total = PLAIN.add_rms_norm(x, residual, weight, EPS)
     assert total.is_contiguous() and torch.equal(total, expected_total), "the sum is exact"
     assert_rounded_alike(normed, expected)
     assert all(map(torch.equal, before, (x, residual, weight))), "inputs were changed"
@@ -140,7 +139,7 @@ def test_norm_squares_in_16_bits(on_triton: Implementation) -> None:
 def assert_activates_as_its_twin(shape: Rows, tested: Implementation) -> None:
     x = shape.make(tested.device)
     before = x.clone()
-    out, expected = tested.kernels.silu_and_mul(x), plain.silu_and_mul(x)
+    out, expected = tested.kernels.silu_and_mul(x), PLAIN.silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     # `silu(gate)` is rounded to the type before the product, and may have gone to its neighbour;
     # where it is a subnormal number, neighbours are far apart for their size. A GPU takes exp(g) by
@@ -243,9 +242,9 @@ def assert_norms_rotates_and_stores_as_its_twin(
 
     with pytest.MonkeyPatch.context() as patch:
         if shape.many and tested.kernels.name == "Triton":
-            patch.setattr("nanovllm.kernels.norm_rope_store.FEW_TOKENS", 0)
+            patch.setattr("nanovllm.kernels.triton.norm_rope_store.FEW_TOKENS", 0)
         q, k, v = call(tested.kernels.norm_rope_store, caches)
-    twins = call(plain.norm_rope_store, expected_caches)
+    twins = call(PLAIN.norm_rope_store, expected_caches)
 
     # Rounding of a pair's norms, then of their products; sums that cancel leave it as it was.
     eps = torch.finfo(shape.dtype).eps if shape.norm else FLOAT32_SLACK
@@ -311,7 +310,7 @@ def test_kernels_differ_from_their_twins_in_a_model(
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300])
-def test_compiled_kernels_differ_from_their_twins_in_a_model(
+def test_cpu_kernels_differ_from_their_twins_in_a_model(
     tokens: int, compiled: Implementation
 ) -> None:
     """On two threads, among which the larger of these are shared out."""

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.ranking import most_likely
+from nanovllm.kernels.plain.ranking import most_likely
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

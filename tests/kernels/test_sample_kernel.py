@@ -1,4 +1,4 @@
-"""The Triton sampler against its twin `plain.sample`: on a device, or interpreted without one."""
+"""The Triton sampler against its twin `PLAIN.sample`: on a device, or interpreted without one."""
 
 from dataclasses import dataclass, replace
 
@@ -8,12 +8,14 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels import plain
+from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
+from nanovllm.kernels.plain.sample import first_max
+from nanovllm.kernels.table import PLAIN
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from nanovllm.kernels.sample import _log_exponential  # noqa: E402
+from nanovllm.kernels.triton.noise import log_exponential as triton_log_exponential  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +51,7 @@ class Step:
         return logits, torch.tensor(self.temperatures, device=device), keys.to(device)
 
     def draw(self, *inputs: torch.Tensor | None) -> torch.Tensor:
-        from nanovllm.kernels import sample
+        from nanovllm.kernels.triton import sample
 
         logits = inputs[0]
         assert logits is not None
@@ -69,12 +71,12 @@ def assert_draws_as_its_twin(
     tokens: torch.Tensor, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
 ) -> int:
     """Greedy rows are equal; in others a token may lose to the twin's by TIE. How many do?"""
-    twin = plain.sample(logits, temperatures, keys)
+    twin = PLAIN.sample(logits, temperatures, keys)
     differ = (tokens != twin).nonzero()[:, 0]
     assert bool((temperatures[differ] > 0).all()), "a greedy row is not its first maximum"
     if len(differ):
         ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-        times = plain.log_exponential(keys[differ], ids.mul_(plain.GOLDEN))
+        times = log_exponential(keys[differ], ids.mul_(GOLDEN))
         scores = logits[differ].float() - temperatures[differ, None] * times
         lost = scores.gather(1, twin[differ, None]) - scores.gather(1, tokens[differ, None])
         bound = TIE * temperatures[differ, None].clamp(min=1)
@@ -119,7 +121,7 @@ def test_kernel_draws_other_tokens_than_its_twin(kernel_device: str, step: Step)
     tokens = step.draw(*inputs)
     assert assert_draws_as_its_twin(tokens, *inputs) <= len(tokens) // 4
     for greedy in ((inputs[0], None, None), (inputs[0], None, inputs[2])):
-        assert torch.equal(step.draw(*greedy), plain.first_max(inputs[0]))
+        assert torch.equal(step.draw(*greedy), first_max(inputs[0]))
 
 
 @kernel_settings(20)
@@ -159,7 +161,7 @@ def test_ties_go_to_a_later_token(kernel_device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_vocabulary_of_a_large_model(kernel_device: str, dtype: torch.dtype) -> None:
     """With the sizes that the engine cuts it into; 151936 is Qwen3's."""
-    from nanovllm.kernels import sample
+    from nanovllm.kernels.triton import sample
 
     temperatures = [0.0, 1.0, 0.6]
     for vocab_size in (151936, 128256 + 1):
@@ -174,7 +176,7 @@ def test_vocabulary_of_a_large_model(kernel_device: str, dtype: torch.dtype) -> 
 def _times_kernel(keys_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     n = tl.arange(0, N)
-    tl.store(out_ptr + row * N + n, _log_exponential(tl.load(keys_ptr + row), n))
+    tl.store(out_ptr + row * N + n, triton_log_exponential(tl.load(keys_ptr + row), n))
 
 
 def test_times_differ_from_their_definition(kernel_device: str) -> None:
@@ -182,8 +184,8 @@ def test_times_differ_from_their_definition(kernel_device: str) -> None:
     _, _, keys = Step([1.0] * 20, 1).inputs(kernel_device)
     out = torch.empty(len(keys), 4096, device=kernel_device)
     _times_kernel[(len(keys),)](keys, out, N=4096)
-    ids = torch.arange(4096, dtype=torch.int32, device=kernel_device).mul_(plain.GOLDEN)
-    expected = plain.log_exponential(keys, ids)
+    ids = torch.arange(4096, dtype=torch.int32, device=kernel_device).mul_(GOLDEN)
+    expected = log_exponential(keys, ids)
     small = expected < 1.0  # large times, where 1 - u has few bits, win nothing
     assert bool(small.any(dim=1).all()) and float(expected.min()) < -9
     torch.testing.assert_close(out[small], expected[small], rtol=0, atol=TIE / 10)
@@ -236,7 +238,7 @@ def test_kernel_draws_other_tokens_than_its_twin_in_a_large_batch(
     rows: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
     """The first two are within 1e-5 of each other, and may change places, once in 1e5 draws."""
-    from nanovllm.kernels import sample
+    from nanovllm.kernels.triton import sample
 
     differ = greedy = 0
     for seed in range(1000 // rows + 4):
@@ -248,5 +250,5 @@ def test_kernel_draws_other_tokens_than_its_twin_in_a_large_batch(
         tokens = step.draw(*inputs)
         differ += assert_draws_as_its_twin(tokens, *inputs)
         greedy += len(tokens)
-        assert torch.equal(step.draw(inputs[0], None, None), plain.first_max(inputs[0]))
+        assert torch.equal(step.draw(inputs[0], None, None), first_max(inputs[0]))
     assert differ <= greedy / 1000

@@ -8,7 +8,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.paged_attention import store_kvcache_torch
+from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,13 +63,13 @@ SHAPES = st.builds(
 
 def assert_stores_as_its_twin(inputs: Inputs) -> None:
     """All of the memory is compared: what is in no slot stays what it was."""
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     key, value, caches, slots = inputs
     expected = caches.clone()
     before = [x.clone() for x in (key, value, slots)]
     store_kvcache(key, value, *caches[:, 1:-1], slots)
-    store_kvcache_torch(key, value, *expected[:, 1:-1], slots)
+    PLAIN.store_kvcache(key, value, *expected[:, 1:-1], slots)
     assert torch.equal(caches[0], expected[0]), "keys differ"
     assert torch.equal(caches[1], expected[1]), "values differ"
     assert all(map(torch.equal, before, (key, value, slots))), "inputs were changed"
@@ -103,7 +103,7 @@ def test_slots_beyond_32_bits_wrap_around(
     """One byte an element, of which few are touched: gigabytes of addresses, not of memory."""
     from triton.runtime.interpreter import GridExecutor
 
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     # The interpreter copies arguments back to the device; on the CPU they never left it, and the
     # copy would touch every page.
@@ -130,7 +130,7 @@ def test_slots_beyond_32_bits_wrap_around(
 
 @pytest.mark.cuda
 def test_slots_beyond_32_bits_wrap_around_in_a_real_cache() -> None:
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     num_slots, heads, head_dim = 2**31 // (8 * 128) + 16, 8, 128
     if torch.cuda.mem_get_info()[0] < 6 << 30:
@@ -146,7 +146,7 @@ def test_slots_beyond_32_bits_wrap_around_in_a_real_cache() -> None:
 
 
 def test_a_cache_that_is_not_contiguous_is_written_all_the_same(kernel_device: str) -> None:
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     key, value, (k_cache, v_cache), slots = Shape([True] * 3, 2, 64).inputs(kernel_device)
     for broken in (

@@ -15,9 +15,9 @@ from conftest import make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.kernels import common
-from nanovllm.kernels.common import can_copy_tiles
 from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.triton import common
+from nanovllm.kernels.triton.common import can_copy_tiles
 from nanovllm.layers import attention_backends
 from nanovllm.layers.attention_backends import (
     BUILDERS,
@@ -177,7 +177,7 @@ def test_backend_that_does_not_run_is_found_out_later(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Triton without a C compiler imports well."""
-    from nanovllm.kernels import decode_attention
+    from nanovllm.kernels.triton import decode_attention
 
     def broken(*args: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
@@ -191,7 +191,7 @@ def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) 
     """Triton's errors: a place in the first line, the source, and in the last what it is."""
     from triton.compiler.errors import CompilationError
 
-    from nanovllm.kernels import prefill_attention
+    from nanovllm.kernels.triton import prefill_attention
 
     tree = ast.parse("def f():\n    foo(1)")
 
@@ -300,7 +300,7 @@ def num_compiled() -> dict[str, int]:
              "silu_and_mul"]  # fmt: skip
     counts = {}
     for name in names:
-        module = importlib.import_module(f"nanovllm.kernels.{name}")
+        module = importlib.import_module(f"nanovllm.kernels.triton.{name}")
         for key, kernel in vars(module).items():
             if isinstance(kernel, triton.JITFunction):
                 caches = [cache[0] for cache in kernel.device_caches.values()]

@@ -15,8 +15,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.draw_inputs import HOTTEST, noise_key
-from nanovllm.kernels import plain
-from nanovllm.kernels.plain import GOLDEN, first_max, log_exponential
+from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
+from nanovllm.kernels.plain.sample import CHUNK_ELEMENTS, first_max
+from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -34,7 +35,7 @@ def draw_many(logits: torch.Tensor, keys: torch.Tensor, temperature: float) -> n
     rows = []
     for some in keys.split(2000):
         temperatures = torch.full((len(some),), temperature)
-        rows.append(plain.sample(logits.expand(len(some), -1), temperatures, some))
+        rows.append(PLAIN.sample(logits.expand(len(some), -1), temperatures, some))
     return torch.cat(rows).numpy()
 
 
@@ -96,7 +97,7 @@ def test_infinite_logit_is_lost_in_a_mixed_batch() -> None:
 
 
 def test_rows_of_a_mixed_batch_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plain.CHUNK_ELEMENTS, "cpu", 3 * 300)  # many chunks, one not full
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 3 * 300)  # many chunks, one not full
     torch.manual_seed(0)
     logits = torch.randn(200, 300)
     before = logits.clone()
@@ -105,7 +106,7 @@ def test_rows_of_a_mixed_batch_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> 
     tokens = Sampler()(logits, temperatures, keys)
     assert torch.equal(logits, before), "the logits were changed in place"
     for row in range(200):
-        alone = plain.sample(logits[[row]], temperatures[[row]], keys[[row]])
+        alone = PLAIN.sample(logits[[row]], temperatures[[row]], keys[[row]])
         assert tokens[row] == alone
         assert temperatures[row] > 0 or tokens[row] == logits[row].argmax()
 

@@ -15,10 +15,9 @@ import torch
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.step.draw_inputs import temperature_of
 from nanovllm.engine.step.transfer import Array, upload_ahead
-from nanovllm.kernels.plain import RowState
+from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, TableState
 
 UNKNOWN = -2  # no length, and no row
-NOBODY = -1  # the length of a row that is nobody's
 
 
 class Layout:
@@ -52,10 +51,10 @@ class Rows:
         words = longs.view(torch.int32)[: layout.size]
         self._words = words
         self.layout = layout
-        self.state = RowState(
+        self.state = TableState(
             tokens=words[: layout.seeds].view(torch.long),
             seeds=words[layout.seeds : layout.lengths].view(torch.long),
-            lengths=words[layout.lengths : layout.temperatures].fill_(NOBODY),
+            lengths=words[layout.lengths : layout.temperatures].fill_(UNUSED_LENGTH),
             temperatures=words[layout.temperatures : layout.batch].view(torch.float32),
             batch=words[layout.batch : layout.block_tables].fill_(layout.nobody),
             block_tables=words[layout.block_tables :].view(layout.num_rows, layout.max_blocks),

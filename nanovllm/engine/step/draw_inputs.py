@@ -9,8 +9,8 @@ import xxhash
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.transfer import Array, upload
-from nanovllm.kernels.cuts import Cuts
-from nanovllm.kernels.ranking import are_few
+from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.plain.ranking import are_few
 from nanovllm.layers.filters import Entries, Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 
@@ -112,7 +112,7 @@ def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list
 def noise_key(seq: Sequence) -> int:
     """What decides a sequence's next draw: its seed and position, nothing else. 64 bits, signed.
 
-    Rows on the device have it from `plain.noise_keys`.
+    `kernels/plain/noise.py` defines it, and computes it on the device.
     """
     digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
     return digest - (1 << 63)

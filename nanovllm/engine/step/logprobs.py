@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nanovllm.engine.sequence import LikelyToken, Sequence
 from nanovllm.engine.step.transfer import download, upload
-from nanovllm.kernels.ranking import most_likely
+from nanovllm.kernels.plain.ranking import most_likely
 
 TOLD_LOGITS = 1 << 23  # at most, at a time: some 50 bytes for each are taken
 

@@ -13,8 +13,8 @@ from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.step.device_table import Account, Layout, Rows
 from nanovllm.engine.step.draw_inputs import noise_key
 from nanovllm.engine.step.inputs import StepInputs, decode_inputs, prefill_inputs
-from nanovllm.kernels import plain
-from nanovllm.kernels.plain import Decoding
+from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.kernels.table import PLAIN
 
 BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ class Engine:
         assert inputs.width == max(len(seq.block_table) for seq in seqs)
         self.write(inputs)
         size = len(seqs) + padding
-        decoding = plain.read_rows(self.rows.state, size, inputs.width, BLOCK_SIZE)
+        decoding = PLAIN.read_table(self.rows.state, size, inputs.width, BLOCK_SIZE)
         self.assert_right(decoding, seqs)
         self.leave_tokens(batch, decoding.rows[: len(seqs)])
 
@@ -181,7 +181,7 @@ def test_rows_say_something_else(seed: int) -> None:
                 if size % 3:  # before the devices were told, or after, or after they computed
                     engine.write(inputs)
                 if size % 3 > 1:
-                    plain.read_rows(engine.rows.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
+                    PLAIN.read_table(engine.rows.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
                 engine.account.forget()
                 for each in seqs:
                     each.drop_pending()
@@ -273,7 +273,7 @@ def test_numbers_do_not_fit_into_words(temperature: float, seed: int) -> None:
     rows, account = Rows(layout, CPU), Account(layout)
     inputs = decode_inputs(Batch([seq], is_prefill=False), account)
     rows.write(inputs.places, inputs.words)
-    decoding = plain.read_rows(rows.state, 1, 1, BLOCK_SIZE)
+    decoding = PLAIN.read_table(rows.state, 1, 1, BLOCK_SIZE)
     assert decoding.keys.tolist() == [noise_key(seq)]
     assert 0 < decoding.temperatures.item() < float("inf")
     assert decoding.input_ids.tolist() == [1]
