@@ -184,7 +184,7 @@ def take_out_the_device(llm: LLM, clock: Clock) -> None:
     runner, scheduler = llm._runner, llm.scheduler
     stand_in: Any = StandIn(clock, llm.config.max_num_batched_tokens)
     runner.model, runner.sampler = stand_in, stand_in.sample
-    runner.backend.plan = lambda context: None  # type: ignore[method-assign]  # noqa: ARG005
+    runner.backend.attention.plan = lambda context: None  # type: ignore[method-assign]  # noqa: ARG005
     runner._decode = stand_in.decode  # type: ignore[method-assign]
     runner.graphs = graphs = runner.decode_graphs()
     graphs.step = stand_in.replay  # type: ignore[method-assign, assignment]

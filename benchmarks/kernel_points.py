@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain import store_kvcache as plain_store
@@ -122,15 +123,15 @@ def plan_decode_point(batch_size: int, context: int | None) -> Point:
     A call returns the attention that its plan deals out, unrun: verified is what comes of it.
     """
     paged = PagedContexts(context_lens(batch_size, context))
-    x = (normal(batch_size, 2 * KVH, D), paged.k, paged.v)
+    x = (normal(batch_size, 2 * KVH, D), KVLayer(paged.k, paged.v, SCALE))
 
     def ours() -> Call:
         plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
-        return partial(decode.decode_attention, *x, plan, SCALE)
+        return partial(decode.decode_attention, *x, plan)
 
     def twin() -> Call:
         plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
-        return partial(plain_decode.decode_attention, *x, plan, SCALE)
+        return partial(plain_decode.decode_attention, *x, plan)
 
     name = f"{batch_size} x {context or 'mixed'}"
     return Point(name, lambda: {"ours": ours, "twin": twin}, 4 * batch_size, twin_syncs=True)
@@ -142,12 +143,12 @@ def decode_attention_point(batch_size: int, context: int | None, num_heads: int)
 
     def make() -> Calls:
         q, paged = normal(batch_size, num_heads, D), PagedContexts(lens)
-        x = (q, paged.k, paged.v)
+        x = (q, KVLayer(paged.k, paged.v, SCALE))
         plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
         twin_plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
         calls: Calls = {
-            "ours": lambda: decode.decode_attention(*x, plan, SCALE),
-            "twin": lambda: plain_decode.decode_attention(*x, twin_plan, SCALE),
+            "ours": lambda: decode.decode_attention(*x, plan),
+            "twin": lambda: plain_decode.decode_attention(*x, twin_plan),
         }
         if flash_attn:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_with_kvcache(
@@ -175,11 +176,11 @@ def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads
         tile = prefill.tile_queries(num_heads // KVH, D, DTYPE)
         plan = prefill.plan_prefill(cu_q, cu_k, tables, num_tokens, tile)
         twin_plan = plain_prefill.plan_prefill(cu_q, cu_k, tables, BLOCK_SIZE)
-        x = (q, k, v, paged.k, paged.v)
+        x = (q, k, v, KVLayer(paged.k, paged.v, SCALE))
         keys, values = (paged.flash_k, paged.flash_v) if cached else (k, v)
         calls: Calls = {
-            "ours": lambda: prefill.prefill_attention(*x, plan, SCALE),
-            "twin": lambda: plain_prefill.prefill_attention(*x, twin_plan, SCALE),
+            "ours": lambda: prefill.prefill_attention(*x, plan),
+            "twin": lambda: plain_prefill.prefill_attention(*x, twin_plan),
         }
         if flash_attn:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_varlen_func(
@@ -281,10 +282,11 @@ def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
         angles = 6.28 * torch.rand(num_tokens, 1, D // 2, device=DEVICE)
         rope, norms = (angles.cos(), angles.sin()), (normal(D), normal(D))
         k_cache, v_cache, slots = empty_caches(num_tokens)
+        kv = KVLayer(k_cache, v_cache, SCALE)
         twin_caches = (k_cache.clone(), v_cache.clone())
 
         def ours() -> Any:
-            x = (qkv, KVH, rope, norms, EPS, k_cache, v_cache, slots)
+            x = (qkv, KVH, rope, norms, EPS, kv, slots)
             return *norm_rope_store(*x), k_cache, v_cache
 
         def twin() -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import longest_sequence, most_held
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention.layer import Attention
 
 logger = logging.getLogger("nanovllm")
 

@@ -39,9 +39,9 @@ from nanovllm.engine.step.logprobs import (
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead
 from nanovllm.engine.workers import Workers
 from nanovllm.kernels.plain.read_table import Decoding
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backends import AttentionSpec, get_backend
-from nanovllm.layers.backend import Backend
+from nanovllm.layers.attention.base import AttentionSpec
+from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.backend import choose_backend
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import max_rope_positions
@@ -89,14 +89,14 @@ class ModelRunner:
             config.kvcache_block_size, not config.enforce_eager,
         )  # fmt: skip
         with self.computing():
-            self.backend = get_backend(config.attention_backend, spec)
-        self.block_size = self.backend.block_size
+            self.backend = choose_backend(config.attention_backend, spec)
+        self.block_size = self.backend.attention.block_size
         self.config = dataclasses.replace(
             config,
             device=str(self.device),
             dtype=str(self.dtype),
             kvcache_block_size=self.block_size,
-            attention_backend=self.backend.name,
+            attention_backend=self.backend.attention.name,
             overlap=self.device.type == "cuda" if config.overlap is None else config.overlap,
         )
         if workers:
@@ -110,7 +110,7 @@ class ModelRunner:
         logger.info(
             "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
             model_config.architecture, self.device, str(self.dtype).removeprefix("torch."),
-            self.weight_bytes / 1e9, time.perf_counter() - start, self.backend.name,
+            self.weight_bytes / 1e9, time.perf_counter() - start, self.backend.attention.name,
             self.backend.kernels.name,
         )  # fmt: skip
 
@@ -232,7 +232,7 @@ class ModelRunner:
                 load_model(model, path, use_tqdm=self.ranks.rank == 0)
             self.weight_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
             # Without graphs the host takes longer to launch few_rows than the device saves.
-            model.bind(Backend(self.backend, self.backend.kernels), not config.enforce_eager)
+            model.bind(self.backend, few_rows=not config.enforce_eager)
         return model.eval()
 
     def make_rows(self) -> None:
@@ -332,7 +332,7 @@ class ModelRunner:
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The hidden states of these tokens, or of those `rows` of them alone."""
-        self.backend.plan(context)
+        self.backend.attention.plan(context)
         set_context(context)
         try:
             hidden: torch.Tensor = self.model(input_ids, positions, rows)

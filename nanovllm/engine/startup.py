@@ -51,7 +51,8 @@ def _free_device_bytes(runner: "ModelRunner") -> int:
     graphs = _graph_bytes(runner) if runner.uses_graphs else 0
     others = total - free
     budget = total * runner.config.gpu_memory_utilization - others - activations - graphs
-    return int(budget / (1 + runner.backend.copied_layers / runner.model_config.num_hidden_layers))
+    copied = runner.backend.attention.copied_layers
+    return int(budget / (1 + copied / runner.model_config.num_hidden_layers))
 
 
 def warm_up(runner: "ModelRunner") -> None:

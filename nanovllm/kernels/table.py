@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import (
     draw,
     experts,
@@ -14,6 +15,7 @@ from nanovllm.kernels.plain import (
     rms_norm,
     sample,
     silu_and_mul,
+    store_kvcache,
 )
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.norm_rope_store import Rope
@@ -32,13 +34,15 @@ class Kernels:
     """
 
     name: str
+    graph_safe: bool  # whether a CUDA graph can hold them: no function of a decode step syncs
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     norm_rope_store: Callable[
-        [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, Tensor, Tensor, Tensor],
+        [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, KVLayer, Tensor],
         tuple[Tensor, Tensor, Tensor],
     ]
+    store_kvcache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -48,10 +52,12 @@ class Kernels:
 
 PLAIN = Kernels(
     name="plain PyTorch",
+    graph_safe=False,
     rms_norm=rms_norm.rms_norm,
     add_rms_norm=rms_norm.add_rms_norm,
     silu_and_mul=silu_and_mul.silu_and_mul,
     norm_rope_store=norm_rope_store.norm_rope_store,
+    store_kvcache=store_kvcache.store_kvcache,
     sample=sample.sample,
     draw=draw.draw,
     experts=experts.experts,
@@ -70,14 +76,17 @@ def triton_kernels() -> Kernels:
         rms_norm,
         sample,
         silu_and_mul,
+        store_kvcache,
     )
 
     return Kernels(
         name="Triton",
+        graph_safe=True,
         rms_norm=rms_norm.rms_norm,
         add_rms_norm=rms_norm.add_rms_norm,
         silu_and_mul=silu_and_mul.silu_and_mul,
         norm_rope_store=norm_rope_store.norm_rope_store,
+        store_kvcache=store_kvcache.store_kvcache,
         sample=sample.sample,
         draw=draw.draw,
         experts=experts.experts,

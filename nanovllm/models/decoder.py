@@ -12,7 +12,7 @@ from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding

@@ -297,7 +297,7 @@ def test_padding_rows_attend_to_something(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         runner = llm._runner
         use_graphs(llm)
-        plan, num_checked = runner.backend.plan, 0
+        plan, num_checked = runner.backend.attention.plan, 0
 
         def checking_plan(context: Context) -> None:
             nonlocal num_checked
@@ -310,7 +310,7 @@ def test_padding_rows_attend_to_something(model_dir: Path) -> None:
                 num_checked += len(context.context_lens) > num_rows
             plan(context)
 
-        runner.backend.plan = checking_plan  # type: ignore[method-assign]
+        runner.backend.attention.plan = checking_plan  # type: ignore[method-assign]
         generate(llm, TOP)
         for size in (13, 3, 33):
             poison(llm)

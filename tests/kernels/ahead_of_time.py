@@ -28,6 +28,8 @@ from unittest import mock
 
 import torch
 
+from nanovllm.kernels.kv_layer import KVLayer
+
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 HOPPER = 90  # where tiles are copied: for `few_rows`, and for attention, but not for all of it
@@ -132,7 +134,8 @@ def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None =
     cos, sin = torch.empty(tokens, 2, (rotated or head_dim) // 2).unsqueeze(2).unbind(1)
     norms = (bf16(head_dim), bf16(head_dim)) if norm else None
     slots = torch.empty(tokens, dtype=torch.long)
-    norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, *caches(heads), slots)
+    kv = KVLayer(*caches(heads), 1.0)
+    norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, kv, slots)
 
 
 def decode_attention(
@@ -142,7 +145,7 @@ def decode_attention(
 
     q = bf16(ROWS, heads[0], heads[2])
     plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1], copies_tiles=not eager)
-    decode_attention(q, *caches(heads, block_size), plan, 0.125, window)
+    decode_attention(q, KVLayer(*caches(heads, block_size), 0.125, window), plan)
 
 
 def prefill_attention(
@@ -160,7 +163,7 @@ def prefill_attention(
     ends = int32(ROWS + 1)
     queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
     plan = plan_prefill(ends, ends, tables, tokens, queries)
-    prefill_attention(q, k, v, *caches(heads, block_size), plan, 0.125, window)
+    prefill_attention(q, k, v, KVLayer(*caches(heads, block_size), 0.125, window), plan)
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:

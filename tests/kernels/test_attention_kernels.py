@@ -16,6 +16,7 @@ from conftest import kernel_settings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 
@@ -103,6 +104,9 @@ class Paged:
             for n in (asking, shape.contexts)
         )
 
+    def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
+        return KVLayer(k_cache, v_cache, self.shape.scale, self.shape.window)
+
     # The kernels.
 
     def decode(self) -> torch.Tensor:
@@ -117,11 +121,7 @@ class Paged:
         assert len(plan.starts) == self.shape.programs
         outs = []
         for _ in range(2):
-            outs.append(
-                kernels.decode_attention(
-                    self.q, *self.caches, plan, self.shape.scale, self.shape.window
-                )
-            )
+            outs.append(kernels.decode_attention(self.q, self.layer(*self.caches), plan))
             assert not plan.arrivals.any(), "the next layer finds programs that are not there"
         assert not outs[0].isnan().any(), "read what is nobody's, or left a result out"
         assert torch.equal(*outs), "the second layer differs from the first"
@@ -137,34 +137,30 @@ class Paged:
         plan = kernels.plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
-            keys = (unread, unread, *self.caches)
+            keys = (unread, unread, self.layer(*self.caches))
         else:
             assert self.shape.queries == self.shape.contexts
-            keys = (self.k, self.v, torch.empty(0), torch.empty(0))
+            keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
         if not use_cache and can_copy_tiles(self.q.device):  # however few tokens there are
             plan.copies_tiles = self.shape.copies_tiles
-        return kernels.prefill_attention(self.q, *keys, plan, self.shape.scale, self.shape.window)
+        return kernels.prefill_attention(self.q, *keys, plan)
 
     # The twins.
 
     def twin_decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """A few rows at a time, which bounds the memory."""
-        size, scale = self.shape.block_size, self.shape.scale
-        outs = []
+        size, kv, outs = self.shape.block_size, self.layer(k, v), []
         for rows in torch.arange(len(q), device=self.device).split(8):
             plan = plain_decode.plan_decode(self.lens[rows], self.tables[rows], size)
-            outs.append(
-                plain_decode.decode_attention(q[rows], k, v, plan, scale, self.shape.window)
-            )
+            outs.append(plain_decode.decode_attention(q[rows], kv, plan))
         return torch.cat(outs)
 
     def twin_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """From the cache, which has the fresh keys too, in slices that bound the memory."""
-        size, scale = self.shape.block_size, self.shape.scale
-        plan = plain_prefill.plan_prefill(self.cu_q, self.cu_k, self.tables, size)
+        plan = plain_prefill.plan_prefill(self.cu_q, self.cu_k, self.tables, self.shape.block_size)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", 1 << 21)
-            return plain_prefill.prefill_attention(q, q, q, k, v, plan, scale, self.shape.window)
+            return plain_prefill.prefill_attention(q, q, q, self.layer(k, v), plan)
 
 
 Twin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -371,7 +367,7 @@ def test_programs_leave_a_part_of_the_batch_out(kernel_device: str, kv_heads: in
         assert plan.arrivals.shape == (len(plan.starts), heads) and not plan.arrivals.any()
     paged = Paged(Shape([150, 0, 3, 321], kv_heads=kv_heads), kernel_device)
     plan = plan_decode(paged.lens, paged.tables, kv_heads, True)
-    out = decode_attention(paged.q, *paged.caches, plan, paged.shape.scale)
+    out = decode_attention(paged.q, paged.layer(*paged.caches), plan)
     assert_near(out, paged.twin_decode, paged)
 
 
@@ -526,9 +522,7 @@ def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
 
     def step() -> tuple[torch.Tensor, ...]:
         plan = plan_decode(static.lens, static.tables, static.shape.kv_heads, True)
-        outs = [
-            decode_attention(static.q, *static.caches, plan, static.shape.scale) for _ in range(2)
-        ]
+        outs = [decode_attention(static.q, static.layer(*static.caches), plan) for _ in range(2)]
         return *outs, plan.arrivals
 
     if static.device == "cpu":

@@ -15,7 +15,8 @@ import torch
 from nanovllm import LLM
 from nanovllm.kernels.cpu import compile as compiling
 from nanovllm.kernels.cpu.library import DEFINITIONS, SOURCE
-from nanovllm.layers.attention_backends import AttentionSpec, get_backend
+from nanovllm.layers.attention.base import AttentionSpec
+from nanovllm.layers.backend import choose_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,10 +208,10 @@ except ValueError as error:
 def test_cpu_backend_takes_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
     spec = dataclasses.replace(SPEC, **changes)
     with pytest.raises(ValueError, match=message) as e:
-        get_backend("cpu", spec)
+        choose_backend("cpu", spec)
     assert "'torch' works everywhere" in str(e.value)
     if spec.device.type == "cpu":
-        assert get_backend("auto", spec).name == "torch"
+        assert choose_backend("auto", spec).attention.name == "torch"
 
 
 @pytest.mark.usefixtures("compiler")

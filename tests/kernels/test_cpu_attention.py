@@ -34,7 +34,7 @@ class Compiled(Paged):
 
     def decode(self) -> torch.Tensor:
         plan = plan_decode(self.lens, self.tables, *self.heads())
-        out = decode_attention(self.q, *self.caches, plan, self.shape.scale, self.shape.window)
+        out = decode_attention(self.q, self.layer(*self.caches), plan)
         assert not out.isnan().any(), "read what is nobody's, or left a result out"
         return out
 
@@ -43,10 +43,10 @@ class Compiled(Paged):
         plan = plan_prefill(self.cu_q, self.cu_k, tables, *self.heads())
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
-            keys = (unread, unread, *self.caches)
+            keys = (unread, unread, self.layer(*self.caches))
         else:
-            keys = (self.k, self.v, torch.empty(0), torch.empty(0))
-        return prefill_attention(self.q, *keys, plan, self.shape.scale, self.shape.window)
+            keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
+        return prefill_attention(self.q, *keys, plan)
 
 
 HEADS = dict(

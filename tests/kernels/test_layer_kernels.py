@@ -11,6 +11,7 @@ from conftest import kernel_settings
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 
 pytestmark = [
@@ -238,7 +239,7 @@ def assert_norms_rotates_and_stores_as_its_twin(
 
     def call(function: object, caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k_cache, v_cache = caches[:, 1:-1]
-        return function(qkv, num_kv, rope, weights, EPS, k_cache, v_cache, slots)  # type: ignore
+        return function(qkv, num_kv, rope, weights, EPS, KVLayer(k_cache, v_cache, 1.0), slots)  # type: ignore
 
     with pytest.MonkeyPatch.context() as patch:
         if shape.many and tested.kernels.name == "Triton":
@@ -290,7 +291,7 @@ def test_norm_of_heads_squares_in_16_bits(on_triton: Implementation) -> None:
     cache = qkv.new_zeros(1, 16, 1, 80)
     slots = torch.tensor([3, 4], device=device)
     q, k, _ = on_triton.kernels.norm_rope_store(
-        qkv, 1, (ones, zeros), (weight, weight), EPS, cache, cache.clone(), slots
+        qkv, 1, (ones, zeros), (weight, weight), EPS, KVLayer(cache, cache.clone(), 1.0), slots
     )
     for out in (q, k, cache[0, 3:5]):
         assert torch.equal(out[:, 0], torch.stack([weight, torch.zeros_like(weight)]))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.plain.paged import (
@@ -140,21 +141,19 @@ class Paged:
             news.cumsum(0).int(), totals.cumsum(0).int(),
             self.block_tables if use_cache else None, self.shape.block_size,
         )  # fmt: skip
-        if not use_cache:
-            k_cache = v_cache = torch.empty(0)
-        else:
-            k_cache, v_cache = self.k_cache, self.v_cache
+        kv = self.layer(torch.empty(0), torch.empty(0))
+        if use_cache:
+            kv = self.layer(self.k_cache, self.v_cache)
             k, v = torch.full_like(k, HUGE), torch.full_like(v, HUGE)  # the cache has them all
-        return prefill_attention(
-            self.q, k, v, k_cache, v_cache, plan, self.shape.scale, self.shape.window
-        )
+        return prefill_attention(self.q, k, v, kv, plan)
 
     def decode(self) -> torch.Tensor:
         context_lens = torch.tensor(self.totals, dtype=torch.int32)
         plan = plan_decode(context_lens, self.block_tables, self.shape.block_size)
-        return decode_attention(
-            self.q, self.k_cache, self.v_cache, plan, self.shape.scale, self.shape.window
-        )
+        return decode_attention(self.q, self.layer(self.k_cache, self.v_cache), plan)
+
+    def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
+        return KVLayer(k_cache, v_cache, self.shape.scale, self.shape.window)
 
 
 # Prefill

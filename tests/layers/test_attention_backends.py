@@ -5,7 +5,6 @@ import builtins
 import importlib
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
 from nanovllm.kernels.triton.common import can_copy_tiles
-from nanovllm.layers import attention_backends
-from nanovllm.layers.attention_backends import (
-    BUILDERS,
-    AttentionSpec,
-    TorchBackend,
-    TritonBackend,
-    get_backend,
-)
+from nanovllm.layers import backend as backend_module
+from nanovllm.layers.attention.base import AttentionSpec
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -44,25 +40,25 @@ def spec(device: str = "cpu", **changes: Any) -> AttentionSpec:
 
 def test_auto_on_the_cpu_is_triton(kernel_device: str) -> None:
     """Its interpreter would do there, a thousand times slower."""
-    assert get_backend("auto", spec()).name in ("cpu", "torch")
-    backend = get_backend("auto", spec(head_dim=20))
-    assert backend.name == "torch" and backend.kernels is PLAIN
+    assert choose_backend("auto", spec()).attention.name in ("cpu", "torch")
+    backend = choose_backend("auto", spec(head_dim=20))
+    assert backend.attention.name == "torch" and backend.kernels is PLAIN
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_backend_for_cuda_runs_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "INTERPRETED", False)
     with pytest.raises(ValueError, match=f"attention_backend='{name}' needs a CUDA device") as e:
-        get_backend(name, spec())
+        choose_backend(name, spec())
     assert "device='cpu'" in str(e.value) and "'torch' works everywhere" in str(e.value)
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_steps_that_no_graph_holds_are_launched_slowly(kernel_device: str, eager: bool) -> None:
-    backend = get_backend("triton", spec(kernel_device, in_graphs=not eager))
+    backend = choose_backend("triton", spec(kernel_device, in_graphs=not eager))
     one = torch.ones(1, dtype=torch.int32, device=kernel_device)
     context = Context(False, slot_mapping=one, context_lens=one, block_tables=one[None])
-    backend.plan(context)
+    backend.attention.plan(context)
     can = can_copy_tiles(torch.device(kernel_device))
     assert context.plan.copies_tiles == (can and not eager)
 
@@ -73,7 +69,7 @@ def test_runner_tells_its_backend_of_other_steps(
 ) -> None:
     options: dict[str, Any] = dict(device=kernel_device, enforce_eager=eager)
     with LLM(model_dir, attention_backend="triton", num_kvcache_blocks=8, **options) as llm:
-        backend = llm._runner.backend
+        backend = llm._runner.backend.attention
     assert isinstance(backend, TritonBackend) and backend.copies_tiles != eager
 
 
@@ -97,7 +93,7 @@ def test_flash_attn_that_is_not_installed_is_a_riddle(monkeypatch: pytest.Monkey
     """The message says how to install it, and what needs no installation."""
     without(monkeypatch, "flash_attn")
     with pytest.raises(ValueError, match="cannot import flash-attn") as e:
-        get_backend("flash_attn", spec("cuda", dtype=torch.bfloat16))
+        choose_backend("flash_attn", spec("cuda", dtype=torch.bfloat16))
     assert "pip install flash-attn --no-build-isolation" in str(e.value)
     assert "'triton' needs nothing more" in str(e.value)
 
@@ -111,7 +107,7 @@ def test_flash_attn_that_is_not_installed_is_a_riddle(monkeypatch: pytest.Monkey
 )
 def test_flash_attn_takes_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        get_backend("flash_attn", spec("cuda", **changes))
+        choose_backend("flash_attn", spec("cuda", **changes))
 
 
 def test_interpreted_kernels_run_for_a_gpu(
@@ -120,18 +116,18 @@ def test_interpreted_kernels_run_for_a_gpu(
     """TRITON_INTERPRET left in the environment: each kernel would copy its tensors to the host."""
     monkeypatch.setattr(common, "INTERPRETED", True)
     with pytest.raises(ValueError, match=r"'triton' does not work here .*TRITON_INTERPRET is set"):
-        get_backend("triton", spec("cuda"))
+        choose_backend("triton", spec("cuda"))
 
 
 def test_head_too_small_for_a_matrix_product_is_tried(kernel_device: str) -> None:
     with pytest.raises(ValueError, match="needs a head_dim of 16 or more, got 8"):
-        get_backend("triton", spec(kernel_device, head_dim=8))
+        choose_backend("triton", spec(kernel_device, head_dim=8))
 
 
 def test_triton_that_is_not_installed_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "triton")
     with pytest.raises(ValueError, match=r"cannot import Triton .*'torch' needs none"):
-        get_backend("triton", spec())
+        choose_backend("triton", spec())
 
 
 @pytest.mark.parametrize("broken", range(3))
@@ -148,23 +144,17 @@ def test_auto_does_not_fall_back(
 ) -> None:
     """The first that works; and, where none does, why not: plain PyTorch is slow on a GPU."""
 
-    def refuse(spec: AttentionSpec) -> Any:
-        raise ValueError("this one has no compiler")
+    def build(name: str, spec: AttentionSpec) -> Backend:
+        if name in order[:broken]:
+            raise ValueError("this one has no compiler")
+        attention = TorchBackend()
+        attention.name = name
+        return Backend(attention, PLAIN)
 
-    def build(name: str) -> Callable[[AttentionSpec], Any]:
-        def builder(spec: AttentionSpec) -> Any:
-            backend = TorchBackend()
-            backend.name = name
-            return backend
-
-        return builder
-
-    builders = {name: build(name) for name in BUILDERS}
-    builders |= dict.fromkeys(order[:broken], refuse)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention_backends, "BUILDERS", builders)
+    monkeypatch.setattr(backend_module, "build_backend", build)
     with caplog.at_level(logging.WARNING, "nanovllm"):
-        chosen = get_backend("auto", spec("cuda"))
+        chosen = choose_backend("auto", spec("cuda")).attention
     assert chosen.name == order[broken]
     said = [record.message for record in caplog.records]
     if chosen.name != "torch":
@@ -184,7 +174,7 @@ def test_backend_that_does_not_run_is_found_out_later(
 
     monkeypatch.setattr(decode_attention, "decode_attention", broken)
     with pytest.raises(ValueError, match=r"'triton' does not work here .*C compiler.*'torch'"):
-        get_backend("triton", spec(kernel_device))
+        choose_backend("triton", spec(kernel_device))
 
 
 def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +190,7 @@ def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(prefill_attention, "prefill_attention", broken)
     with pytest.raises(ValueError, match=r"CompilationError: at 2:.*foo is not defined"):
-        get_backend("triton", spec(kernel_device))
+        choose_backend("triton", spec(kernel_device))
 
 
 def test_choice_is_not_in_the_log(

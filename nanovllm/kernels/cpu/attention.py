@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanovllm.kernels.cpu.library import address, constant, function
+from nanovllm.kernels.kv_layer import KVLayer
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
@@ -126,26 +127,23 @@ def _tiles(
     ]
 
 
-def attend_to_cache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan,
-    scale: float, window: int | None,
-) -> torch.Tensor:  # fmt: skip
+def attend_to_cache(q: torch.Tensor, kv: KVLayer, plan: AttentionPlan) -> torch.Tensor:
     """Attention of q [T, H, D] to the blocks of the plan, which are read in place."""
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    return attend(q, k, v, plan, k_cache.shape[1], scale, window)
+    assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
+    k, v = kv.k_cache.flatten(0, 1), kv.v_cache.flatten(0, 1)
+    return attend(q, k, v, kv.k_cache.shape[1], kv, plan)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, block_size: int,
-    scale: float, window: int | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int, kv: KVLayer,
+    plan: AttentionPlan,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of q [T, H, D] to k, v [tokens, KVH, D]: the step's own, or the cache's."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k.shape[1]
     for x in (q, k, v):
         assert x.dtype == q.dtype and x.stride(2) == 1 and x.stride(1) == head_dim
-    tables, reach = plan.block_tables, NO_WINDOW if window is None else window
+    tables, reach = plan.block_tables, NO_WINDOW if kv.window is None else kv.window
     work = plan.tasks_of(reach)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial = torch.empty(
@@ -156,7 +154,7 @@ def attend(
         plan.k_lens.data_ptr(), address(tables), work.tasks.data_ptr(), work.merges.data_ptr(),
         partial.data_ptr(), len(work.tasks), len(work.merges), q.stride(0), k.stride(0),
         v.stride(0), 0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads,
-        head_dim, reach, torch.get_num_threads(), scale,
+        head_dim, reach, torch.get_num_threads(), kv.scale,
     )  # fmt: skip
     function("attention", q.dtype)(ctypes.addressof(step))
     return out

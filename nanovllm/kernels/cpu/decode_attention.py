@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.kernels.cpu.attention import AttentionPlan, attend_to_cache, plan_attention
+from nanovllm.kernels.kv_layer import KVLayer
 
 
 def plan_decode(
@@ -15,14 +16,11 @@ def plan_decode(
 
 def decode_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: KVLayer,
     plan: AttentionPlan,
-    scale: float,
-    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of q [B, H, D] to its contexts; a row of length 0 gives zeros.
 
     Bytes moved: the KV of all contexts once, or the part of it that the window shows.
     """
-    return attend_to_cache(q, k_cache, v_cache, plan, scale, window)
+    return attend_to_cache(q, kv, plan)

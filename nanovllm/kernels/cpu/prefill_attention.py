@@ -8,6 +8,7 @@ from nanovllm.kernels.cpu.attention import (
     attend_to_cache,
     plan_attention,
 )
+from nanovllm.kernels.kv_layer import KVLayer
 
 
 def plan_prefill(
@@ -25,11 +26,8 @@ def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: KVLayer,
     plan: AttentionPlan,
-    scale: float,
-    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 
@@ -37,5 +35,5 @@ def prefill_attention(
     float32. Keys and values are read once for the 16 or 32 rows of a tile.
     """
     if plan.block_tables is not None:
-        return attend_to_cache(q, k_cache, v_cache, plan, scale, window)
-    return attend(q, k, v, plan, 1, scale, window)
+        return attend_to_cache(q, kv, plan)
+    return attend(q, k, v, 1, kv, plan)

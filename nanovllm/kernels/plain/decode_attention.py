@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.paged import gather_blocks, group_by_length, seen_blocks
 
 
@@ -47,18 +48,16 @@ def plan_decode(
 
 def decode_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: KVLayer,
     plan: list[DecodeGroup],
-    scale: float,
-    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros.
 
     With a window, to the last so many keys of it; blocks before them are not read.
     """
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[2]
+    block_size, num_kv_heads = kv.k_cache.shape[1:3]
+    window = kv.window
     out = torch.zeros_like(q)
     for group in plan:
         batch_size = len(group.rows)
@@ -68,15 +67,15 @@ def decode_attention(
         if window is not None:
             first_keys = group.lens - window
             tables, starts = seen_blocks(
-                tables, group.lens[:, 0], first_keys[:, 0], window, k_cache.shape[1]
+                tables, group.lens[:, 0], first_keys[:, 0], window, block_size
             )
-            offsets = torch.arange(tables.shape[1] * k_cache.shape[1], device=q.device)
+            offsets = torch.arange(tables.shape[1] * block_size, device=q.device)
             positions = starts[:, None] + offsets
             hidden = (positions < first_keys) | (positions >= group.lens)
-        keys, values = (gather_blocks(x, tables) for x in (k_cache, v_cache))
+        keys, values = (gather_blocks(x, tables) for x in (kv.k_cache, kv.v_cache))
         mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
         attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask[:, None, None], scale=scale
+            queries, keys, values, attn_mask=mask[:, None, None], scale=kv.scale
         )
         out[group.rows] = attended.reshape(batch_size, num_heads, head_dim)
     return out

@@ -5,6 +5,7 @@ T tokens, H query heads, KVH key heads, D head dimension, R of it rotated.
 
 import torch
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.rms_norm import rms_norm
 from nanovllm.kernels.plain.store_kvcache import store_kvcache
 
@@ -18,9 +19,8 @@ def norm_rope_store(
     rope: Rope,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv: KVLayer,
+    slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
@@ -32,8 +32,8 @@ def norm_rope_store(
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     q, k = rotate(q, rope), rotate(k, rope)
-    if k_cache.numel():  # the warm-up that measures memory runs before there is a cache
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+    if not kv.is_empty:
+        store_kvcache(k, v, kv.k_cache, kv.v_cache, slots)
     return q, k, v
 
 

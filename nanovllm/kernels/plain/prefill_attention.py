@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.paged import gather_blocks, group_by_length, seen_blocks
 
 # Elements of one explicit mask: bounds the memory of chunks that attend to long cached prefixes.
@@ -81,18 +82,15 @@ def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: KVLayer,
     plan: PrefillPlan,
-    scale: float,
-    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
 
     With a window a query sees its own key and those right before it, so many in all. Blocks that no
     query sees are not read.
     """
-    outs = []
+    window, outs = kv.window, []
     for group in plan.groups:
         queries = q[group.q_rows].transpose(1, 2)  # [B, H, Q, D]
         k_starts = torch.zeros_like(group.q_starts)
@@ -102,18 +100,18 @@ def prefill_attention(
             if window is not None:
                 tables, k_starts = seen_blocks(
                     tables, group.k_lens, group.q_starts + 1 - window,
-                    window - 1 + queries.shape[2], k_cache.shape[1],
+                    window - 1 + queries.shape[2], kv.k_cache.shape[1],
                 )  # fmt: skip
-            keys, values = (gather_blocks(x, tables) for x in (k_cache, v_cache))
+            keys, values = (gather_blocks(x, tables) for x in (kv.k_cache, kv.v_cache))
         else:
             # Padding stands behind the real keys, and the causal mask hides what stands behind.
             keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))
         if group.k_rows is not None and (window is None or group.num_keys <= window):
             out = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
+                queries, keys, values, is_causal=True, scale=kv.scale, enable_gqa=True
             )
         else:
-            out = _attend_in_slices(queries, keys, values, group.q_starts, k_starts, scale, window)
+            out = _attend_in_slices(queries, keys, values, group.q_starts, k_starts, kv)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
     return torch.cat(outs)[plan.out_rows]
 
@@ -124,8 +122,7 @@ def _attend_in_slices(
     values: torch.Tensor,
     q_starts: torch.Tensor,
     k_starts: torch.Tensor,
-    scale: float,
-    window: int | None,
+    kv: KVLayer,
 ) -> torch.Tensor:
     """Queries [B, H, Q, D] that start anywhere in a context, in slices that bound the mask."""
     batch_size, _, num_queries, _ = queries.shape
@@ -138,11 +135,11 @@ def _attend_in_slices(
         offsets = torch.arange(start, start + slice_.shape[2], device=queries.device)
         positions = q_starts[:, None, None, None] + offsets[:, None]  # [B, 1, Q, 1]
         mask = key_positions <= positions
-        if window is not None:
-            mask &= key_positions > positions - window
+        if kv.window is not None:
+            mask &= key_positions > positions - kv.window
         outs.append(
             F.scaled_dot_product_attention(
-                slice_, keys, values, attn_mask=mask, scale=scale,
+                slice_, keys, values, attn_mask=mask, scale=kv.scale,
                 enable_gqa=True,
             )
         )  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -237,10 +238,7 @@ def plan_decode(
     return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles)
 
 
-def decode_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: DecodePlan, scale: float,
-    window: int | None = None,
-) -> torch.Tensor:  # fmt: skip
+def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Tensor:
     """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros.
 
     Caches [blocks, block_size, KVH, D], any block size; q may be strided but for its last
@@ -249,6 +247,7 @@ def decode_attention(
     program. A window leaves shares of one size for unlike work: its layers balance less well.
     """
     batch_size, num_heads, head_dim = q.shape
+    k_cache, v_cache = kv.k_cache, kv.v_cache
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     group = num_heads // num_kv_heads
@@ -269,12 +268,12 @@ def decode_attention(
     )
     _decode_kernel[(num_kv_heads, len(plan.starts))](
         q, k_cache, v_cache, k_tiles, v_tiles, plan.block_tables, plan.context_lens, plan.starts,
-        plan.arrivals, out, partial, lse, scale * LOG2E, q.stride(0), q.stride(1),
+        plan.arrivals, out, partial, lse, kv.scale * LOG2E, q.stride(0), q.stride(1),
         plan.block_tables.stride(0), batch_size, num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
         BLOCK_N=block_n, TILE=TILE,
         MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
-        WINDOW=window or 0, COPIED=copied,
+        WINDOW=kv.window or 0, COPIED=copied,
         num_warps=2 if copied or (narrow and block_g < 16) else 4,
         num_stages=2,
         **early(q.device),

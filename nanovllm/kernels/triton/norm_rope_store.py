@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 
@@ -82,9 +83,8 @@ def norm_rope_store(
     rope: Rope,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv: KVLayer,
+    slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
@@ -93,11 +93,9 @@ def norm_rope_store(
     read once; queries written once, values once, keys twice.
     """
     num_tokens, num_heads, head_dim = qkv.shape
-    store = k_cache.numel() > 0  # the warm-up that measures memory runs before there is a cache
-    if not store:
-        k_cache = v_cache = qkv
+    k_cache, v_cache = (qkv, qkv) if kv.is_empty else (kv.k_cache, kv.v_cache)
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
-    assert not store or (k_cache.is_contiguous() and v_cache.is_contiguous())
+    assert kv.is_empty or (k_cache.is_contiguous() and v_cache.is_contiguous())
     num_q_heads = num_heads - 2 * num_kv_heads
     cos, sin = rope
     assert cos.stride() == sin.stride() and cos.stride(2) == 1
@@ -106,10 +104,10 @@ def norm_rope_store(
     q_weight, k_weight = norms if norms is not None else (qkv, qkv)
     block_h = 4 if num_tokens <= FEW_TOKENS else 16
     _norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
-        qkv, q_weight, k_weight, cos, sin, q, k, k_cache, v_cache, slot_mapping,
+        qkv, q_weight, k_weight, cos, sin, q, k, k_cache, v_cache, slots,
         eps, qkv.stride(0), cos.stride(0),
         H=num_q_heads, KVH=num_kv_heads, D=head_dim, R=2 * cos.shape[2],
-        NORM=norms is not None, STORE=store, BLOCK_H=block_h,
+        NORM=norms is not None, STORE=not kv.is_empty, BLOCK_H=block_h,
         BLOCK_D=triton.next_power_of_2(head_dim // 2), num_warps=4, **early(qkv.device),
     )  # fmt: skip
     return q, k, qkv[:, num_q_heads + num_kv_heads :]

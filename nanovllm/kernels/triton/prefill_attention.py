@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -175,11 +176,8 @@ def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: KVLayer,
     plan: PrefillPlan,
-    scale: float,
-    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
 
@@ -192,26 +190,26 @@ def prefill_attention(
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     paged = plan.block_tables is not None
     if paged:
-        assert k_cache.is_contiguous() and v_cache.is_contiguous()
-        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
+        k, v = kv.k_cache.flatten(0, 1), kv.v_cache.flatten(0, 1)
     tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
     group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     block_n = tile_keys(block_d, k.dtype)
     # Copies of a tile: as many as were fastest, or as shared memory holds.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
     # A window's tiles may all be at an edge of some query's, and then none is copied.
-    copied = plan.copies_tiles and window is None and all(map(_is_matrix_of_heads, (k, v)))
+    copied = plan.copies_tiles and kv.window is None and all(map(_is_matrix_of_heads, (k, v)))
     k_tiles, v_tiles = (
         tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
         q, k, v, k_tiles, v_tiles, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, plan.tile_seqs,
-        plan.tile_ends, out, scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        plan.tile_ends, out, kv.scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
-        G=group, D=head_dim, BLOCK_SIZE=k_cache.shape[1] if paged else 0,
+        G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
         BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
-        BLOCK_N=block_n, WINDOW=window or 0, COPIED=copied, num_warps=4, num_stages=stages,
+        BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 
