@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import xxhash
 from conftest import kernel_settings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.plain.noise import noise_keys
 from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.table import PLAIN, cpu_kernels
 
@@ -100,13 +98,3 @@ def test_lengths_do_not_go_up_by_one_each() -> None:
     after = [n + (row in batch and n >= 0) for row, n in enumerate(before)]
     assert state.lengths.tolist() == after
     assert after[-1] == -1 and NUM_ROWS - 1 in batch, "nobody's length stays"
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1))
-@example(0, 0)
-@example(2**64 - 1, 2**31 - 1)
-def test_keys_are_not_the_hash_that_they_are_said_to_be(seed: int, num_tokens: int) -> None:
-    signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    keys = noise_keys(torch.tensor([signed]), torch.tensor([num_tokens], dtype=torch.int32))
-    digest = xxhash.xxh64_intdigest(num_tokens.to_bytes(8, "little"), seed=seed)
-    assert keys.tolist() == [digest - (1 << 63)]

@@ -1,5 +1,5 @@
-// Attention of all tasks of a step. A row is a query of one head. The rows of a sequence whose
-// query heads share a key head are taken together, so that keys are read once for all of them.
+// Attention of all tasks of a step. A row is a query of one head. A sequence's rows with the same
+// key head are taken together, so that keys are read once for all.
 
 #pragma once
 

@@ -1,8 +1,7 @@
 """What prefill and decode attention share: a layer's work as tasks for threads, and its call.
 
 T tokens, B sequences, H query heads, KVH key heads, D head dimension. A row is a query of one head.
-The rows of a sequence whose query heads share a key head are taken together, so that keys are read
-once for all of them.
+A sequence's rows with the same key head are taken together, so that keys are read once for all.
 """
 
 import ctypes
@@ -77,7 +76,7 @@ def plan_attention(
     group: int,
     head_dim: int,
 ) -> AttentionPlan:
-    """Plan the attention of sequences whose queries, `group` heads each, are their last tokens."""
+    """Plan attention: each sequence's queries, `group` heads each, are its last tokens."""
     assert q_ends.dtype == k_lens.dtype == torch.int32
     assert q_ends.is_contiguous() and k_lens.is_contiguous()
     if block_tables is not None:

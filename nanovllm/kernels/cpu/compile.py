@@ -28,7 +28,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno",
     "-fno-trapping-math",
 )  # fmt: skip
-X86_FLAGS = ("-mprefer-vector-width=512",)  # used only on processors that have such vectors
+X86_FLAGS = ("-mprefer-vector-width=512",)  # ignored by processors without such vectors
 MAX_SECONDS = 30  # for one run of a compiler
 ELF_HEADER = struct.Struct("<4s 36x Q 10x H H 2x")  # section headers: offset, size, number
 
@@ -97,7 +97,7 @@ def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
 
 
 def _compile(source: Path, built: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of the first compiler whose result loads."""
+    """The library of the first compiler that makes one that loads."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:

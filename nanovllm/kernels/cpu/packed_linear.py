@@ -1,21 +1,21 @@
 """Linear layers with weights in oneDNN's blocked layout: the CPU's fast path.
 
-A plain weight is reordered inside each call, or read in an order that the CPU's matrix kernels do
-not like; a packed one is reordered once. The twin that defines it is `F.linear`.
+A plain weight is reordered inside each call, or read in an order that is slow for the CPU's matrix
+kernels; a packed one is reordered once. `F.linear` is the twin.
 """
 
 import torch
 
 
 def cpu_computes(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix kernels for `dtype`, not only an emulation."""
+    """Whether this CPU has matrix instructions for `dtype`, not only an emulation."""
     if dtype == torch.bfloat16:
         return _has_mkldnn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether this machine has kernels for packed weights of this kind."""
+    """Whether this machine has kernels for packed weights of this type."""
     return weight.device.type == "cpu" and _has_mkldnn() and cpu_computes(weight.dtype)
 
 

@@ -10,7 +10,7 @@ namespace {
 
 #ifdef __AVX512F__
 constexpr int LANES = 16;
-constexpr int BLOCK = 8;  // rows of a product whose sums stay in registers
+constexpr int BLOCK = 8;  // rows of a product: their sums stay in registers
 #else
 constexpr int LANES = 8;
 constexpr int BLOCK = 4;

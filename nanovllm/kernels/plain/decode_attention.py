@@ -15,7 +15,7 @@ from nanovllm.kernels.plain.paged import gather_blocks, group_by_length, seen_bl
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Sequences of like context lengths."""
+    """Sequences of similar context lengths."""
 
     rows: torch.Tensor  # [B] rows of the batch
     tables: torch.Tensor  # [B, blocks each]
@@ -26,7 +26,7 @@ class DecodeGroup:
 def plan_decode(
     context_lens: torch.Tensor, block_tables: torch.Tensor, block_size: int
 ) -> list[DecodeGroup]:
-    """Group a decode step's rows; those of length 0 are in none. Syncs as `plan_prefill` does."""
+    """Group a decode step's rows, except those of length 0. Syncs, except on the CPU."""
     lens = context_lens.tolist()
     rows = [row for row, length in enumerate(lens) if length]
     groups = []
@@ -51,9 +51,9 @@ def decode_attention(
     kv: KVLayer,
     plan: list[DecodeGroup],
 ) -> torch.Tensor:
-    """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros.
+    """Attention of one query per row, q [B, H, D], to its context; a row of length 0 gives zeros.
 
-    With a window, to the last so many keys of it; blocks before them are not read.
+    Blocks before the window are not read.
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv.k_cache.shape[1:3]
@@ -61,7 +61,7 @@ def decode_attention(
     out = torch.zeros_like(q)
     for group in plan:
         batch_size = len(group.rows)
-        # A KV head's G queries stand as G query positions, so that its keys are read once.
+        # A KV head's G queries become G query positions, so that its keys are read once.
         queries = q[group.rows].view(batch_size, num_kv_heads, -1, head_dim)
         tables, hidden = group.tables, group.hidden
         if window is not None:

@@ -1,8 +1,8 @@
-"""How rows are drawn of which min_p, top_k and top_p leave a part: R rows, V tokens.
+"""Drawing from the tokens that min_p, top_k and top_p keep. R rows, V tokens.
 
-One after the other: each looks at the distribution that the one before has left. Of equal tokens
-the one with the lower id comes before the other, as if it were more likely. `cut` is the
-definition, `draw` what runs.
+`cut` defines which tokens are kept, by sorting; `draw` draws from them without sorting all tokens.
+docs/sampling.md derives how. A token comes before another if its logit is larger, or if they are
+equal and its id is lower.
 """
 
 import math
@@ -16,16 +16,16 @@ from nanovllm.kernels.plain.ranking import BLOCK, most_likely
 from nanovllm.kernels.plain.sample import first_max
 
 LOG2_E = 1 / math.log(2)
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # as `plain` has, of more bytes each
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # as for `sample`, with more bytes for each
 
 
 @dataclass(slots=True)
 class Cuts:
-    """Where R rows are cut: [R, 1] each, with what cuts nothing for rows that do not ask.
+    """The filters of R rows: [R, 1] each, with a value that keeps everything for other rows.
 
-    None stands for what no row asks. If `num_candidates` is not 0, no top_k is larger than it, and
-    rows are drawn from their first tokens alone, so many. It is needed where a row has both top_k
-    and top_p: what top_p leaves is a share of what top_k has left.
+    A filter is None if no row has it. If `num_candidates` is not 0, it is at least every top_k, and
+    rows are drawn from their first `num_candidates` tokens alone. A row with both top_k and top_p
+    needs that: top_p is a share of the mass that top_k keeps.
     """
 
     min_p: torch.Tensor | None = None
@@ -34,14 +34,14 @@ class Cuts:
     num_candidates: int = 0
 
     def of(self, rows: slice) -> "Cuts":
-        """The cuts of some of the rows."""
+        """The filters of some of the rows."""
         columns = (self.min_p, self.top_k, self.top_p)
         min_p, top_k, top_p = (None if x is None else x[rows] for x in columns)
         return Cuts(min_p, top_k, top_p, self.num_candidates)
 
 
 def cut(logits: torch.Tensor, temperatures: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    """Logits [R, V] in float32, minus infinity for what is left out: the slow twin, which sorts."""
+    """Logits [R, V] in float32, minus infinity for tokens that are left out. Sorts all tokens."""
     values, ids = logits.float().sort(dim=1, descending=True, stable=True)
     values.masked_fill_(_left_out(values, temperatures[:, None], cuts), -torch.inf)
     return torch.empty_like(values).scatter_(1, ids, values)
@@ -50,10 +50,10 @@ def cut(logits: torch.Tensor, temperatures: torch.Tensor, cuts: Cuts) -> torch.T
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, cuts: Cuts
 ) -> torch.Tensor:
-    """Token ids [R] for logits [R, V]: what `plain.sample` draws of `cut`, but for rounding.
+    """Token ids [R] for logits [R, V]: what `sample` draws from `cut`, up to rounding.
 
-    Temperatures are above 0. A row with NaN gives some id of the vocabulary. Waits for the device.
-    Peak memory: some 30 bytes for each of CHUNK_ELEMENTS logits, 50 if all are candidates.
+    Temperatures are above 0. A row with NaN gives some id of the vocabulary. Syncs. Peak memory:
+    about 30 bytes for each of CHUNK_ELEMENTS logits, 50 if all tokens are candidates.
     """
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
@@ -73,7 +73,7 @@ def draw(
 def _draw_from_candidates(
     x: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, cuts: Cuts
 ) -> torch.Tensor:
-    """Draw where top_k leaves few: they race as they would among all, by their keys and ids."""
+    """Draw from the first tokens: their arrival times are the same as in a race of all."""
     values, ids = most_likely(x, cuts.num_candidates)
     scores = log_exponential(keys, ids.int().mul_(GOLDEN)).mul_(-temperatures).add_(values)
     scores.masked_fill_(_left_out(values, temperatures, cuts), -torch.inf)
@@ -88,14 +88,10 @@ def _draw_from_all(
     keys: torch.Tensor,
     cuts: Cuts,
 ) -> torch.Tensor:
-    """Draw without knowing what is kept: all tokens race, and who wins is looked at.
+    """Race all tokens, then check whether the winner is kept; if not, race those before it.
 
-    If the tokens before the winner are so many, or have so much mass, that it is left out, then all
-    that come after it are left out too. Those before it race on: the first of them to arrive has
-    lost to nobody but tokens that are left out, until one is kept. It is the one that wins among
-    what is kept. With a top_p alone, a draw takes 1 + log(1 / top_p) rounds on average.
-
-    Masks are floats, 1 for a token that is in: comparisons give those several times faster.
+    With top_p alone, a draw takes 1 + log(1 / top_p) rounds on average. Masks are floats, 1 for a
+    token that is in the race: comparisons write floats several times faster than booleans.
     """
     top = x.amax(dim=1, keepdim=True)
     scores = log_exponential(keys, spread).mul_(-temperatures).add_(x)
@@ -105,7 +101,7 @@ def _draw_from_all(
         scores.sub_(_penalties(inside))
     if cuts.top_k is None and cuts.top_p is None:
         return first_max(scores)
-    weights = (x - top).mul_(LOG2_E / temperatures).exp2_()  # exp is slow where little is left
+    weights = (x - top).mul_(LOG2_E / temperatures).exp2_()  # exp is slow for small results
     if inside is not None:
         weights.mul_(inside)
     enough = _enough(_mass(weights), cuts.top_p)
@@ -130,10 +126,9 @@ def _draw_from_all(
 
 
 def _left_out(values: torch.Tensor, temperatures: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    """Which tokens are left out, of the first K of each row in order: `values` [R, K].
+    """Which of each row's first K tokens, `values` [R, K] in order, are left out.
 
-    top_p keeps a token if those before it have less than its share of the mass. The first one is
-    always kept, and comparisons with NaN leave nothing out.
+    The first token is always kept, and comparisons with NaN leave nothing out.
     """
     top = values[:, :1]
     left_out = torch.zeros_like(values, dtype=torch.bool)
@@ -149,12 +144,12 @@ def _left_out(values: torch.Tensor, temperatures: torch.Tensor, cuts: Cuts) -> t
 
 
 def _least(top: torch.Tensor, temperatures: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The least logit that min_p keeps."""
+    """The smallest logit that min_p keeps."""
     return top + temperatures * min_p.log()
 
 
 def _enough(mass: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
-    """How much mass before a token leaves it out: top_p's share, but more than nothing."""
+    """The mass before a token from which on top_p leaves it out; above 0, to keep the first."""
     if top_p is None:
         return torch.full_like(mass, torch.inf)
     share = (top_p * mass).clamp_(min=torch.finfo(mass.dtype).tiny)
@@ -162,16 +157,17 @@ def _enough(mass: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
 
 
 def _mass(weights: torch.Tensor) -> torch.Tensor:
-    """The sums of rows [R, V] in float64, but for blocks, which are faster in float32: [R, 1]."""
+    """The sums [R, 1] of rows [R, V] in float64; of blocks in float32 first, which is faster."""
     if weights.shape[1] % BLOCK == 0:
         weights = weights.view(len(weights), -1, BLOCK).sum(dim=2)
     return weights.sum(dim=1, keepdim=True, dtype=torch.double)
 
 
 def _before(x: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """A mask of what comes before `tokens` [R, 1] in rows [R, V]: larger, or equal and first.
+    """A mask [R, V] of the tokens that come before `tokens` [R, 1].
 
-    Up to a token's place that is what is not below its value; after it, not below the next number.
+    Up to the token's own place, those with at least its value; after it, with at least the next
+    larger float.
     """
     values = x.gather(1, tokens)
     above = values.nextafter(torch.full_like(values, torch.inf))
@@ -187,5 +183,5 @@ def _compare(
 
 
 def _penalties(mask: torch.Tensor) -> torch.Tensor:
-    """0 for a token that is in, infinity for others."""
+    """0 for a token that is in the mask, infinity for others."""
     return mask.reciprocal().sub_(1)

@@ -1,6 +1,6 @@
-"""What prefill and decode attention share: sequences of like length together, blocks as rows.
+"""What prefill and decode attention share: groups of similar lengths, and blocks as rows.
 
-B sequences, K padded key length, KVH key heads, D head dimension. Sequences of like length are
+B sequences, K padded key length, KVH key heads, D head dimension. Sequences of similar length are
 padded to one size and attended to together, so that a layer takes a few calls for any batch.
 """
 
@@ -14,7 +14,7 @@ SMALLEST_GROUP = 64
 
 
 def group_by_length(lengths: list[tuple[int, ...]]) -> list[list[int]]:
-    """Indices of `lengths`, those of like size in each dimension together."""
+    """Indices of `lengths`, grouped by similar size in each dimension."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, dims in enumerate(lengths):
         key = tuple(math.ceil(math.log(max(n, SMALLEST_GROUP), GROUP_RATIO)) for n in dims)
@@ -29,11 +29,13 @@ def seen_blocks(
     num_keys: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of tables [B, blocks] those with `num_keys` keys from `first_keys` [B] on.
+    """The columns of tables [B, blocks] with `num_keys` keys from `first_keys` [B] on.
 
-    And the positions [B] where they begin. A row's last block stands for those that it has not.
+    Also returns the position [B] of each row's first column. A row with fewer blocks repeats its
+    last one.
     """
-    count = min(tables.shape[1], (num_keys - 2) // block_size + 2)  # wherever they begin
+    # Enough columns wherever in a block the first key is.
+    count = min(tables.shape[1], (num_keys - 2) // block_size + 2)
     firsts = first_keys.clamp(min=0) // block_size
     columns = firsts[:, None] + torch.arange(count, device=tables.device)
     lasts = (lens[:, None] - 1) // block_size

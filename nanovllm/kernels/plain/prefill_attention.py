@@ -19,7 +19,7 @@ MAX_MASK_ELEMENTS = 1 << 24
 
 @dataclass(slots=True)
 class PrefillGroup:
-    """Sequences of like query and key lengths."""
+    """Sequences of similar query and key lengths."""
 
     q_rows: torch.Tensor  # [B, Q] rows of q; padding repeats a row
     k_rows: torch.Tensor | None  # [B, K] rows of k where nothing is cached
@@ -31,7 +31,7 @@ class PrefillGroup:
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """All groups, and where each token's output stands among theirs: [T]."""
+    """All groups, and the row of each token's output among the groups' outputs: [T]."""
 
     groups: list[PrefillGroup]
     out_rows: torch.Tensor
@@ -43,7 +43,7 @@ def plan_prefill(
     block_tables: torch.Tensor | None,
     block_size: int,
 ) -> PrefillPlan:
-    """Group a prefill step's sequences. Syncs where the device is not the CPU."""
+    """Group a prefill step's sequences. Syncs, except on the CPU."""
     device = cu_seqlens_q.device
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     q_lens = [end - start for start, end in itertools.pairwise(q_ends)]
@@ -85,10 +85,9 @@ def prefill_attention(
     kv: KVLayer,
     plan: PrefillPlan,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
+    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 
-    With a window a query sees its own key and those right before it, so many in all. Blocks that no
-    query sees are not read.
+    Blocks that no query sees are not read.
     """
     window, outs = kv.window, []
     for group in plan.groups:
@@ -104,7 +103,7 @@ def prefill_attention(
                 )  # fmt: skip
             keys, values = (gather_blocks(x, tables) for x in (kv.k_cache, kv.v_cache))
         else:
-            # Padding stands behind the real keys, and the causal mask hides what stands behind.
+            # Padding follows the real keys, and the causal mask hides it.
             keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))
         if group.k_rows is not None and (window is None or group.num_keys <= window):
             out = F.scaled_dot_product_attention(
@@ -124,7 +123,7 @@ def _attend_in_slices(
     k_starts: torch.Tensor,
     kv: KVLayer,
 ) -> torch.Tensor:
-    """Queries [B, H, Q, D] that start anywhere in a context, in slices that bound the mask."""
+    """Attention of queries [B, H, Q, D] that start anywhere in a context, a few at a time."""
     batch_size, _, num_queries, _ = queries.shape
     offsets = torch.arange(keys.shape[2], device=queries.device)
     key_positions = k_starts[:, None, None, None] + offsets  # [B, 1, 1, K]

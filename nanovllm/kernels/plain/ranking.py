@@ -1,4 +1,4 @@
-"""The most likely tokens in order, of equal ones the lower id first. R rows, V tokens."""
+"""The most likely tokens in order; of equal ones, the lower id first. R rows, V tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ BLOCK = 64
 def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `number` of x [R, V] by value and then by id: values and ids [R, K].
 
-    If they are few, they stand in the `number` blocks that come first by their maximum and then by
-    their place: of each block that comes before another, some token comes before all of the
-    other's. Peak memory: some 40 bytes for each logit, if they are many.
+    A small number is searched only in the `number` blocks with the largest maxima, the lower block
+    first: the maximum of each of them comes before all tokens of the other blocks. Peak memory:
+    about 40 bytes for each logit, if the number is large.
     """
     num_rows, size = x.shape
     number = min(number, size)
@@ -28,15 +28,16 @@ def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def are_few(number: int, size: int) -> bool:
-    """Whether blocks can tell which are the first `number` of `size` tokens."""
+    """Whether searching blocks is worthwhile for the first `number` of `size` tokens."""
     return 2 * number * BLOCK <= size
 
 
 def _sortable(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Integers, no two in a row alike, that are in the order of values and then against ids'.
+    """Distinct integers in the order of values, and of descending ids among equal values.
 
-    The bits of a float are in its order, but for the sign: a negative one's others are turned.
+    The bits of floats are ordered as integers once those of negative ones, except the sign, are
+    inverted.
     """
-    bits = (x.float() + 0.0).view(torch.int32)  # the sum is never a negative zero
+    bits = (x.float() + 0.0).view(torch.int32)  # never a negative zero
     bits = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
     return bits.long().mul_(1 << 32).sub_(ids)

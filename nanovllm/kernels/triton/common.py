@@ -1,4 +1,4 @@
-"""What the Triton kernels share. Letters: N keys of a tile, D head dimension."""
+"""What the Triton kernels share. N keys of a tile, D head dimension."""
 
 import functools
 
@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MEASURED = 90  # compute capability where early launches and copied tiles were faster
+MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 ROOM = 128  # rows of the largest tile of `few_rows`
 TILE = 64  # keys of a tile, at most
-TILE_BYTES = 1 << 14  # of its K and of its V, which with a copy or two are what shared memory holds
+TILE_BYTES = 1 << 14  # of its K and of its V: shared memory holds two or three of each
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side there, at one to a processor."""
+    """How many programs run at the same time, with one on each multiprocessor."""
     if device.type != "cuda":
-        return 4  # the interpreter has no processors; work is divided all the same
+        return 4  # the interpreter has none; work is divided in the same way
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -32,31 +32,30 @@ INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 
 
 def can_copy_tiles(device: torch.device) -> bool:
-    """Whether kernels have tiles of a matrix copied there, by Hopper's tensor memory accelerator.
+    """Whether Hopper's tensor memory accelerator copies tiles of matrices for kernels there.
 
-    It is told of the matrix once, and then of the tiles' places. Such kernels take the host longer
-    to launch.
+    Such kernels take the host longer to launch: each launch describes the matrices.
     """
     return bool(INTERPRETED) or capability(device) == MEASURED
 
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What the accelerator is told of a matrix: where it is, and the size of its tiles.
+    """The accelerator's description of a matrix: its address, and the size of its tiles.
 
-    Its rows are contiguous, and all of them begin at a multiple of 16 bytes.
+    Rows must be contiguous and begin at multiples of 16 bytes.
     """
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 def rows_with_room(num_rows: int, size: int, like: torch.Tensor) -> torch.Tensor:
-    """New rows for `few_rows` to read, with memory behind them for whole tiles of up to ROOM."""
+    """New rows for `few_rows` to read, with memory after them that fills tiles of up to ROOM."""
     whole = like.new_empty(triton.cdiv(num_rows, ROOM) * ROOM, size)
     return whole[:num_rows]
 
 
 @functools.cache
 def capability(device: torch.device) -> int:
-    """A GPU's compute capability, 90 for 9.0; 0 of what is none."""
+    """A GPU's compute capability, 90 for 9.0; 0 for other devices."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -64,11 +63,11 @@ def capability(device: torch.device) -> int:
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Options that let a kernel be launched while the kernel before it ends.
+    """Options that let a kernel start while the kernel before it ends.
 
-    Every program of such a kernel calls `await_inputs` before it touches memory. Then all is there
-    that was written before, whoever let whom begin: the kernel before it waited too, or began when
-    all before had ended.
+    Every program of such a kernel calls `await_inputs` before it touches memory. That waits for the
+    previous kernel, which waited for the one before it, or was launched without these options and
+    so after the end of all earlier ones. All earlier writes are then visible.
     """
     can = not INTERPRETED and capability(device) == MEASURED
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
@@ -83,9 +82,9 @@ def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Once all programs have come here, those of the next kernel may, if it waits for its inputs.
+    """Let the next kernel start once all programs of this one have called this function.
 
-    Where it is best to say so was measured: a linear layer's end, for one, not its beginning.
+    The best place in a kernel was measured: for a linear layer, its end.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -93,7 +92,7 @@ def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def dot(a, b):  # type: ignore[no-untyped-def]
-    """`a @ b` in float32, of float32 inputs too; the interpreter has none of 16-bit inputs."""
+    """`a @ b` with float32 precision inside; the interpreter needs float32 inputs."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -101,7 +100,7 @@ def dot(a, b):  # type: ignore[no-untyped-def]
 
 
 def tile_keys(block_d: int, dtype: torch.dtype) -> int:
-    """Keys of a tile, for rows of `block_d` elements: a power of two, a divisor of TILE."""
+    """Keys of a tile, for rows of `block_d` elements: a power of two that divides TILE."""
     return max(16, min(TILE, TILE_BYTES // (block_d * dtype.itemsize)))
 
 
@@ -110,9 +109,9 @@ def cache_offsets(  # type: ignore[no-untyped-def]
     table_ptr, first_key, end, kv_head, num_kv_heads,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys `first_key + [0, BLOCK_N)` of one head start in the paged cache, in 64 bits.
+    """Offsets of the keys `first_key + [0, BLOCK_N)` of one head in the paged cache, in 64 bits.
 
-    `first_key` is a multiple of BLOCK_N, so a tile lies in one block where its size divides that.
+    `first_key` is a multiple of BLOCK_N, so a tile is in one block if BLOCK_N divides its size.
     """
     key = first_key + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:

@@ -1,17 +1,17 @@
-"""Paged decode attention as Triton kernels: one query a sequence, the contexts dealt out evenly.
+"""Attention of a decode step: one query for each sequence, contexts divided evenly.
 
-The twin is `paged_attention.decode_attention`. Letters: B sequences, H query heads, KVH key heads,
-G = H / KVH, D head dimension, P programs for each key head.
+B sequences, H query heads, KVH key heads, G = H / KVH, D head dimension, P programs for each key
+head.
 
 Decode is bound by reading K and V, so a program reads its keys once for all G queries of a head.
-The tiles of all contexts of a batch stand in one line, which is cut into P shares of one size: all
-programs start and end together, whatever the lengths. A context that a cut goes through is merged,
-by log-sum-exp, by whichever of its programs comes last. Grid and scratch follow from shapes alone
-and the cuts are made on the device, so that a launch can be captured.
+The tiles of all contexts of a batch form one line, which is divided into P shares of equal size:
+all programs start and end together, for any lengths. A context that several shares divide is
+merged, by log-sum-exp, by the last of its programs to finish. Grid and scratch depend on shapes
+alone, and the line is divided on the device, so a CUDA graph can hold the launch.
 
-A GPU that reads memory as fast as it can is at the limit of its power, where instructions slow it
-down. So whole tiles, each in one block, are copied by Hopper's tensor memory accelerator, which
-takes far fewer; the last tile of a context, of which a part is there, is loaded by threads.
+A GPU that reads memory at full speed is at its power limit, where instructions slow it down. So
+whole tiles, each in one block, are copied by Hopper's tensor memory accelerator, which takes far
+fewer instructions. A context's last tile is partly filled, and is loaded by threads.
 """
 
 from dataclasses import dataclass
@@ -36,20 +36,20 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
 )
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # what its registers and shared memory hold of these
-MIN_SHARE = 2  # tiles: what a smaller share would save in reading, merging would cost
-BLOCK_B = 512  # rows that the plan looks at together
+PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
+MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
+BLOCK_B = 512  # rows that the plan reads together
 
 
 @dataclass(slots=True)
 class DecodePlan:
-    """A batch's contexts, and how they are dealt out: the same for all layers."""
+    """A batch's contexts, and how they are divided; shared by all layers."""
 
     context_lens: torch.Tensor  # [B], int32; 0 for padding
     block_tables: torch.Tensor  # [B, blocks], int32
     starts: torch.Tensor  # [P, 4], int32: first row, the tiles before it, its length, the share
-    arrivals: torch.Tensor  # [P, KVH], int32: how many programs are done with the row cut there
-    copies_tiles: bool  # if it can, by their shape
+    arrivals: torch.Tensor  # [P, KVH], int32: programs that are done with the row divided there
+    copies_tiles: bool  # of keys, if their shape allows it
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     lens_ptr, starts_ptr, arrivals_ptr, batch_size, num_kv_heads,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """A program finds where its share starts: behind which rows, and how many tiles of them."""
+    """A program finds the start of its share: its first row, and the tiles of the rows before."""
     program = tl.program_id(0)
     total = tl.zeros([], tl.int32)
     for first in range(0, batch_size, BLOCK_B):
@@ -99,7 +99,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
     MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a share of one key head: the end of a row, whole rows, a row's beginning."""
+    """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     await_inputs(EARLY)
@@ -127,9 +127,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + wide_row * table_stride
         begin_key = (tile - row_begin) * TILE
-        if WINDOW:  # tiles before it are passed over, and may be all that this share has of the row
+        if WINDOW:  # tiles before it are skipped, maybe all of this share's tiles of the row
             begin_key = tl.maximum(begin_key, (length - WINDOW) // BLOCK_N * BLOCK_N)
-        if COPIED:  # whole ones alone: what is behind a context's end may be NaN
+        if COPIED:  # whole tiles only: memory after a context's end may be NaN
             whole_end = tl.maximum(begin_key, end_key // BLOCK_N * BLOCK_N)
             for key in range(begin_key, whole_end, BLOCK_N):
                 at = tl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
@@ -156,7 +156,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
         else:
-            # A share begins in at most one cut row, and ends in at most one other.
+            # A share starts in at most one divided row, and ends in at most one other.
             slot = (program * num_kv_heads + kv_head) * 2 + (tile != first).to(tl.int32)
             tl.store(lse_ptr + slot * G + g, top + tl.log2(safe_total), mask=g < G)
             tl.store(partial_ptr + (slot * G + g)[:, None] * D + d[None, :], acc, mask=real)
@@ -177,10 +177,10 @@ def _merge_if_last(  # type: ignore[no-untyped-def]
     kv_head, num_kv_heads, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Report a part of a row as written; who reports the last one merges them, MERGED at a time.
+    """Count a part of a row as written; the program of the last part merges all, MERGED at a time.
 
-    The barrier puts all threads' writes before the release; the acquire puts the reads behind it.
-    The counter goes back to 0 for the next layer.
+    The barrier puts all threads' writes before the release; the acquire puts the reads after it.
+    The counter is reset to 0 for the next layer.
     """
     first_program = row_begin // share
     last_program = (row_end - 1) // share
@@ -210,7 +210,7 @@ def _merge_if_last(  # type: ignore[no-untyped-def]
             total = total * shrink + tl.sum(weights, axis=0)
             acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
             top = new_top
-        total = tl.where(total == 0.0, 1.0, total)  # heads that pad G
+        total = tl.where(total == 0.0, 1.0, total)  # padding heads
         out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
         inside = (g < G)[:, None] & (d < D)[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -223,7 +223,7 @@ def plan_decode(
     num_kv_heads: int,
     copies_tiles: bool,
 ) -> DecodePlan:
-    """Deal a batch's contexts out, on the device. Reads the lengths, writes a few KiB."""
+    """Divide a batch's contexts among programs, on the device. Reads lengths, writes a few KiB."""
     device = context_lens.device
     programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
     programs = max(1, programs)
@@ -239,12 +239,11 @@ def plan_decode(
 
 
 def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Tensor:
-    """Attention of one query per row, q [B, H, D], to its context; rows without one give zeros.
+    """Attention of one query per row, q [B, H, D], to its context; a row of length 0 gives zeros.
 
-    Caches [blocks, block_size, KVH, D], any block size; q may be strided but for its last
-    dimension. With a window a row attends to the last so many keys of its context. Bytes moved:
-    each row's K and V once, or as much of them as the window shows, and two rows of float32 a
-    program. A window leaves shares of one size for unlike work: its layers balance less well.
+    Any block size; q may be strided, except in its last dimension. Bytes moved: each row's K and V
+    once, or the part of them in the window, and two rows of float32 for each program. With a
+    window, shares of equal size are unequal work, so its layers are less well balanced.
     """
     batch_size, num_heads, head_dim = q.shape
     k_cache, v_cache = kv.k_cache, kv.v_cache
@@ -257,7 +256,7 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     lse = q.new_empty(parts, dtype=torch.float32)
     block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     block_n = tile_keys(block_d, k_cache.dtype)
-    narrow = block_n == TILE  # rows of at most 256 bytes
+    narrow = block_n == TILE  # heads of at most 256 bytes
     copied = (
         plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
         and k_cache.dtype.itemsize == 2 and block_g <= 32

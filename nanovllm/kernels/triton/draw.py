@@ -1,18 +1,15 @@
-"""Drawing of what min_p, top_k and top_p leave, as a Triton kernel: a program for each row.
+"""Drawing from the tokens that min_p, top_k and top_p keep: one program for each row.
 
-The twin is `cuts.draw`, and what is left is what `cuts.cut` leaves, but for rounding. Nothing is
-sorted, and nothing waits for the device. All tokens race, and who wins is looked at. If the tokens
-before it are too many, or have too much mass, it is left out, and so is all that comes after it.
-Those before it race on, until one is kept. `cuts` says why that is a draw.
+Tokens are kept as in the twin, up to rounding. Nothing is sorted, and nothing syncs.
+docs/sampling.md derives the race and the candidates.
 
-For that a row is looked at twice, mostly. Once for the race, in each of LANES lanes, which see
-every LANES-th token: whose winner is left out, that lane alone races again. And once to weigh what
-comes before the winner, and before the one that would win without it.
+Without top_k, most rows are read twice. The first pass races all tokens, and each of LANES lanes
+keeps its winner; if a winner is left out, its lane alone races again. The second pass weighs the
+tokens before the winner, and those before the token that would win without it.
 
-What top_k leaves is too little for a race of all. So the first look is for each lane's best two
-tokens: whatever is larger than every lane's third is at hand then, and mostly that is all that may
-be left. Else it says at least which tokens may race; and a few more looks find the k-th largest, if
-top_p is a share of what top_k leaves.
+With top_k, a race of all tokens would mostly be won by tokens that are left out. So the first pass
+finds the candidates, and most rows are drawn from those. For other rows, the candidates bound
+the race; if top_p is a share of what top_k keeps, a few more passes find the k-th largest logit.
 """
 
 import torch
@@ -21,12 +18,12 @@ import triton.language as tl
 
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.triton.candidates import (
-    NOBODY,
-    NOTHING,
+    LOWEST,
+    NO_TOKEN,
     UNROLL,
     best_of_lanes,
     comes_before,
-    draw_at_hand,
+    draw_from_candidates,
     enough_mass,
     kth_largest,
     load_logits,
@@ -37,8 +34,8 @@ from nanovllm.kernels.triton.noise import log_exponential
 
 LANES = 4096
 WARPS = 16
-TRIES = tl.constexpr(8)  # lanes that race again one by one, before all do
-FEW = tl.constexpr(2)  # the same, where nothing is lost without an answer
+TRIES = tl.constexpr(8)  # lanes that race again one by one, before all lanes do
+FEW = tl.constexpr(2)  # the same, where no answer is needed
 
 
 @triton.jit
@@ -51,13 +48,13 @@ def _race(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, least, value, token,
     AMONG_ALL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Who wins in each lane: of all tokens, or of those from `least` on and before `token`.
+    """Each lane's winner: of all tokens, or of those from `least` on and before `token`.
 
-    Scores and ids, NOBODY where nobody races; and the largest logit.
+    Returns scores and ids, NO_TOKEN for a lane without tokens in the race, and the largest logit.
     """
     n = tl.arange(0, LANES)
-    best = tl.full([LANES], NOTHING, tl.float32)
-    best_ids = tl.full([LANES], NOBODY, tl.int32)
+    best = tl.full([LANES], LOWEST, tl.float32)
+    best_ids = tl.full([LANES], NO_TOKEN, tl.int32)
     largest = best
     for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
         ids = start + n
@@ -74,7 +71,7 @@ def _race(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first(score, token, other, other_token):  # type: ignore[no-untyped-def]
-    """Of two tokens the one with the better score, or the lower id."""
+    """The token with the better score of two; the lower id, if scores are equal."""
     wins = (score > other) | ((score == other) & (token < other_token))
     return tl.where(wins, score, other), tl.where(wins, token, other_token)
 
@@ -84,13 +81,13 @@ def _race_in_lane(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, scores, ids, loser, least, value, token,
     LANES: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Let tokens of the loser's lane race, from `least` on and before `token`, for its place."""
+    """Replace a lane's winner `loser` by the one from `least` on and before `token`."""
     lane = loser % LANES
     others = lane + LANES * tl.arange(0, TURNS)
     x = load_logits(row_ptr, others, size)
     races = (x >= least) & comes_before(x, others, value, token)
-    others_scores = tl.where(races, _scores(x, others, key, temperature), NOTHING)
-    others = tl.where(others_scores > NOTHING, others, NOBODY)
+    others_scores = tl.where(races, _scores(x, others, key, temperature), LOWEST)
+    others = tl.where(others_scores > LOWEST, others, NO_TOKEN)
     score, winner = tl.reduce((others_scores, others), 0, _first)
     here = tl.arange(0, LANES) == lane
     return tl.where(here, score, scores), tl.where(here, winner, ids)
@@ -101,21 +98,21 @@ def _next(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, scores, ids, least, value, token,
     SURELY: tl.constexpr, LANES: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Who wins of the tokens from `least` on and before `token`, and its logit; or NOBODY.
+    """The winner of the tokens from `least` on and before `token`, and its logit; or NO_TOKEN.
 
-    A lane whose winner is none of them races again. If that takes more than a few lanes, all race
-    again where an answer is needed SURELY, and else there is none.
+    If a lane's winner is not among them, the lane races again. After a few lanes, all of them race
+    again if an answer is needed SURELY; else there is none.
     """
-    x = NOTHING
-    winner = NOBODY
+    x = LOWEST
+    winner = NO_TOKEN
     tries = 0
     again = True
     while again:
         first, leader = tl.reduce((scores, ids), 0, _first)
         x = load_logits(row_ptr, leader, size)
         inside = (x >= least) & comes_before(x, leader, value, token)
-        winner = tl.where(inside, leader, NOBODY)
-        again = (first > NOTHING) & (winner == NOBODY) & (SURELY | (tries < FEW))
+        winner = tl.where(inside, leader, NO_TOKEN)
+        again = (first > LOWEST) & (winner == NO_TOKEN) & (SURELY | (tries < FEW))
         if again:
             if tries < TRIES:
                 scores, ids = _race_in_lane(
@@ -132,7 +129,7 @@ def _next(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weigh(row_ptr, size, temperature, top, least, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tokens there are from `least` on, and their mass."""
+    """The number of tokens from `least` on, and their mass."""
     n = tl.arange(0, LANES)
     mass = tl.zeros([LANES], tl.float32)
     number = tl.zeros([LANES], tl.int32)
@@ -146,7 +143,7 @@ def _weigh(row_ptr, size, temperature, top, least, LANES: tl.constexpr):  # type
 
 @triton.jit
 def _ties(row_ptr, size, value, token, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which tokens of that value come before `token` in its own turn."""
+    """The tokens of that value that come before `token`, within its own turn of the lanes."""
     ids = token // LANES * LANES + tl.arange(0, LANES)
     return (load_logits(row_ptr, ids, size) == value) & (ids < token)
 
@@ -161,15 +158,15 @@ def _weigh_before(  # type: ignore[no-untyped-def]
     row_ptr, size, temperature, top, least, value1, token1, value2, token2,
     COUNT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The mass from `least` on; that before each of two tokens; and with COUNT their numbers.
+    """The mass from `least` on, the mass before each of two tokens; with COUNT, their numbers too.
 
-    All tokens of a turn have one bound: what ties with a token comes before it in the turns before
-    its own, and not in those after it. Its own turn is looked at once more.
+    All tokens of a turn are compared with one bound: tokens equal to a token come before it in the
+    turns before its own, and after it in later turns. Its own turn is read once more.
     """
     n = tl.arange(0, LANES)
     mass = tl.zeros([LANES], tl.float32)
     mass1, mass2 = mass, mass
-    numbers = tl.zeros([LANES], tl.int32)  # 16 bits for each: a lane has not so many tokens
+    numbers = tl.zeros([LANES], tl.int32)  # 16 bits for each of two counts: enough for a lane
     above1, above2 = next_float(value1), next_float(value2)
     for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
         x = load_logits(row_ptr, start + n, size)
@@ -199,22 +196,22 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, least, min_p_log, mass, k, top_p,
     HAS_K: tl.constexpr, LANES: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Draw from all tokens from `least` on, or from all, if there is no k.
+    """Draw from the tokens from `least` on, or from all without a k.
 
-    `mass` is what top_p is a share of, where that is known; else it is below 0.
+    `mass` is what top_p is a share of; below 0 if that is not known yet.
     """
-    value, token = NOTHING, size  # what comes from here on is left out
+    value, token = LOWEST, size  # this token and those after it are left out
     scores, ids, top = _race(row_ptr, size, key, temperature, least, value, token, not HAS_K, LANES)
     least = tl.maximum(least, _least(top, temperature, min_p_log))
-    winner = NOBODY
+    winner = NO_TOKEN
     again = True
     while again:
         scores, ids, value, token = _next(
             row_ptr, size, key, temperature, scores, ids, least, value, token, True, LANES, TURNS
         )
         winner = token
-        again = (HAS_K | (top_p < 1.0)) & (winner != NOBODY)
-        if again:  # weigh it, and who wins if it is left out
+        again = (HAS_K | (top_p < 1.0)) & (winner != NO_TOKEN)
+        if again:  # weigh it, and the winner without it
             scores, ids = _race_in_lane(
                 row_ptr, size, key, temperature, scores, ids, token, least, value, token,
                 LANES, TURNS,
@@ -229,7 +226,7 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             enough = enough_mass(top_p, tl.where(mass < 0, all_mass, mass))
             again = (number >= k) | (before >= enough)
-            if again & (other != NOBODY):
+            if again & (other != NO_TOKEN):
                 winner, value, token = other, other_value, other
                 again = (number_other >= k) | (before_other >= enough)
     return winner
@@ -237,28 +234,28 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _least(top, temperature, min_p_log):  # type: ignore[no-untyped-def]
-    """The least logit that min_p leaves."""
+    """The smallest logit that min_p keeps."""
     least = top + temperature * min_p_log
-    return tl.where(least == least, least, NOTHING)
+    return tl.where(least == least, least, LOWEST)
 
 
 @triton.jit
 def _draw_few(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, min_p_log, k, top_p, LANES: tl.constexpr, TURNS: tl.constexpr
 ):
-    """Draw from what top_k leaves, and maybe the others as well."""
+    """Draw from what top_k keeps, and maybe other filters."""
     x1, ids1, x2, ids2, x3 = best_of_lanes(row_ptr, size, LANES)
     top = tl.max(x1, axis=0)
     least = _least(top, temperature, min_p_log)
 
-    # At hand is what is larger than every lane's third. That is all that may be left if min_p
-    # leaves nothing else, or there is nothing else, or it is as many as top_k leaves.
+    # Candidates are larger than every lane's third. They are all that may be kept if min_p keeps
+    # nothing else, or the row has nothing else, or they are as many as top_k keeps.
     third = tl.max(x3, axis=0)
     inside1 = (x1 > third) & (x1 >= least)
     inside2 = (x2 > third) & (x2 >= least)
     number = tl.sum(inside1.to(tl.int32) + inside2.to(tl.int32), axis=0)
-    if (least > third) | (third == NOTHING) | (number >= k):
-        winner = draw_at_hand(
+    if (least > third) | (third == LOWEST) | (number >= k):
+        winner = draw_from_candidates(
             row_ptr, size, key, temperature, top, x1, ids1, x2, ids2, inside1, inside2,
             number, third, k, top_p, LANES,
         )  # fmt: skip
@@ -290,7 +287,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     row_ptr = logits_ptr + row * logits_stride
     temperature = tl.load(temperatures_ptr + row)
     key = tl.load(keys_ptr + row)
-    min_p_log = NOTHING
+    min_p_log = LOWEST
     if has_min_p:
         min_p_log = tl.log(tl.load(min_p_ptr + row))
     top_p = 1.0
@@ -301,7 +298,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         winner = _draw_few(row_ptr, size, key, temperature, min_p_log, k, top_p, LANES, TURNS)
     else:
         winner = _draw_from_row(
-            row_ptr, size, key, temperature, NOTHING, min_p_log, -1.0, size, top_p,
+            row_ptr, size, key, temperature, LOWEST, min_p_log, -1.0, size, top_p,
             False, LANES, TURNS,
         )  # fmt: skip
     tl.store(out_ptr + row, tl.where(winner < size, winner, 0).to(tl.int64))
@@ -310,10 +307,10 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, cuts: Cuts
 ) -> torch.Tensor:
-    """Token ids [R] for logits [R, V], as `cuts.draw` says, without waiting for the device."""
+    """Token ids [R] for logits [R, V], as the twin draws them, without a sync."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    assert vocab_size < 1 << 20, "`_three` has 20 bits for each number"
+    assert vocab_size < 1 << 20, "`_three` has 20 bits for each count"
     out = logits.new_empty(num_rows, dtype=torch.int64)
     columns = ((cuts.min_p, temperatures), (cuts.top_k, keys), (cuts.top_p, temperatures))
     _draw_kernel[(num_rows,)](

@@ -1,10 +1,10 @@
 """Experts as two grouped matrix products: each tile of rows is multiplied by its expert's weights.
 
-The twin is `plain.experts`. Letters: T tokens, K experts of each, N = T * K pairs of a token and an
-expert, E experts that are here. Pairs stand in the order of tokens everywhere but in `order`, which
-sorts them by expert; a tile is up to BLOCK_M of them that share one. Nothing syncs, and all shapes
-follow from those of the arguments, so that CUDA graphs can hold it: there is a row for each pair,
-and those of experts elsewhere are neither written nor read.
+T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts of this rank.
+Pairs are in the order of tokens everywhere except in `order`, which sorts them by expert; a tile is
+up to BLOCK_M pairs of one expert. Nothing syncs, and all shapes depend on those of the arguments,
+so CUDA graphs can hold it. There is a row for each pair; those of other ranks' experts are neither
+written nor read.
 """
 
 from typing import NamedTuple
@@ -20,22 +20,23 @@ BLOCK_N, BLOCK_K = 64, 64
 
 
 class Groups(NamedTuple):
-    """Pairs by expert: their order, and where the pairs and the tiles of each that is here end.
+    """Pairs sorted by expert, and where the pairs and the tiles of each expert of this rank end.
 
-    An expert's pairs begin where those of the one before it end; before the first are others.
+    An expert's pairs begin where those of the one before it end. Pairs of other ranks' experts are
+    before the first and after the last.
     """
 
     order: torch.Tensor  # [N] int64
     bounds: torch.Tensor  # [E + 1] int32
     tile_ends: torch.Tensor  # [E] int32
-    num_tiles: int  # no fewer than there are
+    num_tiles: int  # an upper bound
     block_m: int
 
 
 def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
     """Sort the pairs of expert_ids [T, K] by expert, on the device."""
     num_pairs = expert_ids.numel()
-    block_m = 64 if num_pairs >= 32 * num_experts else 16  # by how many pairs an expert has
+    block_m = 64 if num_pairs >= 32 * num_experts else 16  # by the mean pairs of an expert
     ids, order = expert_ids.flatten().sort(stable=True)
     experts = torch.arange(-1, num_here, device=ids.device)
     bounds = torch.searchsorted(ids, experts, right=True, out_int32=True)
@@ -50,7 +51,7 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
     num_experts, size_in, size_out, PER_ROW: tl.constexpr, SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One program makes BLOCK_N outputs of one tile's rows; those past the last tile make none."""
+    """One program computes BLOCK_N outputs of one tile's rows; surplus programs do nothing."""
     tile = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     tile_ends = tl.load(tile_ends_ptr + e, mask=e < num_experts, other=0x7FFFFFFF)
@@ -89,11 +90,11 @@ def grouped_linear(
     shares: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Of each pair that is here, its row of x times its expert's part of weight [E, out, in].
+    """For each pair of this rank, its row of x times its expert's matrix of weight [E, out, in].
 
-    Rows of x are tokens [T, in] or pairs [N, in], those that are made are pairs [N, out]; `shares`
-    [N] are multiplied on, in float32. Bytes moved: the weights of experts that have pairs once for
-    each of their tiles.
+    Rows of x are tokens [T, in] or pairs [N, in]; the result's are pairs [N, out], multiplied by
+    `shares` [N] in float32 if given. Bytes moved: the weights of each expert that has pairs, once
+    for each of its tiles.
     """
     num_pairs, (num_experts, size_out, size_in) = len(groups.order), weight.shape
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == size_in
@@ -143,13 +144,10 @@ def experts(
     shares: torch.Tensor,
     num_experts: int,
 ) -> torch.Tensor:
-    """Of each row of x [T, hidden], its K experts' outputs, added up by their shares in float32.
+    """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 
-    The experts' weights are gate_up [E, 2 * I, hidden] and down [E, hidden, I]; a row's are named
-    by expert_ids [T, K], with shares [T, K]. Of all `num_experts`, these may be a part: ids count
-    from the first of them, and one below 0 or from E on is elsewhere, and adds nothing. A row's sum
-    is in the order of its experts' shares. Peak memory: N rows of gate and up, and N of the output
-    in float32, wherever their experts are; what is written and read are those that are here.
+    Arguments are the twin's. A row's sum is in the order of its expert_ids. Peak memory: N rows of
+    gate and up, and N of the output in float32; only those of this rank's experts are touched.
     """
     (num_rows, per_row), (num_here, hidden, size) = expert_ids.shape, down.shape
     expert_ids = expert_ids.contiguous()

@@ -1,15 +1,15 @@
-"""Linear layers of few rows, and what stands around them, as one Triton kernel each.
+"""Linear layers of few rows, each in one kernel with the operations before and after it.
 
-Twins: `plain.scaled_linear`, `plain.scaled_gated`, `plain.add_linear`. T rows, K inputs, N outputs.
+T rows, K inputs, N outputs.
 
-A decode step of few rows is bound by its kernels' number and by their beginnings and ends: reading
-a weight takes a microsecond or two of the five that a kernel takes. So a norm has none of its own.
-Whoever adds to the residual has its rows at hand, and writes them multiplied by the norm's weight
-beside the sums of their squares; whoever reads that applies the factor, which is a row's, to what
-it has computed.
+A decode step of few rows is bound by the number of its kernels, and by their starts and ends: a
+kernel takes about five microseconds, of which reading the weight is one or two. So a norm has no
+kernel of its own. The kernel that adds to the residual also writes the sum times the norm's weight,
+and its sums of squares; the next linear layer computes each row's factor from those, and applies it
+to its outputs.
 
-A program computes one tile of the outputs, from all inputs. What it reads comes in tiles too, which
-Hopper's tensor memory accelerator copies: it is told of a matrix once, and then the tiles' places.
+A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
+Hopper's tensor memory accelerator.
 """
 
 import functools
@@ -32,10 +32,10 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
 )
 
-LEAST = 16  # of everything that tensor cores multiply: sizes are multiples of it
-MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # of layers of fewer weights; cuBLAS is ahead of more
+LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
+MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
 MOST_OF_LARGE = 64  # rows, of larger layers
-SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # of tiles in flight, by programs on a multiprocessor
+SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -46,7 +46,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs. Programs of the same outputs are neighbours, and share the weights."""
+    """One tile of outputs. Neighbouring programs share its weights, for other rows."""
     first_t = tl.program_id(0) * BLOCK_T
     first_n = tl.program_id(1) * BLOCK_N
     t = first_t + tl.arange(0, BLOCK_T)
@@ -54,7 +54,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     real = (t < num_rows)[:, None]
     at = t[:, None] * N + n[None, :]
     await_inputs(EARLY)
-    # What is needed at the end is asked for before the weights, which take longest.
+    # Loads for the end of the kernel start before those of the weights, which take longest.
     if P:
         p = tl.arange(0, BLOCK_P)
         parts = real & (p < P)[None, :]
@@ -62,7 +62,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if ADD:
         residual = tl.load(residual_ptr + at, mask=real, other=0.0)
         norm = tl.load(norm_ptr + n)
-    # Tensor cores take 64 rows of what is on the left: the outputs, if a tile has so many.
+    # Tensor cores take 64 rows of the left matrix: the outputs, if the tile is large enough.
     TURNED: tl.constexpr = BLOCK_N >= 64  # noqa: N806
     acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
     up = acc
@@ -101,14 +101,14 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class FewRows:
-    """The kernels, and for how many rows they are: with more they are not faster."""
+    """The kernels, and the largest number of rows for which they are faster."""
 
     most_rows: int
 
     def linear(
         self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Multiply normed rows by weight [N, K]."""
+        """`norm @ weight.T + bias` for weight [N, K]."""
         out = x.product.new_empty(len(x.product), len(weight))
         _launch(x.product, weight, bias, out, scaled=x)
         return out
@@ -116,7 +116,7 @@ class FewRows:
     def gated(
         self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same with gate beside up, weight [2 * N, K], and the activation of both: [T, N]."""
+        """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
         out = rows_with_room(len(x.product), len(weight) // 2, x.product)
         _launch(x.product, weight, bias, out, scaled=x, gated=True)
         return out
@@ -130,7 +130,7 @@ class FewRows:
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, Scaled]:
-        """Add `x @ weight.T + bias` to the residual: the sum, and it for a norm's weight."""
+        """`residual + x @ weight.T + bias`, and the sum scaled by the next norm's weight."""
         total, product = torch.empty_like(residual), rows_with_room(len(x), len(weight), x)
         squares = _launch(x, weight, bias, total, addends=(residual, norm, product))
         return total, Scaled(product, squares, eps)
@@ -145,7 +145,7 @@ def _launch(
     gated: bool = False,
     addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel; the squares of the sums, if there are addends."""
+    """Launch the kernel. Returns the sums of squares, if there are addends."""
     (num_rows, size_in), size_out = x.shape, out.shape[1]
     tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
     columns = size_out // tiles.outputs
@@ -167,9 +167,9 @@ def _launch(
 
 
 def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x with so many rows behind it as a whole tile has, if they are there in memory.
+    """x with the rows after it in memory that fill its last tile, if they exist.
 
-    Tiles that reach over the end of a matrix take up to twice as long.
+    Tiles that extend over the end of a matrix take up to twice as long.
     """
     assert x.is_contiguous()
     size = x.shape[1]
@@ -179,7 +179,7 @@ def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is cut up; outputs and inputs are divisors of the sizes."""
+    """How a product is divided; outputs and inputs are divisors of the sizes."""
 
     rows: int
     outputs: int
@@ -189,10 +189,10 @@ class Tiles:
 
 @functools.cache
 def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: int) -> Tiles:
-    """By what was fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
+    """The tiles that were fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
 
-    As small as they can be if all are to be computed at once, each on a multiprocessor alone; if
-    they cannot, with two on each; and if not even so, the largest, in turns.
+    The smallest ones with which all programs run at the same time, alone on a multiprocessor; else
+    two on each; else the largest.
     """
     sizes = [rows for rows in (16, 32, 64, ROOM) if rows < 2 * max(num_rows, LEAST)]
     alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == ROOM)]
@@ -211,14 +211,14 @@ def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: 
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest power of two that divides `size` and is not above `most`."""
+    """The largest power of two that divides `size`, at most `most`."""
     return min(most, size & -size)
 
 
 def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
-    """The kernels for a layer's weights, or None where they would not be faster.
+    """The kernels for a layer's weights; None where they would not be faster.
 
-    Not for float16, in which rows that lack their factor may be too large.
+    Not for float16, where rows without their norm's factor may overflow.
     """
     plain = [weight for weight in weights if weight is not None and weight.dtype == torch.bfloat16]
     if len(plain) < len(weights) or any(n % LEAST for weight in plain for n in weight.shape):
@@ -227,7 +227,7 @@ def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
     if not can_copy_tiles(device):
         return None
     if triton.cdiv(max(map(len, plain)), 2 * 64) > 2 * num_multiprocessors(device):
-        return None  # gate and up in tiles of 64 would take turns, which was not measured
+        return None  # gate and up in tiles of 64 would not all run at once: not measured
     size = sum(weight.numel() for weight in plain)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
     return FewRows(most)

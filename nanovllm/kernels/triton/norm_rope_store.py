@@ -1,7 +1,7 @@
 """From a step's projections to attention's inputs in one launch: norm, rotate, store.
 
-The twin is `plain.norm_rope_store`. Letters: T tokens, H query heads, KVH key heads, D head
-dimension, R of it rotated. All heads of a token stand in one row: H queries, KVH keys, KVH values.
+T tokens, H query heads, KVH key heads, D head dimension, R of it rotated. All heads of a token are
+in one row: H queries, KVH keys, KVH values.
 """
 
 import torch
@@ -12,7 +12,7 @@ from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 
-FEW_TOKENS = 128  # up to here a token's heads are spread over several programs, to fill the device
+FEW_TOKENS = 128  # up to this many, several programs share a token's heads, to fill the device
 
 
 @triton.jit
@@ -22,9 +22,9 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr,
     STORE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program takes some heads of one token, each as the two halves that rotate together.
+    """One program takes some heads of one token, each as two halves: the elements of each pair.
 
-    Where R < D, the halves are of what is rotated, and what is not is dealt out behind them.
+    If R < D, the first R / 2 elements of a half are rotated; the others share the rest of the head.
     """
     HALF: tl.constexpr = D // 2  # noqa: N806
     token = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
         q2 = tl.load(q_weight_ptr + d2, mask=inside, other=0.0).to(tl.float32)
         k1 = tl.load(k_weight_ptr + d1, mask=inside, other=0.0).to(tl.float32)
         k2 = tl.load(k_weight_ptr + d2, mask=inside, other=0.0).to(tl.float32)
-        # Rounded between norm and rotation, as the twin rounds.
+        # Rounded between norm and rotation, as in the twin.
         x1 = (x1 * scale * tl.where(is_q[:, None], q1[None, :], k1[None, :])).to(raw1.dtype)
         x2 = (x2 * scale * tl.where(is_q[:, None], q2[None, :], k2[None, :])).to(raw1.dtype)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
@@ -88,9 +88,9 @@ def norm_rope_store(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
-    Queries and keys are normalised with the weights `norms`, where there are any, and rotated; keys
-    and values go to their slots of the caches too, -1 to none. Values are a view. Bytes moved: qkv
-    read once; queries written once, values once, keys twice.
+    Queries and keys are normalised with the weights `norms`, if given, and rotated. Keys and
+    values are also written to their slots of the cache, -1 for none. Values are returned as a view.
+    Bytes moved: qkv read once; queries written once, values once, keys twice.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     k_cache, v_cache = (qkv, qkv) if kv.is_empty else (kv.k_cache, kv.v_cache)

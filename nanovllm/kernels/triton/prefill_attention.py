@@ -1,11 +1,10 @@
-"""Prefill attention as a Triton kernel: causal, queries starting anywhere in a context.
+"""Causal attention of a prefill step: queries start anywhere in a context.
 
-The twin is `paged_attention.prefill_attention`. Letters: T query tokens, S sequences, H query
-heads, KVH key heads, G = H / KVH, D head dimension.
+T query tokens, S sequences, H query heads, KVH key heads, G = H / KVH, D head dimension.
 
 A program takes a tile of one sequence's queries, for all G query heads of one key head, so that
-keys are read once for the group. They come from the paged cache where a part of some sequence was
-there before the step, and from the step's own K and V otherwise.
+keys are read once for the group. Keys come from the paged cache if a part of any sequence was
+cached before the step, else from the step's own K and V.
 """
 
 from dataclasses import dataclass
@@ -25,20 +24,20 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
 )
 
-MANY_TOKENS = 4096  # of a step, whose work hides how long kernels with copied tiles take to launch
+MANY_TOKENS = 4096  # of a step: enough work to hide the launch of kernels with copied tiles
 
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """A step's sequences, and which program takes which queries: the same for all layers."""
+    """A step's sequences, and which program takes which queries; shared by all layers."""
 
     cu_seqlens_q: torch.Tensor  # [S + 1], int32
     cu_seqlens_k: torch.Tensor  # [S + 1], int32
     block_tables: torch.Tensor | None  # [S, blocks], int32; None: keys are the step's own
-    tile_seqs: torch.Tensor  # [tiles], int32: whose queries a tile has; S for a tile too many
+    tile_seqs: torch.Tensor  # [tiles], int32: a tile's sequence; S for a surplus tile
     tile_ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one
     tile_queries: int
-    copies_tiles: bool  # of keys, if it can, by their shape
+    copies_tiles: bool  # of keys, if their shape allows it
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys [start, stop) of a sequence in; MASKED: some query does not see all of them."""
+    """Fold in the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
@@ -70,7 +69,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
             v_at = v_ptr + v_at[:, None] + d[None, :]
             if MASKED or D < BLOCK_D:
                 loaded = (key + n < end)[:, None] & (d < D)[None, :]
-                if WINDOW:  # what no query sees may be in a block that is another's by now
+                if WINDOW:  # keys before the window may be in a block that has a new owner
                     loaded &= (key + n >= begin)[:, None]
                 k = tl.load(k_at, mask=loaded, other=0.0)
                 v = tl.load(v_at, mask=loaded, other=0.0)
@@ -93,7 +92,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_SIZE 0: K and V are the step's own, one row a token."""
+    """One tile of queries. BLOCK_SIZE 0: K and V are the step's own, one row for each token."""
     kv_head = tl.program_id(0) % num_kv_heads
     number = tl.program_id(0) // num_kv_heads
     seq = tl.load(tile_seqs_ptr + number)
@@ -121,8 +120,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         if WINDOW:
             begin = tl.maximum(first_position + 1 - WINDOW, 0)
             start = begin // BLOCK_N * BLOCK_N
-            seen_by_all = start  # every tile may be at an edge of some query's window
-            top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first may show it nothing
+            seen_by_all = start  # any tile may be at the edge of some query's window
+            top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first tile may be hidden
         total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + seq.to(tl.int64) * table_stride
@@ -140,13 +139,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             COPIED, True,
         )  # fmt: skip
         if WINDOW:
-            total = tl.where(total == 0.0, 1.0, total)  # queries that pad may see nothing
+            total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
         out_at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
 def tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile: with their G = `group` heads as many rows as registers hold."""
+    """Queries of a tile: times G = `group` heads, as many rows as registers hold."""
     rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
     return max(1, rows // int(triton.next_power_of_2(group)))
 
@@ -158,14 +157,14 @@ def plan_prefill(
     num_tokens: int,
     tile_queries: int,
 ) -> PrefillPlan:
-    """Deal a step's queries, `num_tokens` in all, out on the device, in some short launches."""
+    """Divide a step's `num_tokens` queries into tiles, on the device, in a few short launches."""
     num_seqs = len(cu_seqlens_q) - 1
     tiles = (cu_seqlens_q.diff() + tile_queries - 1) // tile_queries
     tile_ends = tiles.cumsum(0, dtype=torch.int32)
-    most = num_tokens // tile_queries + num_seqs  # what the host knows without asking the device
+    most = num_tokens // tile_queries + num_seqs  # a bound that needs no sync
     numbers = torch.arange(most, dtype=torch.int32, device=cu_seqlens_q.device)
     tile_seqs = torch.searchsorted(tile_ends, numbers, right=True, out_int32=True)
-    # Where tiles must be looked up in a table, less is gained by having them copied.
+    # Copying gains less where a table must be read for each tile.
     copies = block_tables is None and num_tokens >= MANY_TOKENS and can_copy_tiles(numbers.device)
     return PrefillPlan(
         cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends, tile_queries, copies
@@ -179,11 +178,10 @@ def prefill_attention(
     kv: KVLayer,
     plan: PrefillPlan,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is there.
+    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 
-    A sequence's queries are the last of its keys. Caches as in `decode_attention`; q, k and v may
-    be strided but for their last dimension. With a window a query sees its own key and those right
-    before it, so many in all. FLOPs: 4 * D for each head, query and key it sees.
+    A sequence's queries are its last tokens. q, k and v may be strided, except in their last
+    dimension. FLOPs: 4 * D for each head, query and key that it sees.
     """
     _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -195,9 +193,9 @@ def prefill_attention(
     tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
     group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     block_n = tile_keys(block_d, k.dtype)
-    # Copies of a tile: as many as were fastest, or as shared memory holds.
+    # Tiles in flight: the fastest number, or what shared memory holds.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
-    # A window's tiles may all be at an edge of some query's, and then none is copied.
+    # With a window, all tiles may be masked, and masked tiles are not copied.
     copied = plan.copies_tiles and kv.window is None and all(map(_is_matrix_of_heads, (k, v)))
     k_tiles, v_tiles = (
         tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
@@ -215,7 +213,7 @@ def prefill_attention(
 
 
 def _is_matrix_of_heads(x: torch.Tensor) -> bool:
-    """Whether tiles of keys x [T, KVH, D] can be copied: 16-bit, heads side by side, aligned."""
+    """Whether tiles of keys x [T, KVH, D] can be copied: 16-bit, heads contiguous, aligned."""
     head_dim = x.shape[2]
     whole = x.stride(1) == head_dim == triton.next_power_of_2(head_dim)
     return whole and x.dtype.itemsize == 2 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

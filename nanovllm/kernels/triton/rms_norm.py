@@ -1,4 +1,4 @@
-"""RMSNorm as Triton kernels, alone and with the residual add before it. Twins: `plain`."""
+"""RMSNorm, alone and with the residual add before it. T rows of N elements."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, x_stride, residual_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises one row, which it holds in registers."""
+    """One program normalises one row, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < N
@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm of `x + residual`, and the sum as it was rounded. Two reads and two writes of [T, N]."""
+    """Norm of `x + residual`, and the rounded sum. Two reads and two writes of [T, N]."""
     num_rows, size = x.shape
     assert x.stride(1) == residual.stride(1) == weight.stride(0) == 1
     out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))

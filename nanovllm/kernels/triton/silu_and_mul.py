@@ -1,4 +1,4 @@
-"""`silu(gate) * up` as a Triton kernel. Its twin: `plain.silu_and_mul`."""
+"""The activation of a gated feed-forward layer."""
 
 import torch
 import triton
@@ -9,13 +9,13 @@ BLOCK = 1024
 
 @triton.jit
 def activate(x_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row, of which this program makes BLOCK outputs."""
+    """BLOCK outputs of one row."""
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < size
     gate = tl.load(x_ptr + n, mask=inside, other=0.0)
     up = tl.load(x_ptr + size + n, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded, as the twin rounds it
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded as in the twin
     out = silu.to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -29,7 +29,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Of x [T, 2 * I], gate beside up, make [T, I]. Reads x once, writes half as much."""
+    """`silu(gate) * up` of x [T, 2 * I]: [T, I]. Reads x once, writes half as much."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
     out = x.new_empty(num_rows, size)

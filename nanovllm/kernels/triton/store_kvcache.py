@@ -1,7 +1,4 @@
-"""Store the KV of a step's tokens in the paged cache, as a Triton kernel.
-
-Its twin is `paged_attention.store_kvcache_torch`, which also works where there is no Triton.
-"""
+"""Writing a step's keys and values to the paged cache."""
 
 import torch
 import triton
@@ -14,7 +11,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     num_heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program moves one token's K and V of one head; slots are 64-bit before they multiply."""
+    """One program moves one token's K and V of one head; slots are widened to 64 bits first."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -37,7 +34,7 @@ def store_kvcache(
 ) -> None:
     """Write key, value [T, KVH, D] to slots [T] of the caches [blocks, block_size, KVH, D].
 
-    Slot -1 writes nothing. Inputs may be strided, but for their last dimension. Bytes moved: each
+    Slot -1 writes nothing. Inputs may be strided, except in their last dimension. Bytes moved: each
     key and value read once and written once.
     """
     num_tokens, num_heads, head_dim = key.shape
