@@ -1,4 +1,4 @@
-"""What `kernels.py` measures: the points of each kernel, with inputs, calls, bytes and FLOPs."""
+"""The points that `kernels.py` measures: inputs, calls, bytes and FLOPs of each kernel."""
 
 import contextlib
 import importlib
@@ -37,7 +37,7 @@ BLOCK_SIZE, FLASH_BLOCK_SIZE = 64, 256  # ours and flash-attn's, of one cache
 KV_BYTES = 2 * KVH * D * ITEMSIZE  # of a token
 
 Call = Callable[..., Any]
-Calls = dict[str, Call]  # by who computes: "ours", "twin", "flash_attn"
+Calls = dict[str, Call]  # by implementation: "ours", "twin", "flash_attn"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Point:
     """A kernel at one size."""
 
     name: str
-    make: Callable[[], Calls]  # draws inputs, and binds everyone's call to them
+    make: Callable[[], Calls]  # makes inputs, and binds each implementation's call to them
     num_bytes: int
     flops: int = 0
     twin_syncs: bool = False
@@ -63,7 +63,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def int32(numbers: list[int]) -> torch.Tensor:
-    """What tells a kernel of lengths."""
+    """Lengths or offsets for a kernel."""
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
@@ -84,14 +84,14 @@ class PagedContexts:
 
 
 def empty_caches(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V caches with room for so many tokens, and a slot for each of them."""
+    """K and V caches with room for `num_tokens` tokens, and a slot for each of them."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     k, v = torch.zeros(2, num_blocks, BLOCK_SIZE, KVH, D, dtype=DTYPE, device=DEVICE)
     return k, v, torch.randperm(num_blocks * BLOCK_SIZE)[:num_tokens].to(DEVICE)
 
 
 def store_kvcache_point(num_tokens: int) -> Point:
-    """Keys and values are views into a fused projection, as the layer hands them over."""
+    """Keys and values are views into a fused projection, as the layer passes them."""
 
     def make() -> Calls:
         k, v = normal(num_tokens, 4 * KVH, D)[:, 2 * KVH :].split(KVH, dim=1)
@@ -120,7 +120,7 @@ def context_lens(batch_size: int, context: int | None) -> list[int]:
 def plan_decode_point(batch_size: int, context: int | None) -> Point:
     """The plan that all layers of a step share.
 
-    A call returns the attention that its plan deals out, unrun: verified is what comes of it.
+    A call returns the attention with its plan as a function, so that its result is verified.
     """
     paged = PagedContexts(context_lens(batch_size, context))
     x = (normal(batch_size, 2 * KVH, D), KVLayer(paged.k, paged.v, SCALE))
@@ -138,7 +138,7 @@ def plan_decode_point(batch_size: int, context: int | None) -> Point:
 
 
 def decode_attention_point(batch_size: int, context: int | None, num_heads: int) -> Point:
-    """One query a row, to a context in the cache; the plan is there."""
+    """One query for each row, to a context in the cache; the plan is not timed."""
     lens = context_lens(batch_size, context)
 
     def make() -> Calls:
@@ -164,7 +164,7 @@ def decode_attention_point(batch_size: int, context: int | None, num_heads: int)
 
 
 def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads: int) -> Point:
-    """Queries at the end of a context; if they are all of it, their keys are not in the cache."""
+    """Queries at the end of a context; if they are the whole context, no key is in the cache."""
     num_tokens, cached = num_seqs * queries, context - queries
 
     def make() -> Calls:
@@ -197,7 +197,7 @@ def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads
 
 
 def norm_point(ours: Call, twin: Call, num_inputs: int, num_tokens: int, size: int) -> Point:
-    """As many rows written as read."""
+    """Writes as many rows as it reads."""
 
     def make() -> Calls:
         x = (*(normal(num_tokens, size) for _ in range(num_inputs)), normal(size), EPS)
@@ -208,7 +208,7 @@ def norm_point(ours: Call, twin: Call, num_inputs: int, num_tokens: int, size: i
 
 
 def silu_and_mul_point(num_tokens: int, size: int) -> Point:
-    """Gate and up read, one row written."""
+    """Reads gate and up, writes one row."""
 
     def make() -> Calls:
         x = normal(num_tokens, 2 * size)
@@ -218,7 +218,7 @@ def silu_and_mul_point(num_tokens: int, size: int) -> Point:
 
 
 def few_rows_point(num_rows: int, hidden: int, attended: int, projected: int, inner: int) -> Point:
-    """A layer without its attention. The twin is what it takes the place of: PyTorch's linear
+    """A layer without its attention. The twin is what it replaces: PyTorch's linear
     layers, the Triton kernels around them. Its first norm is made before, as its last is ours.
     """
     sizes = ((projected, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner))
@@ -253,7 +253,7 @@ def few_rows_point(num_rows: int, hidden: int, attended: int, projected: int, in
 def experts_point(
     num_tokens: int, num_here: int, num_experts: int, hidden: int, inside: int
 ) -> Point:
-    """Each token takes a sixteenth of all experts, of which the first are here.
+    """Each token takes a sixteenth of all experts; the first ones belong to this rank.
 
     Floor: the weights of those that are taken once, and a row in and out for each token.
     """
@@ -275,7 +275,7 @@ def experts_point(
 
 
 def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
-    """The twin is what it takes the place of: PyTorch's norms and rotations, the Triton store."""
+    """The twin is what it replaces: PyTorch's norms and rotations, and the Triton store."""
 
     def make() -> Calls:
         qkv = normal(num_tokens, num_heads + 2 * KVH, D)
@@ -304,7 +304,7 @@ def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
 
 
 def sample_point(num_rows: int, vocab_size: int, temperature: float) -> Point:
-    """All rows at one temperature; at 0 as the engine asks for a batch that is all greedy."""
+    """All rows at one temperature; 0 as for a batch of greedy rows alone."""
 
     def make() -> Calls:
         temperatures = torch.full((num_rows,), temperature, device=DEVICE)
@@ -333,7 +333,7 @@ LOGITS = (
 )  # fmt: skip
 NORMS: Sizes = [(n, size) for size in (1024, 4096) for n in TOKENS]
 
-# What makes a kernel's points, all of them, and those of --quick, which Triton can interpret.
+# The function that makes a kernel's points, all sizes, and those of --quick for the interpreter.
 KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
     "store_kvcache": (store_kvcache_point, [(n,) for n in TOKENS], [(5,)]),
     "plan_decode": (

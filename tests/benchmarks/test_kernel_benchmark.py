@@ -1,4 +1,4 @@
-"""The kernels' benchmark runs wherever Triton interprets, and times nothing that is wrong."""
+"""The kernels' benchmark runs in Triton's interpreter, and does not time wrong kernels."""
 
 import importlib.util
 import json
@@ -30,11 +30,11 @@ def run_cli(*options: str, interpret: bool = True) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    sys.path.insert(0, str(SCRIPT.parent))  # as where the script is run
+    sys.path.insert(0, str(SCRIPT.parent))  # as when the script is run
     spec = importlib.util.spec_from_file_location("kernel_benchmark", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 

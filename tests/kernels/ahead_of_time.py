@@ -1,9 +1,9 @@
-"""Compile kernels for GPUs that are not there, as a launch on such a GPU would.
+"""Compile kernels for GPUs that are absent, as a launch on one of them would.
 
 A case calls a kernel's wrapper with tensors as the engine makes them. Triton's own launcher
-compiles it for the GPU that a driver of ours names, and stops before the launch: types, constants,
-alignment hints and options are those of the call, and none is written down twice. Only the
-tensors' types, strides and alignment count; they stay empty and on the CPU.
+compiles it for the GPU that a driver of ours names, and stops before the launch. So types,
+constants, alignment hints and options are those of the call. Only the tensors' types, strides and
+alignment matter; they stay empty and on the CPU.
 
 It runs in a process of its own, as Triton must be imported without TRITON_INTERPRET; one line of
 JSON for each kernel: `python tests/kernels/ahead_of_time.py [part of a case's name]`.
@@ -32,7 +32,7 @@ from nanovllm.kernels.kv_layer import KVLayer
 
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
-HOPPER = 90  # where tiles are copied: for `few_rows`, and for attention, but not for all of it
+HOPPER = 90  # where tiles are copied: for `few_rows`, and for a part of attention
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Case:
     capabilities: tuple[int, ...]
 
 
-# What the models have: query heads, KV heads, head_dim.
+# The models' heads: query heads, KV heads, head_dim.
 Heads = tuple[int, int, int]
 QWEN3_SMALL, QWEN3_8B = (16, 8, 128), (32, 8, 128)  # Llama-3-8B's heads are Qwen3-8B's
 HEADS = {
@@ -58,11 +58,11 @@ ATTENTION_HEADS = HEADS | {
 }  # fmt: skip
 BLOCKS, BLOCK_SIZE, TOKENS, ROWS, EPS = 64, 16, 512, 64, 1e-6
 bf16 = partial(torch.empty, dtype=torch.bfloat16)
-int32 = partial(torch.zeros, dtype=torch.int32)  # zeros, where PyTorch computes with them
+int32 = partial(torch.zeros, dtype=torch.int32)  # zeros, as PyTorch computes with them
 
 
 def projected(heads: Heads, tokens: int = TOKENS) -> list[torch.Tensor]:
-    """Queries, keys and values: views into the fused projection, as the layer hands them over."""
+    """Queries, keys and values: views into the fused projection, as the layer passes them."""
     num_heads, num_kv_heads, head_dim = heads
     qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
     return list(qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1))
@@ -151,7 +151,7 @@ def decode_attention(
 def prefill_attention(
     heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS
 ) -> None:
-    """A block size of 0: no part of a sequence is in the cache."""
+    """With block size 0, no part of a sequence is in the cache."""
     from nanovllm.kernels.triton.prefill_attention import (
         plan_prefill,
         prefill_attention,
@@ -186,7 +186,7 @@ def draw(dtype: torch.dtype) -> None:
     draw(*inputs, Cuts(top_k=column(dtype=torch.long), top_p=column()))
 
 
-# A case for each binary: sizes that make no other one are left out.
+# A case for each binary: sizes that make no new one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
     **{f"rms_norm, hidden {n}": partial(rms_norm, n) for n in (1024, 4096)},
@@ -265,12 +265,12 @@ SPILLS = {
 
 
 def max_spill(name: str) -> int:
-    """What a case may spill, in bytes: nothing, but for the table."""
+    """The bytes that a case may spill: 0, except in the table."""
     return max((n for prefix, n in SPILLS.items() if name.startswith(prefix)), default=0)
 
 
 def capabilities(name: str) -> tuple[int, ...]:
-    """Where its kernels are used, and are others than those of another case."""
+    """The GPUs where its kernels are used, and differ from those of another case."""
     alone = name.startswith("few_rows") or "eager" in name or "many tokens" in name
     return (HOPPER,) if alone else tuple(CAPABILITIES)
 
@@ -297,7 +297,7 @@ class AbsentGPU:
 
 
 def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
-    """What each kernel of a case takes of the GPU, or the error that there was."""
+    """The resources of each kernel of a case, or the error of its compilation."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -313,7 +313,7 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     known = mock.patch.object(common, "capability", return_value=capability)
     place = {"case": name, "capability": capability}
     try:
-        # What Triton prints on an error must not stand between the lines of JSON.
+        # Triton's error output must not mix with the lines of JSON.
         with (
             known,
             redirect_stdout(sys.stderr),
@@ -349,7 +349,7 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 
 def compile_all(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Every case for all its capabilities, over the cores; Triton is imported once for all."""
+    """Every case for all its capabilities, on all cores; Triton is imported once."""
     import triton.runtime.jit  # noqa: F401
 
     tasks = [(name, capability) for name in names for capability in CASES[name].capabilities]

@@ -1,4 +1,4 @@
-"""Compiling on the spot: the cache, several at a time, and machines where nothing compiles."""
+"""Compiling C++: the cache, several processes at a time, and machines without a compiler."""
 
 import ctypes
 import dataclasses
@@ -34,7 +34,7 @@ SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 4, 2, 16, None, True)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of nothing so far."""
+    """An empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "nanovllm"
 
@@ -47,7 +47,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """As in a new process, which remembers nothing."""
+    """As in a new process, without the function's own cache."""
     return compiling.load.__wrapped__(source)
 
 
@@ -57,7 +57,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_library_is_compiled_again(
+def test_a_library_is_compiled_once(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "nanovllm"):
@@ -70,7 +70,7 @@ def test_library_is_compiled_again(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_library_of_another_source_or_processor_is_taken(
+def test_the_cache_key_covers_source_processor_and_flags(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(source)
@@ -85,12 +85,14 @@ def test_library_of_another_source_or_processor_is_taken(
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("part", [0.3, 0.5, 0.99])
-def test_library_that_is_cut_off_kills_the_process(part: float, cache: Path, source: Path) -> None:
-    """Mapped, a file that ends too soon is a SIGBUS, which nobody can catch."""
+def test_a_library_that_is_cut_off_is_compiled_again(
+    part: float, cache: Path, source: Path
+) -> None:
+    """Mapped, a file that ends too soon is a SIGBUS, which cannot be caught."""
     load(source)
     (library,) = cache.glob("*.so")
     data = library.read_bytes()
-    library.unlink()  # as it is mapped by us
+    library.unlink()  # this process has mapped it
     library.write_bytes(data[: int(len(data) * part)])
     assert load(source).count(3) == 3
     assert library.read_bytes() != data[: int(len(data) * part)]
@@ -98,9 +100,7 @@ def test_library_that_is_cut_off_kills_the_process(part: float, cache: Path, sou
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("left", [b"", b"not a library"])
-def test_broken_library_in_the_cache_breaks_the_start(
-    left: bytes, cache: Path, source: Path
-) -> None:
+def test_a_broken_library_in_the_cache_is_replaced(left: bytes, cache: Path, source: Path) -> None:
     load(source)
     (kept,) = cache.iterdir()
     kept.unlink()  # the file that is loaded here stays as it is
@@ -110,7 +110,7 @@ def test_broken_library_in_the_cache_breaks_the_start(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_home_that_cannot_be_written_breaks_the_start(
+def test_a_home_that_cannot_be_written_is_not_needed(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -128,7 +128,7 @@ def test_home_that_cannot_be_written_breaks_the_start(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_processes_that_start_together_break_each_others_library(cache: Path, source: Path) -> None:
+def test_processes_may_compile_at_the_same_time(cache: Path, source: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from nanovllm.kernels.cpu.compile import load;"
         "sys.stdin.readline(); assert load(Path(sys.argv[1])).count(10) == 45"
@@ -142,15 +142,15 @@ def test_processes_that_start_together_break_each_others_library(cache: Path, so
 
 
 @pytest.mark.usefixtures("compiler")
-def test_library_brings_a_second_openmp(cache: Path) -> None:
-    """Two pools of threads that spin for work stand in each other's way."""
+def test_the_library_uses_pytorchs_openmp(cache: Path) -> None:
+    """Two thread pools would compete for the cores."""
     compiling.load.__wrapped__(SOURCE, DEFINITIONS)
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").split()
     assert len({line for line in maps if "libgomp" in line or "libiomp" in line}) == 1
 
 
 @pytest.mark.usefixtures("compiler")
-def test_compiler_that_is_missing_or_fails_is_not_named(
+def test_the_error_names_the_compiler_that_fails(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "false --really")
@@ -166,8 +166,8 @@ def test_compiler_that_is_missing_or_fails_is_not_named(
     assert not list(cache.iterdir()), "something is left in the cache"
 
 
-def test_machine_without_a_compiler_has_no_engine(model_dir: Path, tmp_path: Path) -> None:
-    """In a process of its own, with nothing in the cache and nothing on the PATH."""
+def test_a_machine_without_a_compiler_runs_plain_pytorch(model_dir: Path, tmp_path: Path) -> None:
+    """In a new process, with an empty cache and an empty PATH."""
     script = f"""
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -205,7 +205,9 @@ except ValueError as error:
         (dict(head_dim=264), "a multiple of 8 and at most 256, got 264"),
     ],
 )
-def test_cpu_backend_takes_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
+def test_the_cpu_backend_refuses_what_it_cannot_compute(
+    changes: dict[str, Any], message: str
+) -> None:
     spec = dataclasses.replace(SPEC, **changes)
     with pytest.raises(ValueError, match=message) as e:
         choose_backend("cpu", spec)
@@ -215,9 +217,7 @@ def test_cpu_backend_takes_what_it_cannot_do(changes: dict[str, Any], message: s
 
 
 @pytest.mark.usefixtures("compiler")
-def test_auto_passes_over_the_cpu_kernels(
-    model_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_the_cpu_kernels(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO, "nanovllm"),
         LLM(model_dir, device="cpu", num_kvcache_blocks=8) as llm,

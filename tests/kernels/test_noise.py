@@ -1,4 +1,4 @@
-"""The random numbers of sampling: keys, exponential numbers, and the one source of constants."""
+"""The random numbers of sampling: keys, ranges, and the one source of constants."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import nanovllm.kernels
 from nanovllm.kernels.cpu.library import DEFINITIONS
 from nanovllm.kernels.plain import noise
-from nanovllm.kernels.plain.noise import GOLDEN, log_exponential, noise_keys
+from nanovllm.kernels.plain.noise import noise_keys
 
 KERNELS = Path(nanovllm.kernels.__file__).parent
 
@@ -26,33 +26,6 @@ def test_keys_are_xxh64(seed: int, num_tokens: int) -> None:
     keys = noise_keys(torch.tensor([signed]), torch.tensor([num_tokens], dtype=torch.int32))
     digest = xxhash.xxh64_intdigest(num_tokens.to_bytes(8, "little"), seed=seed)
     assert keys.tolist() == [digest - (1 << 63)]
-
-
-def test_exponential_numbers_equal_their_formula() -> None:
-    """In Python's integers, and with float64 logarithms."""
-    torch.manual_seed(0)
-    keys = torch.randint(-(2**63), 2**63 - 1, (200,))
-    ids = torch.arange(50, dtype=torch.int32)
-    found = log_exponential(keys, ids * GOLDEN)
-    expected = [[exact_log(key, token) for token in ids.tolist()] for key in keys.tolist()]
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
-
-
-def exact_log(key: int, token: int) -> float:
-    low, high = key % 2**32, (key >> 32) % 2**32
-    x = (token * GOLDEN ^ low) * noise.MIXERS[0] % 2**32
-    x = ((x ^ shifted(x)) + high) * noise.MIXERS[1] % 2**32
-    x ^= shifted(x)
-    u = torch.tensor(abs(signed_of(x)), dtype=torch.float32) * noise.SHRINK + noise.SMALLEST
-    return float((-torch.log1p(-u.double())).log())
-
-
-def signed_of(x: int) -> int:
-    return x - 2**32 if x >= 2**31 else x
-
-
-def shifted(x: int) -> int:
-    return (signed_of(x) >> 15) % 2**32
 
 
 @pytest.mark.parametrize("u", [0.0, 2.0**31])

@@ -1,7 +1,7 @@
-"""Paged attention against a twin that looks up one key after the other, in float64.
+"""Plain paged attention against a twin that attends to one key after the other, in float64.
 
-The blocks that belong to nobody, and the slots behind a sequence's last token, hold huge numbers:
-what leaks shows.
+Free blocks, and the slots after a sequence's last token, hold huge numbers, so every read of them
+is found.
 """
 
 import math
@@ -80,7 +80,7 @@ CONTEXT = st.one_of(st.integers(0, 5), st.integers(0, 200))
 
 
 class Paged:
-    """Random tensors of a shape, in a cache whose blocks stand in random order."""
+    """Random tensors of a shape, in a cache with blocks in random order."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -91,7 +91,7 @@ class Paged:
         order = torch.randperm(sum(counts) + 3).tolist()
         self.k_cache = torch.full((len(order), size, *kv), HUGE)
         self.v_cache = torch.full((len(order), size, *kv), -HUGE)
-        # Rows are filled up with a block of another sequence or of nobody, as it comes.
+        # Rows are filled up with blocks of other sequences, or free ones.
         self.block_tables = torch.full((len(counts), max(*counts, 1)), order[-1], dtype=torch.int32)
         self.keys, self.values = [], []
         for row, (total, count) in enumerate(zip(self.totals, counts, strict=True)):
@@ -104,7 +104,7 @@ class Paged:
                 at = int(table[position // size]), position % size
                 self.k_cache[at] = self.keys[-1][position]
                 self.v_cache[at] = self.values[-1][position]
-            if shape.window:  # a block that no query sees has been given back
+            if shape.window:  # a block that no query sees has been freed
                 passed = max(0, cached + 1 - shape.window) // size
                 self.block_tables[row, :passed] = GONE
         num_queries = sum(new for _, new in shape.lens)
@@ -131,7 +131,7 @@ class Paged:
         return torch.stack(rows).float()
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
-        """As the runner calls it: fresh keys beside the queries, or everything in the cache."""
+        """As the runner calls it: with the step's own keys, or with everything in the cache."""
         news = torch.tensor([0] + [new for _, new in self.shape.lens])
         totals = torch.tensor([0, *self.totals])
         pairs = list(zip(self.shape.lens, self.keys, self.values, strict=True))
@@ -165,7 +165,7 @@ class Paged:
 @example(Shape([(0, 200), (0, 1), (0, 65), (0, 64)], 2, 7, 16, 16, 0))
 @example(Shape([(0, 90), (0, 70)], 2, 7, 16, 16, 0, window=1))
 @example(Shape([(0, 90), (0, 70)], 2, 7, 16, 16, 0, window=89))
-def test_fresh_prefill_attends_to_its_future_or_its_neighbours(shape: Shape) -> None:
+def test_fresh_prefill_attends_to_its_own_past(shape: Shape) -> None:
     paged = Paged(shape)
     torch.testing.assert_close(paged.prefill(use_cache=False), paged.twin(), **TOLERANCE)
 
@@ -175,14 +175,14 @@ def test_fresh_prefill_attends_to_its_future_or_its_neighbours(shape: Shape) -> 
 @example(Shape([(0, 1), (1, 1)], 1, 1, 8, 1, 0))
 @example(Shape([(96, 1), (0, 200), (15, 16), (16, 17), (150, 3)], 1, 8, 64, 16, 0))
 @example(Shape([(96, 1), (0, 200), (15, 16), (16, 17), (150, 3)], 1, 8, 64, 16, 0, window=16))
-def test_chunks_and_prefixes_lose_or_gain_a_key(shape: Shape) -> None:
+def test_chunks_and_prefixes_attend_to_every_key(shape: Shape) -> None:
     """Fresh, chunked and cached sequences in one batch: all of them read the cache."""
     paged = Paged(shape)
     torch.testing.assert_close(paged.prefill(use_cache=True), paged.twin(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("max_elements", [1, 50, 333, 5000])
-def test_slices_of_the_mask_do_not_fit_together(
+def test_slices_of_the_mask_fit_together(
     max_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -212,17 +212,17 @@ def test_slices_of_the_mask_do_not_fit_together(
 @example(Shape([(199, 1), (0, 1), (63, 1), (64, 1), (65, 1)], 2, 7, 128, 16, 0))
 @example(Shape([(199, 1), (0, 1), (63, 1), (64, 1), (65, 1)], 2, 7, 128, 16, 0, window=64))
 @example(Shape([(199, 1), (0, 1), (3, 1)], 2, 7, 128, 16, 0, window=1))
-def test_decode_loses_or_gains_a_key(shape: Shape) -> None:
+def test_decode_attends_to_every_key(shape: Shape) -> None:
     paged = Paged(shape)
     torch.testing.assert_close(paged.decode(), paged.twin(), **TOLERANCE)
 
 
 @SETTINGS
 @given(shapes(st.lists(st.tuples(CONTEXT, st.just(1)), min_size=1, max_size=9)), st.data())
-def test_padding_rows_of_a_decode_are_not_zero_or_change_the_others(
+def test_padding_rows_of_a_decode_are_zero_and_change_no_other(
     shape: Shape, data: st.DataObject
 ) -> None:
-    """Padding: length 0, and whatever an earlier batch left in the table and the query."""
+    """Padding has length 0, and an earlier batch's entries in table and query."""
     paged = Paged(shape)
     expected = paged.twin()
     is_padding = torch.tensor([data.draw(st.booleans()) for _ in shape.lens])
@@ -234,14 +234,14 @@ def test_padding_rows_of_a_decode_are_not_zero_or_change_the_others(
     assert not out[is_padding].any()
 
 
-def test_a_decode_of_nothing_but_padding_fails() -> None:
+def test_a_decode_of_padding_alone_is_zero() -> None:
     paged = Paged(Shape([(3, 1), (9, 1)], 2, 2, 16, 4, seed=0))
     paged.totals = [0, 0]
     assert not paged.decode().any()
 
 
-def test_a_wider_table_changes_a_decode() -> None:
-    """Graphs replay with tables as wide as the longest context that there can ever be."""
+def test_a_wider_table_does_not_change_a_decode() -> None:
+    """Graphs replay with tables as wide as the longest possible context."""
     paged = Paged(Shape([(3, 1), (70, 1), (20, 1)], 2, 2, 16, 4, seed=1))
     expected = paged.decode()
     stale = torch.randint(0, len(paged.k_cache), (3, 100), dtype=torch.int32)
@@ -251,8 +251,8 @@ def test_a_wider_table_changes_a_decode() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_attention_drifts(dtype: torch.dtype) -> None:
-    """The softmax runs in float32; inputs and weights are rounded to the type, the result too."""
+def test_16_bit_attention_is_near_float32(dtype: torch.dtype) -> None:
+    """The softmax runs in float32; inputs, weights and the result are rounded to the type."""
     paged = Paged(Shape([(96, 1), (5, 1), (0, 1)], 2, 4, 64, 16, seed=2))
     for name in ("q", "k_cache", "v_cache"):
         tensor = getattr(paged, name)
@@ -274,7 +274,7 @@ def test_16_bit_attention_drifts(dtype: torch.dtype) -> None:
 
 @SETTINGS
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), max_size=40))
-def test_grouping_loses_a_sequence_or_pads_too_much(lengths: list[tuple[int, int]]) -> None:
+def test_groups_have_every_sequence_and_little_padding(lengths: list[tuple[int, int]]) -> None:
     groups = group_by_length(list(lengths))
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
@@ -283,7 +283,7 @@ def test_grouping_loses_a_sequence_or_pads_too_much(lengths: list[tuple[int, int
             assert max(sizes) <= GROUP_RATIO * min(sizes) + 1
 
 
-def test_gathered_blocks_stand_in_another_order() -> None:
+def test_gathered_blocks_are_in_order() -> None:
     cache = torch.arange(5 * 2 * 3 * 4.0).view(5, 2, 3, 4)
     rows = gather_blocks(cache, torch.tensor([[4, 0], [2, 2]]))
     assert rows.shape == (2, 3, 4, 4)  # [B, KVH, K, D]
@@ -294,7 +294,7 @@ def test_gathered_blocks_stand_in_another_order() -> None:
 # Storing
 
 
-def test_stored_tokens_land_in_other_slots() -> None:
+def test_tokens_are_stored_in_their_slots() -> None:
     key, value = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     k_cache, v_cache = torch.zeros(4, 2, 2, 4), torch.zeros(4, 2, 2, 4)
     store_kvcache(key, value, k_cache, v_cache, torch.tensor([7, 0, 3]))
@@ -305,8 +305,8 @@ def test_stored_tokens_land_in_other_slots() -> None:
         assert int((cache != 0).any(-1).any(-1).sum()) == 3, "other slots were written"
 
 
-def test_slot_minus_one_writes_the_last_slot() -> None:
-    """A negative index counts from the end, in PyTorch."""
+def test_slot_minus_one_writes_nothing() -> None:
+    """In PyTorch, a negative index counts from the end."""
     key = torch.ones(3, 2, 4)
     k_cache, v_cache = torch.zeros(4, 2, 2, 4), torch.zeros(4, 2, 2, 4)
     store_kvcache(key, key, k_cache, v_cache, torch.tensor([-1, 5, -1]))

@@ -1,4 +1,4 @@
-"""Draws from what min_p, top_k and top_p leave, against a race among what the slow twin leaves."""
+"""Draws from the tokens that min_p, top_k and top_p keep, against a race among those of `cut`."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 INF, NAN = float("inf"), float("nan")
-GAP = 1e-5  # what lies closer to a border than this may fall on either side in float32
+GAP = 1e-5  # tokens closer to a border than this may be on either side in float32
 
 ROWS = st.lists(
     st.fixed_dictionaries(
@@ -51,7 +51,7 @@ def tokens_of(
     nudge: float = 0.0,
     kernels: Kernels = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is drawn, and what the twin draws, with min_p and top_p a little larger or smaller."""
+    """The draws of the kernel and of the twin, with min_p and top_p a little larger or smaller."""
     size, sampler = logits.shape[1], Sampler()
     sampler.kernels = kernels
     seqs = [
@@ -76,7 +76,7 @@ def assert_as_its_twin(
     tokens: torch.Tensor, expected: torch.Tensor, logits: torch.Tensor,
     rows: list[dict[str, Any]], seed: int,
 ) -> None:  # fmt: skip
-    """Equal, but where a border lies so close that rounding decides."""
+    """Equal, except where a border is so close that rounding decides."""
     if not torch.equal(tokens, expected):
         others = [tokens_of(logits, rows, seed, nudge)[1] for nudge in (GAP, -GAP)]
         right = [tokens == other for other in (expected, *others)]
@@ -96,19 +96,19 @@ def some_logits(
 @settings(max_examples=600, deadline=None)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, distinct=st.lists(VALUES, max_size=6),
        spread=st.sampled_from([0.0, 0.1, 1.0, 4.0]), seed=st.integers(0, 2**31))  # fmt: skip
-def test_a_draw_differs_from_its_twin(
+def test_a_draw_equals_its_twin(
     rows: list[dict[str, Any]], size: int, dtype: torch.dtype, distinct: list[float],
     spread: float, seed: int,
 ) -> None:  # fmt: skip
-    """Ties and infinities, all of them alike, few kept or nearly all; by any combination."""
+    """With ties, infinities, equal tokens, few tokens kept or nearly all; in any combination."""
     torch.manual_seed(seed)
     logits = some_logits(len(rows), size, dtype, distinct, spread)
     tokens, expected = tokens_of(logits, rows, seed)
     assert_as_its_twin(tokens, expected, logits, rows, seed)
 
 
-def test_rounding_decides_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2,000 draws from a large vocabulary, no two tokens alike, hardly one may differ."""
+def test_rounding_decides_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,000 draws from a large vocabulary of distinct logits, almost none differs."""
     torch.manual_seed(0)
     choices = [
         dict(top_p=0.9), dict(top_p=0.2), dict(top_k=700), dict(top_k=40, top_p=0.95),
@@ -125,11 +125,11 @@ def test_rounding_decides_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=100, deadline=None)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, num_values=st.sampled_from([0, 3, 50]),
        chunk=st.sampled_from([1, 700, 10_000]), seed=st.integers(0, 2**31))  # fmt: skip
-def test_a_draw_hangs_on_its_neighbours(
+def test_a_draw_does_not_depend_on_its_neighbours(
     rows: list[dict[str, Any]], size: int, dtype: torch.dtype, num_values: int, chunk: int,
     seed: int,
 ) -> None:  # fmt: skip
-    """Alone, in another order, and however rows are drawn together: the same token."""
+    """The same token alone, in another order, and with any rows drawn together."""
     torch.manual_seed(seed)
     logits = torch.randn(len(rows), size) * 2
     if num_values:
@@ -145,8 +145,8 @@ def test_a_draw_hangs_on_its_neighbours(
         assert torch.equal(tokens_of(logits[i : i + 1], [row], seed=i)[0], tokens[i : i + 1])
 
 
-def test_a_row_without_top_p_is_cut_with_its_neighbour() -> None:
-    """A token of so little weight that no sum of them shows it stays, where nothing is asked."""
+def test_a_row_without_top_p_is_not_filtered_with_its_neighbour() -> None:
+    """A token too light to change a sum of weights is kept in a row without top_p."""
     logits = torch.tensor([[0.0, -50.0], [0.0, -50.0]])
     cuts = Cuts(top_p=torch.tensor([[0.99], [1.0]]))
     assert cut(logits, torch.ones(2), cuts).tolist() == [[0.0, -INF], [0.0, -50.0]]
@@ -154,7 +154,7 @@ def test_a_row_without_top_p_is_cut_with_its_neighbour() -> None:
 
 @pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
 @pytest.mark.parametrize("size", [5, 200, 1280])
-def test_a_row_without_an_answer_never_ends_or_breaks_another(
+def test_a_row_without_an_answer_ends_and_changes_no_other(
     values: tuple[float, ...], size: int
 ) -> None:
     rows = [dict(top_p=0.5), dict(top_k=2), dict(top_k=150, top_p=0.9), dict(min_p=0.5),
@@ -168,8 +168,8 @@ def test_a_row_without_an_answer_never_ends_or_breaks_another(
     assert bool(((tokens >= 0) & (tokens < size)).all())
 
 
-def test_candidates_are_drawn_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small top_k costs no race among all tokens: no time is made for any but candidates."""
+def test_candidates_race_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small top_k races its candidates alone: no other token's time is computed."""
     sizes = []
 
     def recording(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_candidates_are_drawn_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak_bytes(logits: torch.Tensor, filters: list[Filters]) -> int:
-    """The most memory that the sampler holds at a time."""
+    """The sampler's peak memory."""
     keys = torch.arange(len(logits))
     with torch.profiler.profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profiler:
         Sampler()(logits, torch.ones(len(logits)), keys, filters)
@@ -198,10 +198,10 @@ def peak_bytes(logits: torch.Tensor, filters: list[Filters]) -> int:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 6, 8])
-def test_the_warm_up_takes_less_memory_than_a_request(
+def test_the_warm_up_takes_as_much_memory_as_any_request(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever narrows, five rows at a time: all rows or most, other tokens, other copies."""
+    """With any filter, five rows at a time: all rows or most, other tokens, other copies."""
     monkeypatch.setitem(draw_inputs_module.NARROWED_LOGITS, "cpu", 50_000)
     monkeypatch.setitem(draw_module.CHUNK_ELEMENTS, "cpu", 1 << 30)
     torch.manual_seed(0)

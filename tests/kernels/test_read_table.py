@@ -1,4 +1,4 @@
-"""The rows' kernels against their twin, and the twin's random numbers against xxhash."""
+"""Reading the device table: the kernels against their twin, to the last bit."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ SHAPES = dict(
 
 
 def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> TableState:
-    """Rows of all lengths, a fifth of them nobody's, and a batch of the others and the last one."""
+    """Rows of all lengths, a fifth of them unused, and a batch of used rows and the last one."""
     torch.manual_seed(seed)
     lengths = torch.randint(0, max_blocks * block_size, (NUM_ROWS,), dtype=torch.int32)
     lengths[:2] = torch.tensor([0, max_blocks * block_size - 1])
@@ -46,7 +46,7 @@ def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> Ta
 @given(**SHAPES)
 @example(num_rows=1, max_blocks=1, narrower=0, block_size=1, seed=0)
 @example(num_rows=40, max_blocks=2500, narrower=1, block_size=16, seed=1)
-def test_kernel_differs_from_its_twin(
+def test_the_triton_kernel_equals_its_twin(
     kernel_device: str, num_rows: int, max_blocks: int, narrower: int, block_size: int, seed: int
 ) -> None:
     from nanovllm.kernels.triton.read_table import read_table
@@ -58,7 +58,7 @@ def test_kernel_differs_from_its_twin(
 @pytest.mark.usefixtures("compiler")
 @settings(deadline=None)  # the first one compiles
 @given(**SHAPES)
-def test_compiled_kernel_differs_from_its_twin(
+def test_the_cpu_kernel_equals_its_twin(
     num_rows: int, max_blocks: int, narrower: int, block_size: int, seed: int
 ) -> None:
     read_table = cpu_kernels().read_table
@@ -86,10 +86,10 @@ def assert_reads_as_its_twin(
     used = torch.arange(width, device=device) < blocks[:, None]
     assert torch.equal(found.block_tables, expected.block_tables.where(used, 0))
     for name, a, b in zip(state._fields, state, twin, strict=True):
-        assert torch.equal(a, b), f"{name} of the rows"
+        assert torch.equal(a, b), f"{name} of the table"
 
 
-def test_lengths_do_not_go_up_by_one_each() -> None:
+def test_lengths_grow_by_one_each() -> None:
     state = random_state(8, 16, 0, "cpu")
     before, batch = state.lengths.tolist(), state.batch[:30].tolist()
     state.lengths[:2] = 3
@@ -97,4 +97,4 @@ def test_lengths_do_not_go_up_by_one_each() -> None:
     PLAIN.read_table(state, 30, 8, 16)
     after = [n + (row in batch and n >= 0) for row, n in enumerate(before)]
     assert state.lengths.tolist() == after
-    assert after[-1] == -1 and NUM_ROWS - 1 in batch, "nobody's length stays"
+    assert after[-1] == -1 and NUM_ROWS - 1 in batch, "the length of an unused row changed"
