@@ -45,7 +45,7 @@ from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step.computed import Computed
-from nanovllm.kernels.plain import Decoding
+from nanovllm.kernels.plain.read_table import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
 PROMPT_LEN = 100  # of the shortest; each is longer than the one before by a token

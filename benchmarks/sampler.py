@@ -1,11 +1,11 @@
-"""What it costs to narrow a choice: the sampler with each filter, against no filter at all.
+"""The cost of filters: the sampler with each filter, against the sampler without.
 
     python benchmarks/sampler.py [--rows 16] [--vocab 151936] [--device cpu]
 
-Every row of the batch asks for the same. Logits are bf16 and normal: flat, where 90% of the mass
-are most of the tokens, and peaked, where they are a thousand. All take turns, so that what else the
-machine does meets all of them; told are medians, and how many times the one without filters.
-What the host does beforehand is not in it: parameters as tensors, and on a GPU the launches.
+All rows of the batch have the same filter. Logits are bf16 and normal: flat, where most of the
+tokens have 90% of the mass, and peaked, where a thousand have it. Filters take turns, so that other
+load on the machine affects all of them alike. Reported are medians, and their ratios to no filter.
+The host's work before is not included: parameters as tensors, and on a GPU the launches.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SPREADS = {"flat": 1.0, "peaked": 4.0}  # of the logits
 
 
 def seconds(sampler: Sampler, inputs: tuple[Any, ...], device: torch.device) -> float:
-    """The time that one call takes the device; a GPU is kept busy until all is launched."""
+    """The time that one call takes the device; a GPU is kept busy until everything is launched."""
     if device.type == "cpu":
         start = time.perf_counter()
         sampler(*inputs)

@@ -36,8 +36,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.draw_inputs import DrawInputs, draw_inputs
 from nanovllm.engine.step.transfer import upload, upload_all
-from nanovllm.kernels.compiled import load
-from nanovllm.kernels.cpu_kernels import SOURCE
+from nanovllm.kernels.cpu.library import library
 from nanovllm.layers.filters import Filters
 from nanovllm.outputs import RequestOutput
 
@@ -195,7 +194,7 @@ def kernel_device() -> str:
 def compiler() -> None:
     """What needs the CPU's compiled kernels is skipped where nothing compiles them."""
     try:
-        load(SOURCE)
+        library()
     except RuntimeError as error:
         pytest.skip(str(error))
 

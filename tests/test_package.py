@@ -218,8 +218,8 @@ def test_the_rules_name_modules_that_are_gone() -> None:
 
 def test_import_names_are_resolved_wrongly(tmp_path: Path) -> None:
     """The check above that sees nothing: relative imports, imports in functions, of modules."""
-    backends = PACKAGE / "layers" / "attention_backends.py"
-    assert "nanovllm.kernels.paged_attention" in imports(backends)
+    backend = PACKAGE / "layers" / "attention" / "torch_backend.py"
+    assert "nanovllm.kernels.plain.prefill_attention" in imports(backend)
     assert any(
         is_under(n, "transformers")
         for n in imports(PACKAGE / "engine" / "requests" / "tokenizer.py")

@@ -88,7 +88,8 @@ def _backend(
     config: "Config", model: "ModelConfig", device: "torch.device", dtype: "torch.dtype"
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend on `device`, or the reason why there is none."""
-    from nanovllm.layers.attention_backends import AttentionSpec, get_backend
+    from nanovllm.layers.attention.base import AttentionSpec
+    from nanovllm.layers.backend import choose_backend
 
     spec = AttentionSpec(
         device, dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
@@ -96,7 +97,7 @@ def _backend(
     )  # fmt: skip
     try:
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
-        return get_backend(config.attention_backend, spec).name, None
+        return choose_backend(config.attention_backend, spec).attention.name, None
     except ValueError as error:
         return None, str(error)
 

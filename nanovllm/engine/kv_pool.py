@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.block_manager import longest_sequence, most_held
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention.layer import Attention
 
 logger = logging.getLogger("nanovllm")
 

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
-from nanovllm.layers.attention_backends import AttentionSpec
+from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rotary_embedding import max_rope_positions

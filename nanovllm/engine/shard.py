@@ -25,7 +25,7 @@ from nanovllm.engine.step.logprobs import (
     rows_at_a_time,
 )
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
-from nanovllm.kernels.plain import Decoding
+from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
@@ -186,8 +186,8 @@ class Shard:
 
     def _decode(self, num_rows: int, width: int) -> tuple[torch.Tensor, Decoding]:
         """The hidden states of the table's batch, and what was read from the table."""
-        read_rows = self.backend.kernels.read_rows
-        decoding = read_rows(self.table.state, num_rows, width, self.block_size)
+        read_table = self.backend.kernels.read_table
+        decoding = read_table(self.table.state, num_rows, width, self.block_size)
         context = Context(
             is_prefill=False,
             slot_mapping=decoding.slot_mapping,

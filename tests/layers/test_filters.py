@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import draw_inputs as draw_inputs_module
-from nanovllm.kernels.cuts import cut
+from nanovllm.kernels.plain.draw import cut
 from nanovllm.layers.filters import narrow
 from nanovllm.layers.sampler import Sampler
 

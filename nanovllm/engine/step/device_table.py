@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.step.transfer import Array, upload_ahead
-from nanovllm.kernels.plain import RowState
-
-UNUSED_LENGTH = -1  # in the array of lengths: the row belongs to no sequence
+from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, TableState
 
 
 class TableLayout:
@@ -53,7 +51,7 @@ class DeviceTable:
         words = longs.view(torch.int32)[: layout.size]
         self._words = words
         self.layout = layout
-        self.state = RowState(
+        self.state = TableState(
             tokens=words[: layout.seeds].view(torch.long),
             seeds=words[layout.seeds : layout.lengths].view(torch.long),
             lengths=words[layout.lengths : layout.temperatures].fill_(UNUSED_LENGTH),

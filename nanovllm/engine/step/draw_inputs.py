@@ -11,8 +11,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.logprobs import ReportInputs, drawn_report_inputs
 from nanovllm.engine.step.transfer import Array
-from nanovllm.kernels.cuts import Cuts
-from nanovllm.kernels.ranking import are_few
+from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.plain.ranking import are_few
 from nanovllm.layers.filters import Entries, Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 
@@ -78,7 +78,7 @@ def temperature_of(seq: Sequence) -> float:
 def noise_key(seq: Sequence) -> int:
     """The key of a sequence's next draw, from its seed and position alone: 64 bits, signed.
 
-    For rows of the device table `plain.noise_keys` computes the same.
+    For rows of the device table `kernels/plain/noise.py` defines and computes the same.
     """
     digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
     return digest - (1 << 63)

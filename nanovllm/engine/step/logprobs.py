@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.transfer import Array, download, upload
-from nanovllm.kernels.ranking import most_likely
+from nanovllm.kernels.plain.ranking import most_likely
 
 MAX_LOGITS = 1 << 23  # at a time: each takes some 50 bytes
 

@@ -14,8 +14,8 @@ from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.draw_inputs import noise_key
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.ledger import Ledger
-from nanovllm.kernels import plain
-from nanovllm.kernels.plain import Decoding
+from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.kernels.table import PLAIN
 
 BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ class Engine:
         assert inputs.width == max(len(seq.block_table) for seq in seqs)
         self.write(inputs)
         size = len(seqs) + padding
-        decoding = plain.read_rows(self.table.state, size, inputs.width, BLOCK_SIZE)
+        decoding = PLAIN.read_table(self.table.state, size, inputs.width, BLOCK_SIZE)
         self.assert_right(decoding, seqs)
         self.leave_tokens(batch, decoding.rows[: len(seqs)])
 
@@ -185,7 +185,7 @@ def test_rows_say_something_else(seed: int) -> None:
                 if size % 3:  # before the devices were told, or after, or after they computed
                     engine.write(inputs)
                 if size % 3 > 1:
-                    plain.read_rows(engine.table.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
+                    PLAIN.read_table(engine.table.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
                 engine.ledger.reset()
                 for each in seqs:
                     each.drop_pending()
@@ -279,7 +279,7 @@ def test_numbers_do_not_fit_into_words(temperature: float, seed: int) -> None:
     table, ledger = DeviceTable(layout, CPU), Ledger(layout)
     inputs = step_inputs(Batch([seq], is_prefill=False), BLOCK_SIZE, ledger, [])
     table.write(inputs.changes)
-    decoding = plain.read_rows(table.state, 1, 1, BLOCK_SIZE)
+    decoding = PLAIN.read_table(table.state, 1, 1, BLOCK_SIZE)
     assert decoding.keys.tolist() == [noise_key(seq)]
     assert 0 < decoding.temperatures.item() < float("inf")
     assert decoding.input_ids.tolist() == [1]
