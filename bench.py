@@ -4,10 +4,10 @@
     python bench.py --shape qwen3-8b       # or llama-3-8b, qwen2.5-7b, qwen3-30b-a3b, ...
     python bench.py --model ~/models/Qwen3-0.6B --repeats 5 --json result.json
     python bench.py --peers --peer-python vllm=~/vllm/bin/python    # other engines, same workload
-    python bench.py --profile trace.json   # and where the time goes, for Perfetto
+    python bench.py --profile trace.json   # also write a trace for Perfetto
 
-It is `nanovllm bench`, with another model where none is named, and with other engines: those are
-compared in a checkout, as what starts them is no part of the package.
+This is `nanovllm bench` with another default model and with a comparison of engines. The comparison
+needs a checkout, as the code that starts other engines is not part of the package.
 """
 
 import argparse
@@ -25,66 +25,81 @@ from nanovllm.command.options import UsageError, usage_errors
 from nanovllm.config import Config
 
 SHAPE = "qwen3-0.6b"
-PEER_OPTIONS = ("max_model_len", "tensor_parallel_size", "enforce_eager")  # named alike everywhere
+PEER_OPTIONS = (
+    "max_model_len",
+    "tensor_parallel_size",
+    "enforce_eager",
+)  # the same names in all engines
 PEER_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     parser = Parser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add_common_arguments(parser, False)
     bench.add_arguments(parser, SHAPE)
     group = parser.add_argument_group("peers")
     group.add_argument("--peers", nargs="*", metavar="NAME",
-                       help=f"compare with {', '.join(peers.PEERS)}, or those that are found;"
-                       f" each round, of which there are {peers.ROUNDS} or --repeats, is a new"
-                       " process of each")  # fmt: skip
+                       help=f"compare with these engines of {', '.join(peers.PEERS)} (default:"
+                       f" those that are found), in --repeats rounds (default: {peers.ROUNDS});"
+                       " each engine has a new process in each round")  # fmt: skip
     group.add_argument("--peer-python", action="append", default=[], metavar="NAME=PATH",
-                       help="the Python that has this peer")  # fmt: skip
+                       help="the Python that runs this peer")  # fmt: skip
     group.add_argument("--peer-path", action="append", default=[], metavar="NAME=DIR",
                        help="a folder to import this peer from, such as a checkout")  # fmt: skip
     return parser
 
 
 def find_peers(args: argparse.Namespace) -> list[peers.Engine]:
-    """The engines to compare: none if nothing asks for it."""
+    """The engines to compare; none without --peers."""
     if args.peers is None:
         if args.peer_python or args.peer_path:
-            raise UsageError("--peer-python and --peer-path are for --peers")
+            raise UsageError("--peer-python and --peer-path need --peers")
         return []
     if args.profile:
-        raise UsageError("--profile is for a run without --peers")
+        raise UsageError("--profile and --peers exclude each other")
     with usage_errors():
         return peers.find_engines(args.peers, args.peer_python, args.peer_path)
+
+
+def engine_options(
+    result: dict[str, Any], on_visible_gpus: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of our engine, and those of peers.
+
+    Peers get our limits of a batch if the command line sets them, and keep their own otherwise.
+    """
+    ours = result["options"] | {"dtype": result["dtype"], "load_format": "auto"}
+    if on_visible_gpus:
+        ours["device"] = "cuda"
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    theirs = {name: ours[name] for name in PEER_OPTIONS} | {
+        name: ours[name] for name in PEER_LIMITS if ours[name] != defaults[name]
+    }
+    return ours, theirs
 
 
 def compare(
     engines: list[peers.Engine], args: argparse.Namespace, plan: Plan, result: dict[str, Any]
 ) -> None:
-    """Let the engines take turns, each in a process of its own.
+    """Run the engines in turns, each in its own process, and add their figures to `result`.
 
-    Peers share our limits of a batch where the command line sets them; else they keep their own.
+    Each engine gets the same job, with its own options.
     """
-    path, lengths, workload = Path(plan.config.model), plan.lengths, plan.workload
+    path, workload = Path(plan.config.model), plan.workload
     if plan.shape is not None:
-        peers.write_weights(path, result["dtype"], lengths.seed)
-    ours = result["options"] | {"dtype": result["dtype"], "load_format": "auto"}
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    shared = {name: ours[name] for name in PEER_OPTIONS} | {
-        name: ours[name] for name in PEER_LIMITS if ours[name] != defaults[name]
-    }
+        peers.write_weights(path, result["dtype"], plan.lengths.seed)
     visible = peers.visible_devices(plan.device, plan.config.tensor_parallel_size)
-    if visible:
-        ours["device"] = "cuda"
+    ours, theirs = engine_options(result, bool(visible))
     job = {
         "model": str(path), "device": plan.device.type, "dtype": result["dtype"],
         "temperature": TEMPERATURE, "prompts": workload.prompts,
-        "output_lens": workload.output_lens, "warmup": [0] * lengths.min_input_len,
+        "output_lens": workload.output_lens, "warmup": [0] * plan.lengths.min_input_len,
     }  # fmt: skip
     jobs = {
         engine.name: job
         | {"engine": engine.name, "module": engine.module}
-        | {"options": ours if engine.name == peers.OURS else shared}
+        | {"options": ours if engine.name == peers.OURS else theirs}
         for engine in engines
     }
     runs = peers.take_turns(engines, jobs, args.repeats or peers.ROUNDS, visible)
@@ -94,7 +109,7 @@ def compare(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure this engine alone, or beside others; 1 if one of them has failed."""
+    """Measure this engine alone, or compare engines; return 1 if one of them has failed."""
     engines = find_peers(args)
     if not engines:
         return bench.run(args)
@@ -109,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line says; return the status."""
+    """Run the command line; return the status."""
     return run_guarded(run, make_parser().parse_args(argv))
 
 

@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def show(model: str, questions: list[str], max_tokens: int) -> None:
-    """Ask `questions` in the model's chat form, where it has one, and print the answers."""
+    """Ask `questions` through the model's chat template, and print the answers."""
     with LLM(model) as llm:
         print(llm)
         conversations = [[{"role": "user", "content": question}] for question in questions]

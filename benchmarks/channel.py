@@ -21,8 +21,9 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.ranks.channel import Reader, Writer
 from nanovllm.engine.ranks.codec import decode, encode
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.device_table import Account, Layout
-from nanovllm.engine.step.inputs import decode_inputs
+from nanovllm.engine.step.device_table import TableLayout
+from nanovllm.engine.step.inputs import step_inputs
+from nanovllm.engine.step.ledger import Ledger
 from nanovllm.sampling_params import SamplingParams
 
 CONTEXT, BLOCK_SIZE = 1024, 16
@@ -54,14 +55,14 @@ def time_steps(
 ) -> dict[str, float]:
     """Decode `num_seqs` sequences for `num_steps`; microseconds, medians."""
     seqs = [Sequence([0] * CONTEXT, SamplingParams()) for _ in range(num_seqs)]
-    account = Account(Layout(num_seqs, (CONTEXT + num_steps) // BLOCK_SIZE + 1))
+    ledger = Ledger(TableLayout(num_seqs, (CONTEXT + num_steps) // BLOCK_SIZE + 1))
     sent, there = list[int](), list[int]()
     for step in range(num_steps):
         for seq in seqs:
             seq.num_cached_tokens = CONTEXT + step
             while len(seq.block_table) * BLOCK_SIZE <= seq.num_cached_tokens:
                 seq.block_table.append(step)
-        inputs = decode_inputs(Batch(seqs, is_prefill=False), account)
+        inputs = step_inputs(Batch(seqs, is_prefill=False), BLOCK_SIZE, ledger, [])
         time.sleep(gap_seconds)
         start = time.monotonic_ns()
         writer.send(encode(inputs))

@@ -44,8 +44,8 @@ import torch
 from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cuda_graph import Computed
-from nanovllm.kernels.plain import Decoding
+from nanovllm.engine.step.computed import Computed
+from nanovllm.kernels.plain.read_table import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
 PROMPT_LEN = 100  # of the shortest; each is longer than the one before by a token
@@ -181,12 +181,12 @@ def our_step(num_seqs: int, num_steps: int, block_size: int, **options: Any) -> 
 
 def take_out_the_device(llm: LLM, clock: Clock) -> None:
     """Put stand-ins where the device works, and laps between the phases of a step."""
-    runner, scheduler = llm._runner, llm.scheduler
+    runner, shard, scheduler = llm.model_runner, llm.model_runner.shard, llm.scheduler
     stand_in: Any = StandIn(clock, llm.config.max_num_batched_tokens)
-    runner.model, runner.sampler = stand_in, stand_in.sample
-    runner.backend.plan = lambda context: None  # type: ignore[method-assign]  # noqa: ARG005
-    runner._decode = stand_in.decode  # type: ignore[method-assign]
-    runner.graphs = graphs = runner.decode_graphs()
+    shard.model, shard.sampler = stand_in, stand_in.sample
+    shard.backend.attention.plan = lambda context: None  # type: ignore[method-assign]  # noqa: ARG005
+    shard._decode = stand_in.decode  # type: ignore[method-assign]
+    shard.graphs = graphs = shard.decode_graphs(llm.config.max_num_running)
     graphs.step = stand_in.replay  # type: ignore[method-assign, assignment]
     launch: Any = clock.ends("launch", runner.launch)
 

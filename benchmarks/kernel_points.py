@@ -1,4 +1,4 @@
-"""What `kernels.py` measures: the points of each kernel, with inputs, calls, bytes and FLOPs."""
+"""The points that `kernels.py` measures: inputs, calls, bytes and FLOPs of each kernel."""
 
 import contextlib
 import importlib
@@ -12,17 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.kernels import decode_attention as decode
-from nanovllm.kernels import paged_attention, plain
-from nanovllm.kernels import prefill_attention as prefill
-from nanovllm.kernels.common import INTERPRETED, rows_with_room
-from nanovllm.kernels.experts import experts
-from nanovllm.kernels.few_rows import few_rows_for
-from nanovllm.kernels.norm_rope_store import norm_rope_store
-from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanovllm.kernels.sample import sample
-from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.store_kvcache import store_kvcache
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain import decode_attention as plain_decode
+from nanovllm.kernels.plain import prefill_attention as plain_prefill
+from nanovllm.kernels.plain import store_kvcache as plain_store
+from nanovllm.kernels.plain.norm_rope_store import rotate
+from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.triton import decode_attention as decode
+from nanovllm.kernels.triton import prefill_attention as prefill
+from nanovllm.kernels.triton.common import INTERPRETED, rows_with_room
+from nanovllm.kernels.triton.experts import experts
+from nanovllm.kernels.triton.few_rows import few_rows_for
+from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
+from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.triton.sample import sample
+from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
+from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
 DTYPE, ITEMSIZE = torch.bfloat16, 2
@@ -32,7 +37,7 @@ BLOCK_SIZE, FLASH_BLOCK_SIZE = 64, 256  # ours and flash-attn's, of one cache
 KV_BYTES = 2 * KVH * D * ITEMSIZE  # of a token
 
 Call = Callable[..., Any]
-Calls = dict[str, Call]  # by who computes: "ours", "twin", "flash_attn"
+Calls = dict[str, Call]  # by implementation: "ours", "twin", "flash_attn"
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Point:
     """A kernel at one size."""
 
     name: str
-    make: Callable[[], Calls]  # draws inputs, and binds everyone's call to them
+    make: Callable[[], Calls]  # makes inputs, and binds each implementation's call to them
     num_bytes: int
     flops: int = 0
     twin_syncs: bool = False
@@ -58,7 +63,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def int32(numbers: list[int]) -> torch.Tensor:
-    """What tells a kernel of lengths."""
+    """Lengths or offsets for a kernel."""
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
@@ -79,14 +84,14 @@ class PagedContexts:
 
 
 def empty_caches(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V caches with room for so many tokens, and a slot for each of them."""
+    """K and V caches with room for `num_tokens` tokens, and a slot for each of them."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     k, v = torch.zeros(2, num_blocks, BLOCK_SIZE, KVH, D, dtype=DTYPE, device=DEVICE)
     return k, v, torch.randperm(num_blocks * BLOCK_SIZE)[:num_tokens].to(DEVICE)
 
 
 def store_kvcache_point(num_tokens: int) -> Point:
-    """Keys and values are views into a fused projection, as the layer hands them over."""
+    """Keys and values are views into a fused projection, as the layer passes them."""
 
     def make() -> Calls:
         k, v = normal(num_tokens, 4 * KVH, D)[:, 2 * KVH :].split(KVH, dim=1)
@@ -96,7 +101,7 @@ def store_kvcache_point(num_tokens: int) -> Point:
             store(k, v, *caches, slots)
             return caches
 
-        twin = paged_attention.store_kvcache_torch
+        twin = plain_store.store_kvcache
         return {
             "ours": partial(stored, store_kvcache, k_cache, v_cache),
             "twin": partial(stored, twin, k_cache.clone(), v_cache.clone()),
@@ -115,35 +120,35 @@ def context_lens(batch_size: int, context: int | None) -> list[int]:
 def plan_decode_point(batch_size: int, context: int | None) -> Point:
     """The plan that all layers of a step share.
 
-    A call returns the attention that its plan deals out, unrun: verified is what comes of it.
+    A call returns the attention with its plan as a function, so that its result is verified.
     """
     paged = PagedContexts(context_lens(batch_size, context))
-    x = (normal(batch_size, 2 * KVH, D), paged.k, paged.v)
+    x = (normal(batch_size, 2 * KVH, D), KVLayer(paged.k, paged.v, SCALE))
 
     def ours() -> Call:
         plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
-        return partial(decode.decode_attention, *x, plan, SCALE)
+        return partial(decode.decode_attention, *x, plan)
 
     def twin() -> Call:
-        plan = paged_attention.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
-        return partial(paged_attention.decode_attention, *x, plan, SCALE)
+        plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
+        return partial(plain_decode.decode_attention, *x, plan)
 
     name = f"{batch_size} x {context or 'mixed'}"
     return Point(name, lambda: {"ours": ours, "twin": twin}, 4 * batch_size, twin_syncs=True)
 
 
 def decode_attention_point(batch_size: int, context: int | None, num_heads: int) -> Point:
-    """One query a row, to a context in the cache; the plan is there."""
+    """One query for each row, to a context in the cache; the plan is not timed."""
     lens = context_lens(batch_size, context)
 
     def make() -> Calls:
         q, paged = normal(batch_size, num_heads, D), PagedContexts(lens)
-        x = (q, paged.k, paged.v)
+        x = (q, KVLayer(paged.k, paged.v, SCALE))
         plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
-        twin_plan = paged_attention.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
+        twin_plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
         calls: Calls = {
-            "ours": lambda: decode.decode_attention(*x, plan, SCALE),
-            "twin": lambda: paged_attention.decode_attention(*x, twin_plan, SCALE),
+            "ours": lambda: decode.decode_attention(*x, plan),
+            "twin": lambda: plain_decode.decode_attention(*x, twin_plan),
         }
         if flash_attn:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_with_kvcache(
@@ -159,7 +164,7 @@ def decode_attention_point(batch_size: int, context: int | None, num_heads: int)
 
 
 def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads: int) -> Point:
-    """Queries at the end of a context; if they are all of it, their keys are not in the cache."""
+    """Queries at the end of a context; if they are the whole context, no key is in the cache."""
     num_tokens, cached = num_seqs * queries, context - queries
 
     def make() -> Calls:
@@ -170,12 +175,12 @@ def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads
         cu_q, cu_k = (int32([n * i for i in range(num_seqs + 1)]) for n in (queries, context))
         tile = prefill.tile_queries(num_heads // KVH, D, DTYPE)
         plan = prefill.plan_prefill(cu_q, cu_k, tables, num_tokens, tile)
-        twin_plan = paged_attention.plan_prefill(cu_q, cu_k, tables, BLOCK_SIZE)
-        x = (q, k, v, paged.k, paged.v)
+        twin_plan = plain_prefill.plan_prefill(cu_q, cu_k, tables, BLOCK_SIZE)
+        x = (q, k, v, KVLayer(paged.k, paged.v, SCALE))
         keys, values = (paged.flash_k, paged.flash_v) if cached else (k, v)
         calls: Calls = {
-            "ours": lambda: prefill.prefill_attention(*x, plan, SCALE),
-            "twin": lambda: paged_attention.prefill_attention(*x, twin_plan, SCALE),
+            "ours": lambda: prefill.prefill_attention(*x, plan),
+            "twin": lambda: plain_prefill.prefill_attention(*x, twin_plan),
         }
         if flash_attn:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_varlen_func(
@@ -192,7 +197,7 @@ def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads
 
 
 def norm_point(ours: Call, twin: Call, num_inputs: int, num_tokens: int, size: int) -> Point:
-    """As many rows written as read."""
+    """Writes as many rows as it reads."""
 
     def make() -> Calls:
         x = (*(normal(num_tokens, size) for _ in range(num_inputs)), normal(size), EPS)
@@ -203,17 +208,17 @@ def norm_point(ours: Call, twin: Call, num_inputs: int, num_tokens: int, size: i
 
 
 def silu_and_mul_point(num_tokens: int, size: int) -> Point:
-    """Gate and up read, one row written."""
+    """Reads gate and up, writes one row."""
 
     def make() -> Calls:
         x = normal(num_tokens, 2 * size)
-        return {"ours": partial(silu_and_mul, x), "twin": partial(plain.silu_and_mul, x)}
+        return {"ours": partial(silu_and_mul, x), "twin": partial(PLAIN.silu_and_mul, x)}
 
     return Point(f"{num_tokens} x {size}", make, 3 * num_tokens * size * ITEMSIZE)
 
 
 def few_rows_point(num_rows: int, hidden: int, attended: int, projected: int, inner: int) -> Point:
-    """A layer without its attention. The twin is what it takes the place of: PyTorch's linear
+    """A layer without its attention. The twin is what it replaces: PyTorch's linear
     layers, the Triton kernels around them. Its first norm is made before, as its last is ours.
     """
     sizes = ((projected, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner))
@@ -248,7 +253,7 @@ def few_rows_point(num_rows: int, hidden: int, attended: int, projected: int, in
 def experts_point(
     num_tokens: int, num_here: int, num_experts: int, hidden: int, inside: int
 ) -> Point:
-    """Each token takes a sixteenth of all experts, of which the first are here.
+    """Each token takes a sixteenth of all experts; the first ones belong to this rank.
 
     Floor: the weights of those that are taken once, and a row in and out for each token.
     """
@@ -261,7 +266,7 @@ def experts_point(
         down = normal(num_here, hidden, inside).mul_(inside**-0.5)
         taken = (ids.to(DEVICE), shares.to(DEVICE), num_experts)
         x = (normal(num_tokens, hidden), gate_up, down, *taken)
-        return {"ours": partial(experts, *x), "twin": partial(plain.experts, *x)}
+        return {"ours": partial(experts, *x), "twin": partial(PLAIN.experts, *x)}
 
     weights = 3 * hidden * inside
     num_bytes = (len(here.unique()) * weights + 2 * num_tokens * hidden) * ITEMSIZE
@@ -270,23 +275,24 @@ def experts_point(
 
 
 def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
-    """The twin is what it takes the place of: PyTorch's norms and rotations, the Triton store."""
+    """The twin is what it replaces: PyTorch's norms and rotations, and the Triton store."""
 
     def make() -> Calls:
         qkv = normal(num_tokens, num_heads + 2 * KVH, D)
         angles = 6.28 * torch.rand(num_tokens, 1, D // 2, device=DEVICE)
         rope, norms = (angles.cos(), angles.sin()), (normal(D), normal(D))
         k_cache, v_cache, slots = empty_caches(num_tokens)
+        kv = KVLayer(k_cache, v_cache, SCALE)
         twin_caches = (k_cache.clone(), v_cache.clone())
 
         def ours() -> Any:
-            x = (qkv, KVH, rope, norms, EPS, k_cache, v_cache, slots)
+            x = (qkv, KVH, rope, norms, EPS, kv, slots)
             return *norm_rope_store(*x), k_cache, v_cache
 
         def twin() -> Any:
             q, k, v = qkv.split((num_heads, KVH, KVH), dim=1)
             q, k = (F.rms_norm(x, (D,), w, EPS) for x, w in zip((q, k), norms, strict=True))
-            q, k = plain.rotate(q, rope), plain.rotate(k, rope)
+            q, k = rotate(q, rope), rotate(k, rope)
             store_kvcache(k, v, *twin_caches, slots)
             return q, k, v, *twin_caches
 
@@ -298,14 +304,14 @@ def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
 
 
 def sample_point(num_rows: int, vocab_size: int, temperature: float) -> Point:
-    """All rows at one temperature; at 0 as the engine asks for a batch that is all greedy."""
+    """All rows at one temperature; 0 as for a batch of greedy rows alone."""
 
     def make() -> Calls:
         temperatures = torch.full((num_rows,), temperature, device=DEVICE)
         keys = torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), device=DEVICE)
         drawn = (temperatures, keys) if temperature else (None, None)
         x = (normal(num_rows, vocab_size).mul_(3), *drawn)
-        return {"ours": partial(sample, *x), "twin": partial(plain.sample, *x)}
+        return {"ours": partial(sample, *x), "twin": partial(PLAIN.sample, *x)}
 
     name = f"{num_rows} x {vocab_size}, {f'T = {temperature}' if temperature else 'greedy'}"
     return Point(name, make, num_rows * vocab_size * ITEMSIZE)
@@ -327,7 +333,7 @@ LOGITS = (
 )  # fmt: skip
 NORMS: Sizes = [(n, size) for size in (1024, 4096) for n in TOKENS]
 
-# What makes a kernel's points, all of them, and those of --quick, which Triton can interpret.
+# The function that makes a kernel's points, all sizes, and those of --quick for the interpreter.
 KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
     "store_kvcache": (store_kvcache_point, [(n,) for n in TOKENS], [(5,)]),
     "plan_decode": (
@@ -340,8 +346,8 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
         prefill_attention_point, [(*size, n) for n in HEADS for size in PREFILLS],
         [(2, 20, 20, 16), (1, 9, 70, 32)],
     ),
-    "rms_norm": (partial(norm_point, rms_norm, plain.rms_norm, 1), NORMS, [(3, 1024)]),
-    "add_rms_norm": (partial(norm_point, add_rms_norm, plain.add_rms_norm, 2), NORMS, [(3, 1024)]),
+    "rms_norm": (partial(norm_point, rms_norm, PLAIN.rms_norm, 1), NORMS, [(3, 1024)]),
+    "add_rms_norm": (partial(norm_point, add_rms_norm, PLAIN.add_rms_norm, 2), NORMS, [(3, 1024)]),
     "silu_and_mul": (
         silu_and_mul_point, [(n, size) for size in (3072, 12288) for n in TOKENS], [(3, 3072)],
     ),

@@ -4,14 +4,14 @@
     python benchmarks/kernels.py --only decode_attention,sample
     TRITON_INTERPRET=1 python benchmarks/kernels.py --quick    # no GPU: does it all still run?
 
-A point's floor is the bytes that nothing gets around at the rate of a large copy, or its FLOPs at
-the rate of a large linear layer; both rates are measured first. A copy reads as much as it writes:
-a kernel that mostly reads may come in below its floor.
+A point's floor is the time of the bytes that it must move at the rate of a large copy, or of its
+FLOPs at the rate of a large linear layer; both rates are measured first. A copy reads as much as it
+writes, so a kernel that mostly reads may be faster than its floor.
 
-What differs from its twin is not timed. What is timed is the device: launches come from a CUDA
-graph. A twin that syncs cannot be captured, and its time, marked ~, has the host's in it. Copies of
-the inputs take turns, so that they come from memory; points so small that these may all stay in the
-L2 cache, where a model's activations are too, have their floor marked *.
+A kernel that differs from its twin is not timed. Times are the device's: launches come from a CUDA
+graph. A twin that syncs cannot be captured, and its time, marked ~, includes the host's. Copies of
+the inputs take turns, so that they are read from memory; if all of them may stay in the L2 cache,
+like a model's activations, the floor is marked *.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from nanovllm.bench.roofline import Machine
 TOLERANCE = 4 * 2.0**-7  # of a row's largest entry: four steps of bfloat16, at their widest
 SAMPLES, SAMPLE_SECONDS = 9, 0.02
 FEWEST_CALLS, MOST_COPIES = 8, 256  # in one graph
-CACHES = 4  # the copies that take turns would fill the L2 cache so many times
+CACHES = 4  # the copies that take turns are this many times as large as the L2 cache
 
 
 def seconds(run: Call, repeats: int = 1) -> float:
@@ -61,7 +61,7 @@ def sample_seconds(run: Call) -> list[float]:
 
 
 def call_all(calls: list[Call]) -> None:
-    """One after the other; nobody's output takes the place of another's."""
+    """Call one after the other, keeping all outputs, so that none reuses another's memory."""
     _ = [call() for call in calls]
 
 
@@ -86,7 +86,7 @@ def measure_machine() -> Machine:
 
 
 def max_error(out: Any, twin: Any) -> float:
-    """The largest difference, in terms of its row's largest entry; of integers, how many differ."""
+    """The largest difference over its row's largest entry; of integers, how many differ."""
     if callable(out):
         out, twin = out(), twin()
     if isinstance(out, torch.Tensor):
@@ -103,7 +103,7 @@ def max_error(out: Any, twin: Any) -> float:
 
 
 def measure(point: Point, machine: Machine, cache_bytes: int) -> dict[str, Any]:
-    """Verify a point and, if it holds, time everyone who computes it."""
+    """Verify a point and, if it is right, time each implementation."""
     copies = min(MOST_COPIES, math.ceil(CACHES * cache_bytes / point.num_bytes))
     sets = [point.make() for _ in range(max(1, copies))]
     outs = {who: call() for who, call in sets[0].items()}
@@ -144,7 +144,7 @@ COLUMNS = (
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """A line of the table; what does not apply is left out."""
+    """A line of the table; columns that do not apply are empty."""
     if not row["right"]:
         return f"{row['point']:34} WRONG, and not timed: {row['errors']}"
     marks = {"twin_us": "~" * row["twin_syncs"], "floor_us": "*" * row["may_stay_in_cache"]}
@@ -156,7 +156,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def describe(machine: Machine, cache_bytes: int) -> dict[str, Any]:
-    """Where it runs, on what, and how fast that is."""
+    """The machine, its libraries and its speed."""
     return {
         "benchmark": "kernels",
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "Triton's interpreter",
@@ -183,16 +183,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", type=kernel_names, default=list(KERNELS), metavar="NAME,...",
                         help=f"of {', '.join(KERNELS)}")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="a few small points: a smoke run")
+    parser.add_argument("--quick", action="store_true", help="a few small points: a smoke test")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args(argv)
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json: there is no folder {args.json.parent}")
     problem = None
     if DEVICE == "cuda" and not torch.cuda.is_available():
-        problem = "needs a CUDA device; without one, TRITON_INTERPRET=1 and --quick try the script"
+        problem = "needs a CUDA device; without one, TRITON_INTERPRET=1 and --quick test the script"
     elif DEVICE == "cpu" and not args.quick:
-        problem = "under TRITON_INTERPRET=1 there is nothing to measure, and only --quick ends soon"
+        problem = "under TRITON_INTERPRET=1 times mean nothing, and only --quick ends soon"
     if problem:
         parser.exit(2, f"{parser.prog}: error: {problem}\n")
     return args

@@ -1,12 +1,12 @@
-"""How fast a checkpoint is loaded, beside a tensor at a time, and beside what bounds it.
+"""Measure how fast a checkpoint is loaded, and compare that with one thread and with its bounds.
 
     python benchmarks/loading.py [--gb 4] [--files 8] [--cold]
 
-A checkpoint of random weights is written into a temporary folder (`TMPDIR` says where), and loaded
-on the CPU again and again into models that are made anew. In turns with that: loading with one
-thread, reading the files into one small buffer (`cat files > /dev/null`), and filling such a model
+A checkpoint of random weights is written into a temporary folder (in `TMPDIR`), and loaded on the
+CPU several times, each time into a new model. In turns with that, it measures loading with one
+thread, reading the files into one small buffer (`cat files > /dev/null`), and filling a new model
 from memory, which touches its pages for the first time and reads no files. With `--cold` the files'
-pages are dropped before each turn. Told are medians of seconds; the last line is JSON.
+pages are dropped before each turn. It prints median seconds; the last line is JSON.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BUFFER_BYTES = 1 << 20
 
 
 def make_model(folder: Path, device: str = "cpu") -> CausalLM:
-    """The model of a folder in bfloat16, its weights not filled."""
+    """The model of a folder in bfloat16, with weights that are not initialized."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
@@ -46,7 +46,7 @@ def make_model(folder: Path, device: str = "cpu") -> CausalLM:
 
 
 def write_checkpoint(folder: Path, gigabytes: float, num_files: int) -> list[Path]:
-    """Files of random weights, as large as each other but for a tensor."""
+    """Write files of random weights, whose sizes differ by a tensor at most."""
     num_layers = max(1, round(gigabytes / LAYER_GB))
     config = json.dumps({**SHAPE, "num_hidden_layers": num_layers})
     (folder / "config.json").write_text(config, encoding="utf-8")
@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path, gigabytes: float, num_files: int) -> list[Pat
 
 
 def drop_pages(files: list[Path]) -> None:
-    """Let the system forget what it has of the files in memory."""
+    """Drop the files' pages from the system's page cache."""
     for file in files:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -86,7 +86,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def measure(folder: Path, files: list[Path], repeats: int, cold: bool) -> dict[str, float]:
-    """Median seconds by what was done."""
+    """Median seconds of each kind of turn."""
     source = torch.ones(max(p.numel() for p in make_model(folder, "meta").parameters())).bfloat16()
 
     def load(num_threads: int) -> float:
@@ -111,16 +111,18 @@ def measure(folder: Path, files: list[Path], repeats: int, cold: bool) -> dict[s
             if cold:
                 drop_pages(files)
             times[name].append(turn())
-    return {name: statistics.median(values[1:]) for name, values in times.items()}  # 1: warmed up
+    return {name: statistics.median(values[1:]) for name, values in times.items()}  # 0 warms up
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write, measure, delete, tell."""
+    """Write a checkpoint, measure, delete it, and print the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint")
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cold", action="store_true", help="drop the files' pages each time")
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the files' pages before each turn"
+    )
     args = parser.parse_args(argv)
     if args.gb <= 0 or args.files < 1 or args.repeats < 1:
         parser.error("--gb must be above 0, --files and --repeats at least 1")

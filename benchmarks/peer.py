@@ -1,15 +1,15 @@
-"""One engine, one workload, one process: what `bench.py --peers` starts for each engine.
+"""Time one engine on one workload, in a process that `bench.py --peers` starts for each engine.
 
     python benchmarks/peer.py JOB.json
 
-It loads the engine that the job names, warms it up with one request, times the whole workload once
-and prints one JSON object. It knows engines by their public interfaces alone, and nothing of who
-starts it, so that any Python can run it that has the engine. Stdout belongs to that object: what an
-engine and its processes print goes to stderr.
+It loads the job's engine, warms it up with one request, times the whole workload once and prints
+one JSON object. It uses only the public interfaces of engines and nothing else of this project, so
+that any Python that has the engine can run it. Stdout is for that object: output of the engine and
+its processes goes to stderr.
 
-A job: `engine`, `module` (the package's name), `model` (a directory), `device` ("cpu" or "cuda"),
-`dtype`, `temperature`, `prompts` (lists of token ids), `output_lens` (tokens to generate for each,
-end-of-text or not), `warmup` (a prompt), and `options`: keywords of the engine's own.
+A job has `engine`, `module` (the package's name), `model` (a directory), `device` ("cpu" or
+"cuda"), `dtype`, `temperature`, `prompts` (lists of token ids), `output_lens` (tokens to generate
+for each, past any end-of-text), `warmup` (a prompt), and `options` (keywords for the engine).
 """
 
 import importlib
@@ -24,11 +24,11 @@ from typing import Any
 WARMUP_TOKENS = 16
 
 Job = dict[str, Any]
-Generate = Callable[[list[list[int]], list[int]], list[int]]  # returns how many tokens each got
+Generate = Callable[[list[list[int]], list[int]], list[int]]  # returns the number of tokens of each
 
 
 def params_of(sampling_params: Any, job: Job, output_lens: list[int]) -> list[Any]:
-    """One for each request: it runs to its length."""
+    """Sampling parameters for each request, which generates its full length."""
     return [
         sampling_params(temperature=job["temperature"], ignore_eos=True, max_tokens=n)
         for n in output_lens
@@ -36,7 +36,7 @@ def params_of(sampling_params: Any, job: Job, output_lens: list[int]) -> list[An
 
 
 def nanovllm(job: Job) -> Generate:
-    """The engine that this project is."""
+    """Run this project's engine."""
     from nanovllm import LLM, SamplingParams
 
     llm = LLM(job["model"], **job["options"])
@@ -50,7 +50,7 @@ def nanovllm(job: Job) -> Generate:
 
 
 def nano_vllm(job: Job) -> Generate:
-    """Called as nanovllm is; it has no options for device and type."""
+    """Run nano-vllm, which has nanovllm's interface, but no options for device and type."""
     if job["device"] != "cuda":
         sys.exit(f"nano-vllm needs CUDA and flash-attn, and the device is {job['device']}")
     config = json.loads((Path(job["model"]) / "config.json").read_text(encoding="utf-8"))
@@ -61,8 +61,8 @@ def nano_vllm(job: Job) -> Generate:
 
 
 def vllm(job: Job) -> Generate:
-    """It runs on what it was built for."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB: what nanovllm takes
+    """Run vLLM, on the device that it was built for."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB, as nanovllm
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
@@ -81,9 +81,9 @@ def vllm(job: Job) -> Generate:
 
 
 def transformers(job: Job) -> Generate:
-    """`generate` on one padded batch, which goes on until its longest output is done.
+    """Run `generate` on one padded batch, until its longest output is done.
 
-    What the others' rows get beyond their lengths is no output, and not counted as such.
+    Tokens of other rows beyond their lengths are not counted as output.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -100,7 +100,7 @@ def transformers(job: Job) -> Generate:
         width, longest = max(map(len, prompts)), max(output_lens)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        # In place of the model's own, whose filters and stop tokens the others do not apply.
+        # Replaces the model's own, whose filters and stop tokens the other engines do not apply.
         model.generation_config = GenerationConfig(
             do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0,
             max_new_tokens=longest, pad_token_id=0,
@@ -121,7 +121,7 @@ ENGINES: dict[str, Callable[[Job], Generate]] = {
 
 
 def version(module: str) -> str:
-    """The package's version, from itself or from its installation."""
+    """The package's version, from its module or its installation."""
     from importlib import metadata
 
     own = getattr(importlib.import_module(module), "__version__", None)
@@ -151,7 +151,11 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Keep stdout for the result, and this folder out of the imports: its names are common."""
+    """Run the job of the command line.
+
+    Stdout is kept for the result. This folder is removed from the import path, as other packages
+    have modules of the same names.
+    """
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     job: Job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Several engines on one workload: which of them are here, their turns, and what came of it.
+"""Compare several engines on one workload: find them, run them in turns, and print the figures.
 
-Each engine runs in a process of its own, a new one for each round: `benchmarks/peer.py`, run by the
-Python that has the engine. It gets what all share as a JSON file (prompts as token ids, output
-lengths, one model directory), and only one such process runs at a time.
+Each engine runs `benchmarks/peer.py` in a new process for each round, with the Python that has the
+engine. All engines get the same prompts (as token ids), output lengths and model directory, in a
+JSON file. Only one of these processes runs at a time.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ PROGRAM = Path(__file__).with_name("peer.py")
 OURS = "nanovllm"
 PEERS = {"nano-vllm": "nanovllm", "vllm": "vllm", "transformers": "transformers"}  # their packages
 ROUNDS = 3
-LAST_LINES = 12  # of what a failed engine said
+LAST_LINES = 12  # of a failed engine's stderr, to show
 FIND = """
 import importlib.util, sys
 spec = importlib.util.find_spec(sys.argv[1])
@@ -36,7 +36,7 @@ print(spec.origin) if spec and spec.origin else sys.exit(1)
 
 @dataclass(frozen=True)
 class Engine:
-    """Where an engine is: its package, the Python that runs it, a folder to import it from."""
+    """An engine: its package, the Python that runs it, and a folder to import it from."""
 
     name: str
     module: str
@@ -44,12 +44,12 @@ class Engine:
     path: str | None = None
 
     def env(self) -> dict[str, str]:
-        """Its environment: the folder stands before what else Python searches."""
+        """Its environment, in which Python searches the folder first."""
         path = filter(None, [self.path, os.environ.get("PYTHONPATH")])
         return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
     def find(self) -> Path | None:
-        """The package's file, as that Python finds it. Starts it."""
+        """The file of the package that its Python finds, or None. Starts that Python."""
         found = subprocess.run(
             [self.python, "-c", FIND, self.module],
             cwd=PROGRAM.parent, env=self.env(), capture_output=True, text=True,
@@ -58,7 +58,7 @@ class Engine:
 
 
 class PeerError(Exception):
-    """An engine brought no result; the message is the end of what it said."""
+    """An engine has failed; the message has the last lines of its stderr."""
 
 
 def pairs(option: str, values: list[str]) -> dict[str, str]:
@@ -74,10 +74,10 @@ def pairs(option: str, values: list[str]) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """The absolute path of a program. Links stay: a virtual environment's Python is one."""
-    found = shutil.which(os.path.expanduser(name))  # noqa: PTH111 - a Path forgets the dot of ./
+    """The absolute path of a program. Links are kept: a virtual environment's Python is one."""
+    found = shutil.which(os.path.expanduser(name))  # noqa: PTH111 - a Path drops the dot of ./
     if found is None:
-        raise FileNotFoundError(f"--peer-python {name} is no program")
+        raise FileNotFoundError(f"--peer-python {name} is not a program")
     return str(Path(found).absolute())
 
 
@@ -90,33 +90,33 @@ def folder(name: str) -> str:
 
 
 def find_engines(names: list[str], pythons: list[str], paths: list[str]) -> list[Engine]:
-    """Ours, and the peers that are asked for; without names, those that are found.
+    """Our engine and the requested peers; without names, the peers that are found.
 
-    A peer that is asked for, by name or by where it is, and is not there is a ValueError.
+    A peer that is requested by name, Python or path but not found is a ValueError.
     """
     python_of = {name: program(it) for name, it in pairs("--peer-python", pythons).items()}
     path_of = {name: folder(it) for name, it in pairs("--peer-path", paths).items()}
     if unknown := sorted(set(names) - PEERS.keys()):
         raise ValueError(f"--peers are {', '.join(PEERS)}; got {', '.join(unknown)}")
-    asked = {*names, *python_of, *path_of}
+    requested = {*names, *python_of, *path_of}
     engines = [Engine(OURS, OURS, path=str(ROOT))]
     for name, module in PEERS.items():
-        if names and name not in asked:
+        if names and name not in requested:
             continue
         engine = Engine(name, module, python_of.get(name, sys.executable), path_of.get(name))
         file = engine.find()
         if file is not None and not file.is_relative_to(ROOT / OURS):
             engines.append(engine)
-        elif name in asked:
+        elif name in requested:
             where = f"{engine.python}{f' with {engine.path}' if engine.path else ''}"
             what = f"finds no package {module!r}" if file is None else "finds this project itself"
-            raise ValueError(f"{name}: {where} {what}; say --peer-path {name}=DIR or --peer-python"
+            raise ValueError(f"{name}: {where} {what}; give --peer-path {name}=DIR or --peer-python"
                              f" {name}=PATH")  # fmt: skip
     return engines
 
 
 def write_weights(path: Path, dtype: str, seed: int) -> None:
-    """Give a model directory of config.json alone random weights, and one word for each token.
+    """Add random weights to a directory with a config.json, and a tokenizer with a word per token.
 
     Peak memory: the model.
     """
@@ -131,14 +131,16 @@ def write_weights(path: Path, dtype: str, seed: int) -> None:
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(path)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    file.write_text(text, encoding="utf-8")  # as all versions can read it, not as this one wrote it
+    file.write_text(
+        text, encoding="utf-8"
+    )  # restore the form that all versions of transformers read
     words = {f"t{i}": i for i in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
 def visible_devices(device: torch.device, num_ranks: int) -> dict[str, str]:
-    """Of the GPUs, show only those that `device` and its followers are."""
+    """The environment that makes only `device` and the GPUs of the further ranks visible."""
     if device.type != "cuda":
         return {}
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -148,9 +150,9 @@ def visible_devices(device: torch.device, num_ranks: int) -> dict[str, str]:
 
 
 def run_engine(engine: Engine, folder: Path, env: dict[str, str]) -> dict[str, Any]:
-    """One run in a new process; at the end, however it comes, what it started ends with it.
+    """One run in a new process. When it ends in any way, all processes that it started are killed.
 
-    Files instead of pipes: a grandchild that keeps one open is not waited for.
+    Output goes to files: with pipes, a grandchild that keeps one open would be waited for.
     """
     out, err = folder / f"{engine.name}.out", folder / f"{engine.name}.err"
     command = [engine.python, str(PROGRAM), str(folder / f"{engine.name}.json")]
@@ -170,15 +172,15 @@ def run_engine(engine: Engine, folder: Path, env: dict[str, str]) -> dict[str, A
     try:
         result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     except ValueError:
-        said = err.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        lines = err.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         ended = f"signal {-status}" if status < 0 else f"status {status}"
-        raise PeerError("\n".join([f"ended with {ended}", *said])) from None
+        raise PeerError("\n".join([f"ended with {ended}", *lines])) from None
     return result
 
 
 @dataclass
 class Runs:
-    """What came of an engine's rounds."""
+    """The results of an engine's rounds."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -188,7 +190,7 @@ class Runs:
 def take_turns(
     engines: list[Engine], jobs: dict[str, dict[str, Any]], rounds: int, env: dict[str, str]
 ) -> dict[str, Runs]:
-    """Run the rounds, each beginning with another engine. One that failed is not run again."""
+    """Run the rounds, each starting with another engine. A failed engine is not run again."""
     with tempfile.TemporaryDirectory() as scratch:
         for name, job in jobs.items():
             (Path(scratch) / f"{name}.json").write_text(json.dumps(job), encoding="utf-8")
@@ -220,7 +222,7 @@ def _rounds(
 
 
 def figures(runs: dict[str, Runs], output_tokens: int, floor_seconds: float) -> dict[str, Any]:
-    """Medians and ratios: how many times as fast as each peer ours is, and in each round."""
+    """Each engine's median, and the ratio of its time to ours, overall and by round."""
     result: dict[str, Any] = {}
     ours = runs[OURS]
     for name, its in runs.items():
@@ -234,14 +236,16 @@ def figures(runs: dict[str, Runs], output_tokens: int, floor_seconds: float) -> 
             row["roofline_percent"] = 100 * floor_seconds / median
             if ours.seconds:
                 row["ratio"] = median / statistics.median(ours.seconds)
-                rounds = zip(its.seconds, ours.seconds, strict=False)  # one may have failed late
+                rounds = zip(
+                    its.seconds, ours.seconds, strict=False
+                )  # one may have failed in a later round
                 row["ratios"] = [theirs / our for theirs, our in rounds]
         result[name] = row
     return result
 
 
 def print_figures(result: dict[str, Any]) -> None:
-    """A table: engines, and how ours compares."""
+    """Print a table of the engines, and their ratios to ours."""
     labels = {name: f"{name} {row.get('version', '')}".strip() for name, row in result.items()}
     width = max(map(len, labels.values()))
     print(

@@ -1,11 +1,11 @@
-"""What it costs to narrow a choice: the sampler with each filter, against no filter at all.
+"""The cost of filters: the sampler with each filter, against the sampler without.
 
     python benchmarks/sampler.py [--rows 16] [--vocab 151936] [--device cpu]
 
-Every row of the batch asks for the same. Logits are bf16 and normal: flat, where 90% of the mass
-are most of the tokens, and peaked, where they are a thousand. All take turns, so that what else the
-machine does meets all of them; told are medians, and how many times the one without filters.
-What the host does beforehand is not in it: parameters as tensors, and on a GPU the launches.
+All rows of the batch have the same filter. Logits are bf16 and normal: flat, where most of the
+tokens have 90% of the mass, and peaked, where a thousand have it. Filters take turns, so that other
+load on the machine affects all of them alike. Reported are medians, and their ratios to no filter.
+The host's work before is not included: parameters as tensors, and on a GPU the launches.
 """
 
 import argparse
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.draw_inputs import sampling_inputs
+from nanovllm.engine.step.draw_inputs import draw_inputs
+from nanovllm.engine.step.transfer import upload, upload_all
 from nanovllm.layers.sampler import Sampler
 
 NONE = "none"
@@ -46,7 +48,7 @@ SPREADS = {"flat": 1.0, "peaked": 4.0}  # of the logits
 
 
 def seconds(sampler: Sampler, inputs: tuple[Any, ...], device: torch.device) -> float:
-    """The time that one call takes the device; a GPU is kept busy until all is launched."""
+    """The time that one call takes the device; a GPU is kept busy until everything is launched."""
     if device.type == "cpu":
         start = time.perf_counter()
         sampler(*inputs)
@@ -70,14 +72,18 @@ def measure(
         for name, fields in FILTERS.items():
             seqs = [
                 Sequence(
-                    list(range(500)), SamplingParams(seed=row, temperature=temperature, **fields)
+                    list(range(500)),
+                    SamplingParams(seed=row, temperature=temperature, **fields),
+                    counts=TokenCounts(),
                 )
                 for row in range(len(logits))
             ]
             for seq in seqs:
                 seq.token_ids += [7] * (index + 2)
-            made = sampling_inputs(seqs, logits.shape[1], logits.device)
-            inputs = logits, made.temperatures, made.keys, made.filters
+            made = draw_inputs(seqs, logits.shape[1], logits.device.type)
+            assert made.temperatures is not None and made.keys is not None
+            choices = upload(made.temperatures, logits.device), upload(made.keys, logits.device)
+            inputs = logits, *choices, upload_all(made.filters, logits.device)
             taken = seconds(sampler, inputs, logits.device)
             if index >= 0:  # the first ones warm up
                 times[name].append(1e3 * taken)

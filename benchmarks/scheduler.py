@@ -22,6 +22,7 @@ from scheduler_step import load_rival, rival_scheduler
 
 from nanovllm.config import Config
 from nanovllm.engine import forecast
+from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -85,8 +86,11 @@ def run(
     """Our scheduler on a pool."""
     forecast.WORTHWHILE = worthwhile
     scheduler = Scheduler(
-        Config("no model", kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=num_blocks,
-               max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS)
+        EngineConfig.settle(
+            Config("no model", kvcache_block_size=BLOCK_SIZE, overlap=False,
+                   max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS),
+            num_blocks, max_model_len=num_blocks * BLOCK_SIZE,
+        )
     )  # fmt: skip
     ends: dict[int, int] = {}
     for prompt, length, limit in requests:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -55,13 +56,10 @@ def pool_blocks(num_seqs: int, num_steps: int, block_size: int) -> int:
 
 def our_step(num_seqs: int, num_steps: int, block_size: int) -> Step:
     """Prefill our scheduler, and return its decode step."""
-    config = Config(
-        "no model",
-        max_num_seqs=num_seqs,
-        kvcache_block_size=block_size,
-        num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size),
-    )
-    scheduler = Scheduler(config)
+    num_blocks = pool_blocks(num_seqs, num_steps, block_size)
+    config = Config("no model", max_num_seqs=num_seqs, kvcache_block_size=block_size, overlap=False)
+    settled = EngineConfig.settle(config, num_blocks, max_model_len=num_blocks * block_size)
+    scheduler = Scheduler(settled)
     params = SamplingParams(max_tokens=num_steps + 2, ignore_eos=True)
     for prompt in prompts(num_seqs):
         scheduler.add(Sequence(prompt, params))

@@ -4,9 +4,9 @@
     python examples/ray_batch.py requests.parquet results --model Qwen/Qwen3-8B --replicas 8
     RAY_ADDRESS=auto python examples/ray_batch.py s3://bucket/requests.jsonl s3://bucket/results ...
 
-A line, or a row with its columns, is a request as in `nanovllm run-batch`: {"prompt": "12+34="} is
-one. RESULTS is a folder of files of the same kind: what came in, and the answers to it. The status
-is 1 if some could not be answered.
+A line, or a row with its columns, is a request as in `nanovllm run-batch`, for example
+{"prompt": "12+34="}. RESULTS is a folder for files of the same kind, with the requests and their
+answers. The status is 1 if some requests could not be answered.
 """
 
 import argparse
@@ -21,58 +21,74 @@ from nanovllm.command.options import (
     engine_options,
     sampling_options,
 )
-from nanovllm.ray import answer  # which says what to install, if there is no Ray
+from nanovllm.ray import answer  # without Ray, its error says what to install
 
 import ray  # isort: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read, answer, write, and count what went wrong."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s INPUT RESULTS [options]",
         description="Answer a file of requests with Ray Data.",
     )
-    parser.add_argument("input", help="JSON Lines, or Parquet if its name ends so")
-    parser.add_argument("results", help="a folder, which must not be there yet")
-    parser.add_argument("--replicas", type=int, default=1, help="engines")
-    parser.add_argument("--num-cpus", type=float, help="cores that one takes")
+    parser.add_argument("input", help="a file of JSON Lines, or .parquet")
+    parser.add_argument("results", help="a folder that does not exist yet")
+    parser.add_argument("--replicas", type=int, default=1, help="number of engines")
+    parser.add_argument("--num-cpus", type=float, help="cores for each engine")
     parser.add_argument(
-        "--batch-size", type=int, default=2048, help="rows that one takes at a time"
+        "--batch-size", type=int, default=2048, help="rows that an engine gets at a time"
     )
     parser.add_argument(
-        "--keep", nargs="+", default=(), metavar="COLUMN", help="of Parquet, no part of a request"
-    )
+        "--keep", nargs="+", default=(), metavar="COLUMN",
+        help="a Parquet file's columns that are not part of a request",
+    )  # fmt: skip
     add_engine_options(parser)
-    add_sampling_options(parser)  # of rows that do not say
-    args = parser.parse_args(argv)
+    add_sampling_options(parser)  # for rows that do not set them
+    return parser
 
-    is_parquet = args.input.endswith(".parquet")
-    try:
-        if Path(args.results).exists():
-            raise UsageError(f"{args.results} is there already; name another folder, or remove it")
-        # Lines as they are: one that is no JSON is an error of its row, and types may vary.
-        requests = (ray.data.read_parquet if is_parquet else ray.data.read_text)(args.input)
-        results = answer(
-            requests,
-            replicas=args.replicas,
-            batch_size=args.batch_size,
-            num_cpus=args.num_cpus,
-            keep=args.keep,
-            line_column=None if is_parquet else "text",
-            sampling=sampling_options(args),
-            **engine_options(args),
-        )
-    except (UsageError, OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
-    (results.write_parquet if is_parquet else results.write_json)(args.results, mode="error")
 
+def answers_to(args: argparse.Namespace, is_parquet: bool) -> ray.data.Dataset:
+    """The requests with their answers, which are computed when they are written."""
+    if Path(args.results).exists():
+        raise UsageError(f"{args.results} already exists; choose another folder, or remove it")
+    # Lines are read as text: bad JSON is then an error of its row, and types may vary by row.
+    requests = (ray.data.read_parquet if is_parquet else ray.data.read_text)(args.input)
+    return answer(
+        requests,
+        replicas=args.replicas,
+        batch_size=args.batch_size,
+        num_cpus=args.num_cpus,
+        keep=args.keep,
+        line_column=None if is_parquet else "text",
+        sampling=sampling_options(args),
+        **engine_options(args),
+    )
+
+
+def count_rows(results: str, is_parquet: bool) -> tuple[int, int]:
+    """The number of rows in a folder of results, and of those with an error."""
     read = ray.data.read_parquet if is_parquet else ray.data.read_json
     num_rows = num_failed = 0
-    with contextlib.suppress(FileNotFoundError):  # of no rows nothing is written
-        errors = read(args.results).select_columns(["error"])
+    with contextlib.suppress(FileNotFoundError):  # without rows nothing is written
+        errors = read(results).select_columns(["error"])
         for batch in errors.iter_batches(batch_format="pyarrow"):
             num_rows += len(batch)
             num_failed += len(batch) - batch["error"].null_count
+    return num_rows, num_failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the requests, write the answers, and count the errors."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    is_parquet = args.input.endswith(".parquet")
+    try:
+        answers = answers_to(args, is_parquet)
+    except (UsageError, OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    (answers.write_parquet if is_parquet else answers.write_json)(args.results, mode="error")
+    num_rows, num_failed = count_rows(args.results, is_parquet)
     print(f"{num_rows} rows, {num_failed} of them with an error")
     return int(num_failed > 0)
 

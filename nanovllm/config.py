@@ -1,97 +1,157 @@
 """Config: what the user asked for, validated, and never changed afterwards.
 
-It knows nothing about models or devices: what only the checkpoint or the machine can tell (the
-model's length, the pool's size) is settled by the engine, in a copy.
+It knows nothing about models or devices: what depends on the checkpoint or the machine (the model's
+length, the pool's size) is settled by the engine.
 """
 
 import dataclasses
-import math
 import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, did_you_mean
+from nanovllm.utils.checks import allowed_choices, check_choice, did_you_mean, shorten
+from nanovllm.utils.option import (
+    TRUE_OR_FALSE,
+    Rule,
+    check_options,
+    float_range,
+    int_range,
+    one_of,
+    option,
+    required,
+)
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
-SCHEDULINGS = ("prefill-first", "mixed")
 MAX_RANKS = 8
-INT_RANGES = {
-    "max_num_batched_tokens": (1, None),
-    "max_num_seqs": (1, None),
-    "max_model_len": (2, None),
-    "tensor_parallel_size": (1, MAX_RANKS),
-    "kvcache_block_size": (1, None),
-    "num_kvcache_blocks": (1, None),
-    "seed": (0, 2**63 - 1),
-}
-NONE_FITS = ("max_model_len", "kvcache_block_size", "num_kvcache_blocks")
-FLOAT_RANGES = {"gpu_memory_utilization": (0.01, 1.0), "cpu_kvcache_gib": (0.0, math.inf)}
+DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
+A_PATH = "a path or a hub id"
+
+
+def _check_path(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise TypeError(f"{name} must be {A_PATH}, got {shorten(value)}")
+    return str(os.fspath(value))
+
+
+def _check_device(name: str, value: Any) -> str:
+    """Accept torch.device objects too."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        raise ValueError(f"{name} must be {DEVICES}, got {str(value)!r}")
+    return str(value)
+
+
+def _check_dtype(name: str, value: Any) -> str:
+    """Accept torch.dtype objects too."""
+    return check_choice(name, str(value).removeprefix("torch."), DTYPES)
+
+
+PATH = Rule(_check_path, A_PATH)
+DEVICE = Rule(_check_device, DEVICES)
+DTYPE = Rule(_check_dtype, allowed_choices(DTYPES), DTYPES)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Options of an engine; see the table in the README.
+    """Options of an engine; docs/options.md lists them."""
 
-    `None` stands for "what fits": the model's own length, the backend's block size, as many KV
-    blocks as the memory holds, overlapping steps where a device computes beside the host.
-    """
-
-    model: str
-    tokenizer: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    cpu_kvcache_gib: float = 4.0
-    tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    enforce_eager: bool = False
-    kvcache_block_size: int | None = None
-    num_kvcache_blocks: int | None = None
-    attention_backend: str = "auto"
-    enable_prefix_caching: bool = True
-    scheduling: str = "prefill-first"
-    overlap: bool | None = None
-    seed: int = 0
+    model: str = required(
+        "a directory with `config.json` and safetensors files, or a hub id, which is downloaded",
+        PATH,
+    )
+    tokenizer: str | None = option(
+        None, "another directory or hub id to load the tokenizer from", PATH, none="the model's"
+    )
+    device: str = option(
+        "auto", "`auto` is CUDA if there is a GPU; `cuda:N` is the GPU with that number", DEVICE
+    )
+    dtype: str = option(
+        "auto",
+        "type of the weights and of computation; `auto` is the checkpoint's, or float32 on a CPU"
+        " without instructions for it",
+        DTYPE,
+    )
+    load_format: str = option(
+        "auto",
+        "`dummy`: random weights, for which only `config.json` is needed",
+        one_of("auto", "dummy"),
+    )
+    max_num_batched_tokens: int = option(
+        16384, "most tokens in one step; longer prompts are computed in chunks", int_range(1)
+    )
+    max_num_seqs: int = option(
+        512,
+        "most sequences that run at once; each of a request's `n` samples is one",
+        int_range(1),
+    )
+    max_model_len: int | None = option(
+        None,
+        "most tokens of a prompt and its output together",
+        int_range(2),
+        none="the model's own limit, or what the KV pool can hold of one sequence if that is less",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory to use, everything counted", float_range(0.01, 1.0)
+    )
+    cpu_kvcache_gib: float = option(
+        4.0,
+        "size of the KV pool on a CPU in GiB, all ranks together; memory is only touched when it is"
+        " used",
+        float_range(0.0),
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "GPUs, from `device` on, or processes on a CPU, that share the model",
+        int_range(1, MAX_RANKS),
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "each rank holds some experts as a whole, instead of a part of every expert; an error if"
+        " the model has no experts",
+        TRUE_OR_FALSE,
+    )
+    enforce_eager: bool = option(False, "do not use CUDA graphs", TRUE_OR_FALSE)
+    kvcache_block_size: int | None = option(
+        None,
+        "tokens in a KV block",
+        int_range(1),
+        none="the backend's: 16 for cpu and torch, 64 for triton, 256 for flash_attn",
+    )
+    num_kvcache_blocks: int | None = option(
+        None,
+        "size of the KV pool in blocks; replaces `gpu_memory_utilization` and `cpu_kvcache_gib`",
+        int_range(1),
+        none="as many as these allow",
+    )
+    attention_backend: str = option(
+        "auto",
+        "what computes attention; `auto` is the fastest backend that works on the device",
+        one_of("auto", "flash_attn", "triton", "cpu", "torch"),
+    )
+    enable_prefix_caching: bool = option(
+        True, "reuse the KV of prompts that begin with the same tokens", TRUE_OR_FALSE
+    )
+    scheduling: str = option(
+        "prefill-first",
+        "`mixed`: running sequences get a token in every step, and prompts the rest of its budget,"
+        " so that a long prompt does not delay them; total throughput is lower",
+        one_of("prefill-first", "mixed"),
+    )
+    overlap: bool | None = option(
+        None,
+        "start a step before the tokens of the previous step are known, so that host and device"
+        " work at the same time",
+        TRUE_OR_FALSE,
+        none="yes on a GPU, no on a CPU",
+    )
+    seed: int = option(
+        0,
+        "decides the samples of requests without a seed of their own, and `dummy` weights",
+        int_range(0, 2**63 - 1),
+    )
 
     def __post_init__(self) -> None:
-        self._normalize()
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_choice("scheduling", self.scheduling, SCHEDULINGS)
-        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        check_bool("enable_expert_parallel", self.enable_expert_parallel)
-        check_bool("enforce_eager", self.enforce_eager)
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        if self.overlap is not None:
-            check_bool("overlap", self.overlap)
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(
-                f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"
-            )
-
-    def _normalize(self) -> None:
-        """Accept paths for names, torch's objects for `device` and `dtype`, NumPy's numbers."""
-        for name in ("model", "tokenizer"):
-            value = getattr(self, name)
-            if value is None and name == "tokenizer":
-                continue
-            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-                raise TypeError(f"{name} must be a path or a hub id, got {value!r}")
-            object.__setattr__(self, name, str(os.fspath(value)))
-        object.__setattr__(self, "device", str(self.device))
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        for name, (low, high) in INT_RANGES.items():
-            if getattr(self, name) is not None or name not in NONE_FITS:
-                object.__setattr__(self, name, check_int(name, getattr(self, name), low, high))
-        for name, bounds in FLOAT_RANGES.items():
-            object.__setattr__(self, name, check_float(name, getattr(self, name), *bounds))
+        check_options(self)
 
     @property
     def max_num_running(self) -> int:

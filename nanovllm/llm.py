@@ -1,11 +1,10 @@
-"""LLM: the facade. Prompts in, texts out, in the order in which the prompts came."""
+"""LLM: the facade. Prompts in, texts out, in the order of the prompts."""
 
 import dataclasses
 import numbers
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -13,28 +12,19 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
 from nanovllm.engine.requests.intake import Prompt
-from nanovllm.engine.requests.request import ending, logprobs
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.requests.stream import Stream
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_text, shorten
 
-WINDOW = 200  # steps that the progress bar's rates are taken over
-
-
-@dataclass(slots=True)
-class Told:
-    """What a stream has told of a prompt: characters and tokens of each sample, None for all."""
-
-    index: int
-    places: list[tuple[int, int] | None]
+WINDOW = 200  # steps over which the progress bar's rates are measured
 
 
 class LLM(LLMEngine):
-    """A model, ready to generate: `LLM(model, **config)`, see `Config` for the options.
+    """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
 
-    `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to give
-    the device's memory back at once.
+    `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the
+    device's memory at once.
     """
 
     def generate(
@@ -45,12 +35,13 @@ class LLM(LLMEngine):
     ) -> list[RequestOutput]:
         """Complete every prompt; return the outputs in the order of the prompts.
 
-        A prompt is a str or a list of token ids; one alone, or a list of them. Parameters: None,
-        one for all, or one for each. Everything is checked before anything is queued: a bad
-        prompt or parameter raises, naming its index, and leaves the engine as it was. When the
-        call is interrupted, its requests are aborted and the engine can be used again.
+        `prompts` is one prompt or a list of them; a prompt is a str or a list of token ids.
+        `sampling_params` is None, one for all prompts, or a list with one for each. Everything is
+        checked before anything is queued: a bad prompt or parameter raises an error that names its
+        index, and changes nothing. If the call is interrupted, its requests are aborted and the
+        engine can be used again.
         """
-        self._check_open()
+        self.check_open()
         return self._generate(*self._encode_all(prompts, sampling_params), use_tqdm)
 
     def chat(
@@ -64,18 +55,18 @@ class LLM(LLMEngine):
     ) -> list[RequestOutput]:
         """Answer conversations, which the tokenizer's chat template turns into prompts.
 
-        A conversation is a list of messages, `{"role": ..., "content": ...}`; one alone, or a list
-        of them. What further keywords mean is the template's business (Qwen3's knows
-        `enable_thinking=False`); they may also come as one dict, `chat_template_kwargs`, as in
-        vLLM. Otherwise as `generate`.
+        `messages` is one conversation or a list of them; a conversation is a list of messages,
+        `{"role": ..., "content": ...}`. Other keywords go to the template (Qwen3's takes
+        `enable_thinking=False`), as does a dict `chat_template_kwargs`, as in vLLM. Otherwise as
+        `generate`.
         """
-        self._check_open()
+        self.check_open()
         prompts = self.chat_prompts(messages, tools, add_generation_prompt, **chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be made into prompts."""
+        """Whether there is a chat template for `chat`."""
         return getattr(self.tokenizer, "chat_template", None) is not None
 
     def chat_prompts(
@@ -97,7 +88,7 @@ class LLM(LLMEngine):
         ]
 
     def _apply_template(self, index: int, conversation: Any, options: dict[str, Any]) -> list[int]:
-        """Token ids of conversation `index`. The template writes the special tokens itself."""
+        """The token ids of conversation `index`; the template writes the special tokens."""
         if not self.has_chat_template:
             owner = (
                 "the model directory has no tokenizer"
@@ -118,99 +109,58 @@ class LLM(LLMEngine):
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamEvent]:
-        """Complete every prompt, and tell of new text and tokens as they come.
+        """Complete every prompt, and yield new text and tokens as they come.
 
-        Prompts, parameters and their checks are those of `generate`, at the call; requests are
-        queued at the first event that is asked for. Closing the iterator, or dropping it, aborts
-        what is unfinished.
+        Prompts and parameters are those of `generate`, and are checked at the call; requests are
+        queued when the first event is asked for. Closing the iterator, or dropping it, aborts
+        unfinished requests.
         """
-        self._check_open()
+        self.check_open()
         return self._stream(*self._encode_all(prompts, sampling_params))
 
     def _stream(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> Iterator[StreamEvent]:
-        self._check_open()
+        self.check_open()
         ids = self._enqueue_all(prompts, params)
         try:
-            samples = enumerate(one.n for one in params)
-            tellings = [Told(index, [(0, 0)] * n) for index, n in samples]
-            told = dict(zip(ids, tellings, strict=True))
-            while told:
-                self._check_open()
-                yield from self._stream_step(told)
+            stream = Stream(ids, [one.n for one in params], self.tokenizer)
+            while stream.open:
+                self.check_open()
+                yield from self._stream_step(stream)
         finally:
-            self._abandon(ids)
+            self.discard_requests(ids)
 
     @exclusive
     def _enqueue_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
-        return [self._enqueue(*pair, True) for pair in zip(prompts, params, strict=True)]
+        return [self.enqueue(*pair, True) for pair in zip(prompts, params, strict=True)]
 
     @exclusive
-    def _stream_step(self, told: dict[int, Told]) -> list[StreamEvent]:
-        """Run a step, unless some request has finished already in one of another call."""
-        if told.keys() <= self._requests.keys():
-            self._step()
+    def _stream_step(self, stream: Stream) -> list[StreamEvent]:
+        """The events of a step. If a request finished in another call's step, there is none."""
+        if stream.open.keys() <= self.unfinished.keys():
+            self.advance()
         events: list[StreamEvent] = []
-        for request_id, telling in list(told.items()):
-            request = self._requests.get(request_id) or self._finished.get(request_id)
-            if request is None:  # aborted by another call, which has its output
-                events += (
-                    StreamEvent(
-                        index=telling.index, sample=sample, request_id=request_id, text="",
-                        token_ids=[], finish_reason="abort", stop_reason=None, logprobs=None,
-                    )
-                    for sample, place in enumerate(telling.places) if place is not None
-                )  # fmt: skip
-            else:
-                news = (self._event(telling, seq) for seq in request.seqs)
-                events += (event for event in news if event is not None)
-            if request_id not in self._requests:
-                del told[request_id]
-                self._forget(request_id)
+        for request_id in list(stream.open):
+            request = self.unfinished.get(request_id) or self.finished.get(request_id)
+            events += stream.events(request_id, request)
+            if request_id not in self.unfinished:
+                del stream.open[request_id]
+                self.drop_output(request_id)
         return events
-
-    def _event(self, telling: Told, seq: Any) -> StreamEvent | None:
-        """What is new of a sample, if anything; `telling` is brought up to date."""
-        place = telling.places[seq.index]
-        if place is None:
-            return None
-        num_chars, num_tokens = place
-        start, end = seq.num_prompt_tokens + num_tokens, seq.num_known_tokens
-        reason = stop = None
-        if seq.status is SequenceStatus.FINISHED:
-            telling.places[seq.index] = None
-            text, reason, stop = ending(seq, self.tokenizer)
-            text = text[num_chars:]
-        elif start < end:
-            seq.text.update(seq)
-            telling.places[seq.index] = seq.text.num_certain, end - seq.num_prompt_tokens
-            text = seq.text.text[num_chars : seq.text.num_certain]
-        else:
-            return None
-        return StreamEvent(
-            index=telling.index,
-            sample=seq.index,
-            request_id=seq.request_id,
-            text=text,
-            token_ids=seq.token_ids[start:end],
-            finish_reason=reason,
-            stop_reason=stop,
-            logprobs=logprobs(seq, start, self.tokenizer),
-        )
 
     @exclusive
     def _generate(
         self, prompts: list[list[int]], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        ids = [self._enqueue(*pair) for pair in zip(prompts, params, strict=True)]
+        ids = [self.enqueue(*pair) for pair in zip(prompts, params, strict=True)]
         self._run_until_done(ids, use_tqdm)
-        return self._claim(ids)
+        return self.claim(ids)
 
     def _encode_all(
         self, prompts: Any, sampling_params: Any
     ) -> tuple[list[list[int]], list[SamplingParams]]:
-        """Check everything that a call asks for, before anything is queued."""
+        """Check and encode all prompts, before anything is queued."""
         prompt_list = _prompt_list(prompts)
         params_list = _params_list(sampling_params, len(prompt_list))
         encoded = [
@@ -220,22 +170,22 @@ class LLM(LLMEngine):
         return encoded, params_list
 
     def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Check and encode prompt `index`; an error says which one it was."""
+        """Check and encode prompt `index`, which an error names."""
         try:
-            return self._intake.encode(prompt, params)
+            return self.encode(prompt, params)
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompts[{index}]: {error}") from None
 
     def _run_until_done(self, ids: list[int], use_tqdm: bool) -> None:
-        """Step until all of `ids` are finished; outputs of other requests wait for `step()`."""
+        """Step until all of `ids` are finished; other requests' outputs are kept for `step()`."""
         pending = set(ids)
         window = deque([dataclasses.replace(self.counter)], maxlen=WINDOW)
-        # Not a silent bar: what Ctrl-C raises while one is collected is lost.
+        # No disabled bar: a KeyboardInterrupt raised while it is collected would be lost.
         made = tqdm(total=len(ids), desc="Generating", unit="req") if use_tqdm else nullcontext()
         with made as bar:
             while pending:
-                self._step()
-                done = pending & self._finished.keys()
+                self.advance()
+                done = pending & self.finished.keys()
                 pending -= done
                 if bar is not None:
                     window.append(dataclasses.replace(self.counter))
@@ -243,7 +193,7 @@ class LLM(LLMEngine):
                     bar.update(len(done))
 
     def _progress(self, before: StepCounter) -> str:
-        """The rates since `before`, those running and waiting, and how full the pool is."""
+        """The rates since `before`, running and waiting sequences, and how full the pool is."""
         now, stats = self.counter, self.stats()
         prefill, decode = (
             (getattr(now, f"{kind}_tokens") - getattr(before, f"{kind}_tokens"))

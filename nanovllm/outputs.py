@@ -1,4 +1,4 @@
-"""What `generate` returns."""
+"""The types of outputs, stream events and statistics."""
 
 from typing import Literal, TypedDict
 
@@ -6,10 +6,11 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestMetrics(TypedDict):
-    """Seconds: until first scheduled, until the first token, for each token after it, in all.
+    """Times of a request in seconds: until first scheduled, until the first token, for each later
+    token, and in total.
 
-    None for what did not come to be: an aborted request may have no first token. Of several samples
-    the longest counts.
+    None for what did not happen: an aborted request may have no first token. With several samples,
+    the longest one counts.
     """
 
     queue_time: float | None
@@ -19,12 +20,12 @@ class RequestMetrics(TypedDict):
 
 
 class EngineStats(TypedDict):
-    """What an engine has done since it was made, and what it is at now.
+    """What an engine has done since it was made, and what it is doing.
 
-    Token counts are of tokens computed: a preempted prompt counts again. Prompt tokens are asked of
-    the prefix cache once, when a request is first admitted. Running are sequences, each
-    of a request's samples by itself; those that wait for their prompt are not counted. With
-    `overlap`, tokens that are dropped count as decoded.
+    Tokens are counted when they are computed: a preempted prompt counts again, and with `overlap`
+    dropped tokens count as decoded. The prefix cache is queried for a request's prompt tokens once,
+    on first admission. `num_running` counts each sample of a request as one; samples that wait for
+    their prompt are not counted.
     """
 
     num_waiting: int
@@ -41,7 +42,7 @@ class EngineStats(TypedDict):
 
 
 class TokenLogprob(TypedDict):
-    """A token that might have come: its log-probability, and how many had a higher one, plus 1."""
+    """A possible token. Its `rank` is 1 plus the number of tokens with a higher log-probability."""
 
     token_id: int
     text: str
@@ -50,13 +51,13 @@ class TokenLogprob(TypedDict):
 
 
 class Completion(TypedDict):
-    """What a sequence came to.
+    """The result of a sequence.
 
-    `token_ids` holds the generated tokens with those that stopped it; `text` is their decoding up
-    to a stop string (empty where the model came without a tokenizer). `stop_reason` is the stop
-    token id or the stop string that ended it, None for EOS and for other endings. `logprobs` has,
-    where they were asked for, a list for each token: itself, and then as many of the most likely
-    ones as were asked for, less itself.
+    `token_ids` holds the generated tokens, including those that stopped it. `text` is their
+    decoding up to a stop string; it is empty if the model has no tokenizer. `stop_reason` is the
+    stop token id or the stop string that ended the sequence, and None for EOS and other endings.
+    `logprobs`, if requested, has a list for each token: the token itself, then the requested number
+    of most likely tokens without it.
     """
 
     text: str
@@ -74,11 +75,11 @@ class CompletionOutput(Completion):
 
 
 class RequestOutput(Completion):
-    """The result of one request: its samples in `outputs`, and the first one's fields once more.
+    """The result of one request: its samples in `outputs`, and the first sample's fields directly.
 
     `num_cached_tokens` counts the prompt tokens found in the prefix cache on first admission.
-    `prompt_logprobs` has, where they were asked for, None for the first token of the prompt and
-    then a list for each, as in `logprobs`; as far as they were computed, if it was aborted.
+    `prompt_logprobs`, if requested, has None for the first token of the prompt and then a list for
+    each token, as in `logprobs`; an aborted request has those that were computed.
     """
 
     request_id: int
@@ -90,11 +91,11 @@ class RequestOutput(Completion):
 
 
 class StreamEvent(TypedDict):
-    """What a step has brought for one of the prompts of `stream`.
+    """The new part of one sample, from one step of `stream`.
 
-    `index` is the prompt's place in the call, `sample` which of its `n` samples it is. All `text`s
-    of a sample together are its output's text, all `token_ids` its token ids, all `logprobs` its
-    own, if they are asked for; `finish_reason` is None until the last event.
+    `index` is the prompt's position in the call, `sample` that of the sample among its `n`. The
+    `text`, `token_ids` and `logprobs` of a sample's events, joined in order, are those of its
+    output. `finish_reason` is None until the last event.
     """
 
     index: int

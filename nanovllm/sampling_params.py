@@ -5,113 +5,180 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.utils.checks import (
-    check_bool,
+    allowed_range,
     check_float,
     check_ids,
     check_int,
     check_texts,
     shorten,
 )
+from nanovllm.utils.option import (
+    NOTHING,
+    TRUE_OR_FALSE,
+    Rule,
+    check_options,
+    float_range,
+    int_range,
+    option,
+)
 
-# The least and the largest value, and whether the least is itself left out.
-FLOATS = {
-    "temperature": (0.0, float("inf"), False),
-    "top_p": (0.0, 1.0, True),
-    "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.01, 100.0, False),
-    "presence_penalty": (-2.0, 2.0, False),
-    "frequency_penalty": (-2.0, 2.0, False),
-}
 MAX_BIAS = 100.0
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
+BIASES_ALLOWED = f"a dict from token ids to numbers {allowed_range(-MAX_BIAS, MAX_BIAS)}"
+
+
+def _check_stop(name: str, value: Any) -> tuple[str, ...]:
+    return check_texts(name, [value] if isinstance(value, str) else value)
+
+
+def _check_allowed_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = check_ids(name, value)
+    if not ids:
+        raise ValueError(f"{name} must be a list of token ids that is not empty, got []")
+    return ids
+
+
+def _check_biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be {BIASES_ALLOWED}, got {shorten(value)}")
+    return {
+        check_int(f"{name} token id", token_id, 0): check_float(name, bias, -MAX_BIAS, MAX_BIAS)
+        for token_id, bias in value.items()
+    }
+
+
+STOP = Rule(_check_stop, "a text or a list of texts")
+TEXTS = Rule(check_texts, "a list of texts")
+IDS = Rule(check_ids, "a list of token ids")
+SOME_IDS = Rule(_check_allowed_ids, "a list of token ids that is not empty")
+BIASES = Rule(_check_biases, BIASES_ALLOWED)
+COUNT = int_range(0)
+PENALTY = float_range(-2.0, 2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request. `temperature=0` is greedy; a lower `priority` runs sooner."""
+    """Parameters of one request; docs/options.md lists them."""
 
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int | None = 64
-    min_tokens: int = 0
-    stop: str | Iterable[str] | None = None
-    stop_token_ids: Iterable[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = None
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Iterable[int] | None = None
-    bad_words: Iterable[str] | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    priority: int = 0
+    temperature: float = option(1.0, "divides the logits; 0 is greedy", float_range(0.0))
+    top_k: int = option(
+        -1,
+        "draw from the k most likely tokens, of equally likely ones from the first; -1 and 0 draw"
+        " from all",
+        int_range(-1),
+    )
+    top_p: float = option(
+        1.0,
+        "draw from the fewest most likely tokens that together have this share of the probability",
+        float_range(0.0, 1.0, above=True),
+    )
+    min_p: float = option(
+        0.0,
+        "draw from tokens with at least this share of the most likely token's probability",
+        float_range(0.0, 1.0),
+    )
+    max_tokens: int | None = option(
+        64, "most tokens to generate", int_range(1), none="as many as `max_model_len` leaves"
+    )
+    min_tokens: int = option(
+        0, "tokens to generate before a token that stops the request may be sampled", COUNT
+    )
+    stop: str | Iterable[str] | None = option(
+        None,
+        "a text, or several, that end the output where one first occurs, and are cut off",
+        STOP,
+        none=NOTHING,
+    )
+    stop_token_ids: Iterable[int] | None = option(
+        None, "further tokens that end the output", IDS, none=NOTHING
+    )
+    ignore_eos: bool = option(
+        False,
+        "continue after the end-of-text tokens of the model's config and of the tokenizer",
+        TRUE_OR_FALSE,
+    )
+    seed: int | None = option(
+        None,
+        "makes this request's samples reproducible by themselves",
+        int_range(0, 2**63 - 1),
+        none="the engine's",
+    )
+    n: int = option(
+        1,
+        "samples of the prompt, each with its own random stream; the prompt is computed once for"
+        " all samples that can run at once, and shared",
+        int_range(1, MAX_SAMPLES),
+    )
+    logprobs: int | None = option(
+        None,
+        "report the log-probability of each generated token and of this many of the most likely"
+        " ones, before any parameter changes the distribution",
+        COUNT,
+        none=NOTHING,
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "the same for the prompt's tokens, except the first; the whole prompt is then computed,"
+        " even if it is cached",
+        COUNT,
+        none=NOTHING,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "divides positive logits of tokens in the prompt or the output, and multiplies negative"
+        " ones",
+        float_range(0.01, 100.0),
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from the logits of tokens in the output", PENALTY
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "subtracted from the logits of tokens in the output, once for each occurrence",
+        PENALTY,
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None, "numbers to add to the logits of tokens", BIASES, none=NOTHING
+    )
+    allowed_token_ids: Iterable[int] | None = option(
+        None, "the only tokens that may be sampled", SOME_IDS, none="all"
+    )
+    bad_words: Iterable[str] | None = option(
+        None,
+        "texts that may not be generated, with or without a space before them: the last token of"
+        " a text may not follow its other tokens, unless `allowed_token_ids` leaves nothing else",
+        TEXTS,
+        none=NOTHING,
+    )
+    include_stop_str_in_output: bool = option(
+        False, "do not cut off the texts of `stop`", TRUE_OR_FALSE
+    )
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text", TRUE_OR_FALSE)
+    priority: int = option(
+        0,
+        "requests with a lower number are admitted sooner and keep their KV blocks longer; a"
+        " running request is only stopped for them if there are no free blocks, and a request with"
+        " a higher number waits as long as lower ones arrive",
+        int_range(-(2**63), 2**63 - 1),
+    )
 
     def __post_init__(self) -> None:
-        for name, (low, high, above) in FLOATS.items():
-            self._set(name, check_float(name, getattr(self, name), low, high, above))
-        self._set("top_k", check_int("top_k", self.top_k, -1))
-        self._set("min_tokens", check_int("min_tokens", self.min_tokens, 0))
-        self._set("n", check_int("n", self.n, 1, MAX_SAMPLES))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._set(name, check_int(name, getattr(self, name), 0))
-        self._set("priority", check_int("priority", self.priority, -(2**63), 2**63 - 1))
+        check_options(self)
         if self.max_tokens is not None:
-            self._set("max_tokens", check_int("max_tokens", self.max_tokens, 1))
             check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            check_bool(name, getattr(self, name))
-        if self.seed is not None:
-            self._set("seed", check_int("seed", self.seed, 0, 2**63 - 1))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if getattr(self, name) is not None:
-                self._set(name, check_ids(name, getattr(self, name)))
-        if self.allowed_token_ids == ():
-            raise ValueError("allowed_token_ids must be a list of token ids, not an empty one: []")
-        if self.logit_bias is not None:
-            self._set("logit_bias", _biases(self.logit_bias))
-        if self.stop is not None:
-            stops = [self.stop] if isinstance(self.stop, str) else self.stop
-            self._set("stop", check_texts("stop", stops))
-        if self.bad_words is not None:
-            self._set("bad_words", check_texts("bad_words", self.bad_words))
 
     @property
     def penalizes(self) -> bool:
-        """Whether what was there already counts against a token."""
+        """Whether tokens are penalized for having occurred before."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @property
     def cuts(self) -> bool:
-        """Whether draws come from a part of the distribution."""
+        """Whether `top_k`, `top_p` or `min_p` leave only part of the distribution to draw from."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def narrows(self) -> bool:
-        """Whether the choice is narrowed at every token, by more than bad words."""
+        """Whether any parameter except bad words changes or restricts the choice of every token."""
         return bool(self.allowed_token_ids or self.logit_bias) or self.penalizes or self.cuts
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-
-def _biases(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"logit_bias must be a dict from token ids to numbers in [-{MAX_BIAS}, {MAX_BIAS}],"
-            f" got {shorten(value)}"
-        )
-    return {
-        check_int("logit_bias token id", token_id, 0): check_float(
-            "logit_bias", bias, -MAX_BIAS, MAX_BIAS
-        )
-        for token_id, bias in value.items()
-    }

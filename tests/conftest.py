@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # so that tests listen to this machine alone
@@ -36,9 +36,13 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graph import Computed
-from nanovllm.kernels.compiled import load
-from nanovllm.kernels.cpu_kernels import SOURCE
+from nanovllm.engine.requests.token_counts import TokenCounts
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.draw_inputs import DrawInputs, draw_inputs
+from nanovllm.engine.step.transfer import upload, upload_all
+from nanovllm.kernels.cpu.library import library
+from nanovllm.layers.filters import Filters
 from nanovllm.outputs import RequestOutput
 
 SHAPE: dict[str, Any] = dict(
@@ -124,26 +128,49 @@ class LogitRecorder:
     def __init__(self, llm: LLM) -> None:
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
         self._keys: list[tuple[int, int]] = []
-        runner = llm._runner
-        launch, sample = runner.launch, runner._sample
+        runner, shard = llm.model_runner, llm.model_runner.shard
+        launch, draw = runner.launch, shard.draw
 
         def recording_launch(batch: Batch) -> Any:
             self._keys = [(seq.seq_id, seq.num_tokens) for seq in batch.sampling_seqs]
             return launch(batch)
 
-        def recording_sample(computed: Computed, *rest: Any) -> torch.Tensor:
+        def recording_draw(computed: Computed, inputs: DrawInputs) -> Any:
             logits = computed.logits[: len(self._keys)]
             self.logits |= zip(self._keys, logits.float().cpu(), strict=True)
-            return sample(computed, *rest)
+            return draw(computed, inputs)
 
         runner.launch = recording_launch  # type: ignore[method-assign]
-        runner._sample = recording_sample  # type: ignore[method-assign]
+        shard.draw = recording_draw  # type: ignore[method-assign]
 
     def of(self, output: RequestOutput) -> torch.Tensor:
         """Logits [tokens, vocab] of a finished request's tokens."""
         start = output["num_prompt_tokens"]
         lengths = range(start, start + len(output["token_ids"]))
         return torch.stack([self.logits[output["request_id"], length] for length in lengths])
+
+
+class SamplerInputs(NamedTuple):
+    """What the sampler takes beside logits."""
+
+    temperatures: torch.Tensor | None
+    keys: torch.Tensor | None
+    filters: list[Filters]
+
+
+def sampler_inputs(
+    seqs: list[Sequence], vocab_size: int, device: torch.device | None = None
+) -> SamplerInputs:
+    """The sampler's inputs for the next tokens of `seqs`, as the engine makes and uploads them."""
+    device = device or torch.device("cpu")
+    for seq in seqs:
+        if seq.params.penalizes and seq.counts is None:
+            seq.counts = TokenCounts()
+    host = draw_inputs(seqs, vocab_size, device.type)
+    filters = upload_all(host.filters, device)
+    if host.temperatures is None or host.keys is None:
+        return SamplerInputs(None, None, filters)
+    return SamplerInputs(upload(host.temperatures, device), upload(host.keys, device), filters)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +218,7 @@ def kernel_device() -> str:
 def compiler() -> None:
     """What needs the CPU's compiled kernels is skipped where nothing compiles them."""
     try:
-        load(SOURCE)
+        library()
     except RuntimeError as error:
         pytest.skip(str(error))
 

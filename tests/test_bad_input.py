@@ -1,4 +1,4 @@
-"""What a user can get wrong: refused with a message that says what and why, and nothing changed."""
+"""Bad input is refused with an error that says what is wrong, and changes nothing."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ def make_llm(path: Path, **options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[LLM]]:
-    """The engine that tests share; none where the last one was left changed."""
+    """The engine that tests share; empty after a test that has changed it."""
     unchanged: list[LLM] = []
     yield unchanged
     for llm in unchanged:
@@ -40,12 +40,12 @@ def engines() -> Iterator[list[LLM]]:
 
 @pytest.fixture
 def llm(engines: list[LLM], model_dir: Path) -> Iterator[LLM]:
-    """An engine in which a refused call must not change a thing."""
+    """An engine, and a check that refused calls have changed nothing in it."""
     llm = engines.pop() if engines else make_llm(model_dir)
     expected = llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"]
     before = state(llm)
     yield llm
-    assert state(llm) == before, "something was enqueued, or run"
+    assert state(llm) == before, "something was queued or run"
     assert llm.is_finished() and llm.step() == []
     llm.scheduler.audit()
     assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
@@ -53,7 +53,7 @@ def llm(engines: list[LLM], model_dir: Path) -> Iterator[LLM]:
 
 
 def state(llm: LLM) -> tuple[Any, ...]:
-    """What a request leaves its mark on."""
+    """Everything in an engine that a request changes."""
     scheduler, counter = llm.scheduler, llm.counter
     queues = list(scheduler.waiting), list(scheduler.running)
     blocks = list(scheduler.block_manager.free_queue)
@@ -63,10 +63,10 @@ def state(llm: LLM) -> tuple[Any, ...]:
 def assert_says(error: BaseException, *fragments: str) -> None:
     message = str(error)
     assert [f for f in fragments if f not in message] == [], message
-    assert len(message) < LONGEST_MESSAGE, "a message that nobody can read"
+    assert len(message) < LONGEST_MESSAGE, "the message is too long to read"
 
 
-# Prompts: what is wrong with one, and what its error must say
+# Prompts: a bad one, its error, and what the message must contain
 
 IDS_RANGE = "[0, 258]"
 LENGTHS = f"1 to {MAX_LEN - 1}"
@@ -115,10 +115,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("prompt", "error", "says"), CASES)
-def test_bad_prompt_among_good_ones_is_run(
+def test_a_bad_prompt_among_good_ones_is_named(
     llm: LLM, prompt: Any, error: type[Exception], says: list[str]
 ) -> None:
-    """The good prompts before it are enqueued, or the error does not say which one is bad."""
+    """The error gives the prompt's index, and the good prompts before it are not queued."""
     with pytest.raises(error) as caught:
         llm.generate(["good", [1, 2], prompt, "good"], GREEDY, use_tqdm=False)
     assert type(caught.value) is error
@@ -126,7 +126,7 @@ def test_bad_prompt_among_good_ones_is_run(
 
 
 @pytest.mark.parametrize(("prompt", "error", "says"), CASES)
-def test_bad_prompt_is_added(
+def test_add_request_refuses_a_bad_prompt(
     llm: LLM, prompt: Any, error: type[Exception], says: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
@@ -153,24 +153,24 @@ def test_bad_prompt_is_added(
         (frozenset(["a"]), TypeError, ["prompts"]),
         (BatchEncoding({"input_ids": [[1, 2]]}), TypeError, ["prompts", "input_ids"]),
         (torch.tensor(3), TypeError, ["prompts", "3"]),
-        # One list in which most are ids, so that the one that is not is what to name.
+        # Most items of the list are ids, so the error names the one that is not.
         ([1, 2.5, 3], TypeError, ["2.5"]),
         ([1, None], TypeError, ["None"]),
         ([1, 2, "3"], TypeError, ["'3'"]),
     ],
     ids=lambda value: "set" if isinstance(value, set) else str(value)[:24],
 )
-def test_bad_prompts_are_run(
+def test_generate_refuses_bad_prompts(
     llm: LLM, prompts: Any, error: type[Exception], says: list[str]
 ) -> None:
-    """A mapping taken for its keys, bytes for ids, or an error that blames a good id."""
+    """Mappings are not read as their keys, nor bytes as ids; the error names the bad id."""
     with pytest.raises(error) as caught:
         llm.generate(prompts, GREEDY, use_tqdm=False)
     assert_says(caught.value, *says)
 
 
-def test_tokenized_text_is_taken_for_its_keys(llm: LLM) -> None:
-    """`generate(tokenizer(text))` that completes the words "input_ids" and "attention_mask"."""
+def test_tokenized_text_is_refused(llm: LLM) -> None:
+    """`generate(tokenizer(text))` must not complete its keys "input_ids" and "attention_mask"."""
     encoded = byte_tokenizer()("Hello")
     with pytest.raises(TypeError, match="input_ids"):
         llm.generate(encoded, GREEDY, use_tqdm=False)
@@ -178,17 +178,17 @@ def test_tokenized_text_is_taken_for_its_keys(llm: LLM) -> None:
         llm.generate([encoded], GREEDY, use_tqdm=False)
 
 
-def test_text_that_is_not_unicode_gives_a_riddle(llm: LLM) -> None:
+def test_invalid_unicode_is_a_clear_error(llm: LLM) -> None:
     """A lone surrogate, as from a file read with `surrogateescape`."""
     with pytest.raises((TypeError, ValueError)) as caught:
         llm.generate(["good", "a\ud800b"], GREEDY, use_tqdm=False)
     assert_says(caught.value, "prompts[1]")
-    assert "TextEncodeInput" not in str(caught.value), "the tokenizer's own types"
-    assert r"\ud800" in str(caught.value), "what is wrong with the text"
+    assert "TextEncodeInput" not in str(caught.value), "the message shows the tokenizer's own types"
+    assert r"\ud800" in str(caught.value), "the message does not show what is wrong with the text"
 
 
-def test_text_outside_the_models_vocabulary_is_run(tmp_path: Path) -> None:
-    """A tokenizer larger than the embedding: an IndexError, or on CUDA the end of the process."""
+def test_text_outside_the_models_vocabulary_is_refused(tmp_path: Path) -> None:
+    """If a tokenizer is larger than the embedding, its last ids would end a CUDA process."""
     with make_llm(
         make_model(tmp_path, vocab_size=250, eos_token_id=None, pad_token_id=None)
     ) as llm:
@@ -199,16 +199,15 @@ def test_text_outside_the_models_vocabulary_is_run(tmp_path: Path) -> None:
         assert len(llm.generate("good", GREEDY, use_tqdm=False)[0]["token_ids"]) == 4
 
 
-def test_prompt_one_below_the_limit_is_refused(model_dir: Path) -> None:
-    """A bound that is off by one: the longest prompt leaves room for one token."""
+def test_the_longest_prompt_leaves_room_for_one_token(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         (output,) = llm.generate([1] * (MAX_LEN - 1), GREEDY, use_tqdm=False)
     assert (len(output["token_ids"]), output["finish_reason"]) == (1, "length")
     assert output["num_prompt_tokens"] == MAX_LEN - 1
 
 
-def test_text_without_a_tokenizer(model_dir: Path, tmp_path: Path) -> None:
-    """An AttributeError on None where the model came without a tokenizer."""
+def test_text_without_a_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    """Token ids still work."""
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
@@ -242,26 +241,26 @@ def test_text_without_a_tokenizer(model_dir: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_bad_parameters_are_used(
+def test_generate_refuses_bad_parameters(
     llm: LLM, params: Any, error: type[Exception], says: list[str]
 ) -> None:
-    """A list that is cut off or repeated to fit; a dict or a number that is ignored."""
+    """Lists are not cut off or repeated to fit; dicts and numbers are not ignored."""
     with pytest.raises(error) as caught:
         llm.generate(["good", [1, 2]], params, use_tqdm=False)
     assert_says(caught.value, *says)
 
 
 @pytest.mark.parametrize("params", [{}, [], 0, False, "", {"temperature": 0}, [GREEDY], 0.7])
-def test_bad_parameters_are_added(llm: LLM, params: Any) -> None:
-    """An empty or false value that stands for the defaults."""
+def test_add_request_refuses_bad_parameters(llm: LLM, params: Any) -> None:
+    """Only None stands for the defaults, not any empty or false value."""
     with pytest.raises(TypeError, match="sampling_params must be a SamplingParams") as caught:
         llm.add_request("good", params)
     assert_says(caught.value, repr(params)[:20])
 
 
 @pytest.mark.parametrize("token_id", [259, 10**20])
-def test_stop_token_id_outside_the_vocabulary_is_kept(llm: LLM, token_id: int) -> None:
-    """A stop that can never come, and nobody says so."""
+def test_a_stop_token_id_outside_the_vocabulary_is_refused(llm: LLM, token_id: int) -> None:
+    """No token can equal it."""
     bad = SamplingParams(stop_token_ids=[5, token_id])
     with pytest.raises(ValueError, match=r"prompts\[1\]") as caught:
         llm.generate(["good", "good"], [GREEDY, bad], use_tqdm=False)
@@ -296,7 +295,7 @@ def test_stop_token_id_outside_the_vocabulary_is_kept(llm: LLM, token_id: int) -
             ["max_model_len=64", "20 tokens"],
         ),
         ({"num_kvcache_blocks": None, "cpu_kvcache_gib": 0}, ValueError, ["cpu_kvcache_gib=0"]),
-        (  # more than an address space, so that no system promises it
+        (  # more than an address space, so that no system can reserve it
             {"num_kvcache_blocks": 2**31 - 1, "kvcache_block_size": 512},
             (ValueError, MemoryError),
             ["num_kvcache_blocks"],
@@ -328,13 +327,13 @@ def test_stop_token_id_outside_the_vocabulary_is_kept(llm: LLM, token_id: int) -
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_bad_option_is_taken(
+def test_a_bad_option_is_refused_by_name(
     model_dir: Path,
     options: dict[str, Any],
     error: type[Exception] | tuple[type[Exception], ...],
     says: list[str],
 ) -> None:
-    """Clamped, ignored, or refused by something that does not know the option's name."""
+    """Options are not clamped or ignored."""
     with pytest.raises(error) as caught:
         make_llm(model_dir, **options)
     assert_says(caught.value, *says)
@@ -342,22 +341,22 @@ def test_bad_option_is_taken(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
-def test_cuda_without_a_device_runs_elsewhere(model_dir: Path, device: str) -> None:
+def test_cuda_without_a_device_is_refused(model_dir: Path, device: str) -> None:
     with pytest.raises(ValueError, match="CUDA") as caught:
         make_llm(model_dir, device=device)
     assert_says(caught.value, f"device={device!r}", "'cpu'")
 
 
 @pytest.mark.cuda
-def test_cuda_device_that_is_not_there(model_dir: Path) -> None:
+def test_a_missing_cuda_device_is_refused(model_dir: Path) -> None:
     with pytest.raises(ValueError, match="device='cuda:99'"):
         make_llm(model_dir, device="cuda:99")
 
 
-def test_lowered_max_model_len_is_not_said_or_said_twice(
+def test_a_lowered_max_model_len_is_logged_once(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts that are refused for a limit which nobody has heard of."""
+    """Users see the limit before prompts are refused for it."""
     with (
         caplog.at_level(logging.WARNING, logger="nanovllm"),
         make_llm(model_dir, max_model_len=None) as llm,
@@ -368,16 +367,16 @@ def test_lowered_max_model_len_is_not_said_or_said_twice(
     assert_says(ValueError(record.getMessage()), "128", "512", "KV pool")
 
 
-def test_given_limits_are_changed(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Options that fit, and are lowered all the same, or warned about."""
+def test_given_limits_that_fit_are_kept(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are neither lowered nor warned about."""
     with make_llm(model_dir, max_model_len=128) as llm:
         assert llm.config.max_model_len == 128
         assert (llm.config.num_kvcache_blocks, llm.config.kvcache_block_size) == (32, 4)
     assert caplog.text == ""
 
 
-def test_a_refused_engine_holds_its_memory(model_dir: Path) -> None:
-    """A constructor that fails late, and leaves the model behind: a loop over sizes runs out."""
+def test_a_refused_engine_frees_its_memory(model_dir: Path) -> None:
+    """The constructor fails after the model is loaded: a loop over sizes must not leak models."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         pytest.skip("needs /proc")
@@ -409,6 +408,6 @@ def test_a_refused_engine_holds_its_memory(model_dir: Path) -> None:
         lambda: SamplingParams(stop=""),
     ],
 )
-def test_parameters_that_cannot_be_honoured_are_made(make: Callable[[], SamplingParams]) -> None:
+def test_impossible_sampling_parameters_are_refused(make: Callable[[], SamplingParams]) -> None:
     with pytest.raises((ValueError, TypeError)):
         make()

@@ -1,4 +1,4 @@
-"""Config: bad values are refused by name, nothing is clamped, nothing changes afterwards."""
+"""Config: bad values are refused by name, nothing is clamped, nothing changes later."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ FLOATS = [(math.nan, ValueError), (math.inf, ValueError), (10**400, ValueError),
           ("0.5", TypeError), (True, TypeError), (None, TypeError)]  # fmt: skip
 BOOLS = [(1, TypeError), ("no", TypeError), (None, TypeError)]
 
-# field: what its error says of the allowed range, and the bad values with the type of the error
+# For each field: the allowed values as its error gives them, and bad values with their error types.
 BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "model": ("a path or a hub id", [(3, TypeError), (None, TypeError), ("", TypeError)]),
     "tokenizer": ("a path or a hub id", [(3, TypeError), (["x"], TypeError), ("", TypeError)]),
@@ -67,13 +67,13 @@ def config(**options: Any) -> Config:
 
 
 def test_every_field_has_bad_values() -> None:
-    """A new option whose values nobody checks."""
+    """A new option needs a check of its values."""
     assert set(BAD) == {field.name for field in dataclasses.fields(Config)}
 
 
 @pytest.mark.parametrize(("name", "allowed", "value", "error"), CASES)
 def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[Exception]) -> None:
-    """A bad value that is clamped, ignored, or refused without saying which, what, and why."""
+    """Bad values are not clamped or ignored; the error has the name, the range and the value."""
     with pytest.raises(error) as caught:
         config(**{name: value})
     message = str(caught.value)
@@ -83,8 +83,8 @@ def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[E
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
-def test_frozen(field: "dataclasses.Field[Any]") -> None:
-    """A module that changes the configuration under another one."""
+def test_fields_cannot_be_set(field: "dataclasses.Field[Any]") -> None:
+    """No module can change the configuration that another one uses."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config(), field.name, getattr(config(), field.name))
 
@@ -100,26 +100,26 @@ def test_frozen(field: "dataclasses.Field[Any]") -> None:
     ],
 )
 def test_unknown_option_names_the_nearest(option: str, nearest: str) -> None:
-    """A misspelt option that is swallowed by **kwargs, so that the default runs in silence."""
+    """A misspelt option is not silently replaced by the default."""
     with pytest.raises(TypeError) as caught:
         Config.from_options("some/model", {option: 1})
     assert str(caught.value) == f"unknown option {option!r}; did you mean {nearest!r}?"
 
 
-def test_option_like_no_other_is_refused_too() -> None:
-    """A suggestion that needs some likeness, and an IndexError where there is none."""
+def test_unknown_option_close_to_none_lists_all() -> None:
+    """Without a close name there is no suggestion, but the same error."""
     with pytest.raises(TypeError, match="unknown option 'ξ'; there are model, tokenizer, "):
         Config.from_options("some/model", {"ξ": 1})
 
 
-def test_from_options_is_the_constructor() -> None:
-    """from_options drops or reorders what it is given."""
+def test_from_options_equals_the_constructor() -> None:
+    """from_options does not drop or reorder options."""
     options: dict[str, Any] = {"max_num_seqs": 3, "kvcache_block_size": 16, "enforce_eager": True}
     assert Config.from_options("some/model", options) == config(**options)
 
 
-def test_numpy_ints_are_ints() -> None:
-    """np.int64 refused as "not an int", or kept: an np.int8 times a block size wraps around."""
+def test_numpy_ints_become_ints() -> None:
+    """An np.int8 that is kept would overflow when it is multiplied with a block size."""
     fields = ["max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size",
               "num_kvcache_blocks", "seed", "tensor_parallel_size"]  # fmt: skip
     given = {name: np.int8(1 if name == "tensor_parallel_size" else 100) for name in fields}
@@ -128,8 +128,7 @@ def test_numpy_ints_are_ints() -> None:
     assert [name for name in fields if type(getattr(value, name)) is not int] == []
 
 
-def test_numpy_floats_are_floats() -> None:
-    """np.float32 refused as "not a number"."""
+def test_numpy_floats_become_floats() -> None:
     assert config(gpu_memory_utilization=np.float32(0.5)).gpu_memory_utilization == 0.5
     assert config(cpu_kvcache_gib=2).cpu_kvcache_gib == 2.0
 
@@ -143,12 +142,11 @@ def test_numpy_floats_are_floats() -> None:
     ],
 )  # fmt: skip
 def test_ends_of_the_ranges_are_allowed(name: str, value: Any) -> None:
-    """A bound that is off by one."""
     assert getattr(config(**{name: value}), name) == value
 
 
-def test_paths_are_names() -> None:
-    """A pathlib.Path refused, or kept, so that `model + "/config.json"` fails later."""
+def test_paths_become_texts() -> None:
+    """With a pathlib.Path that is kept, `model + "/config.json"` would fail later."""
     value = Config(model=Path("/models/q"), tokenizer=Path("/models/t"))  # type: ignore[arg-type]
     assert (value.model, value.tokenizer) == ("/models/q", "/models/t")
     assert config().tokenizer is None
@@ -163,27 +161,26 @@ def test_paths_are_names() -> None:
         ("auto", "auto"),
     ],
 )
-def test_torch_device(given: Any, kept: str) -> None:
-    """`device=torch.device("cuda", 1)` refused, or its index lost."""
+def test_torch_devices_become_texts(given: Any, kept: str) -> None:
+    """`torch.device("cuda", 1)` keeps its index."""
     assert config(device=given).device == kept
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_torch_dtype(name: str) -> None:
-    """`dtype=torch.bfloat16` refused because it prints as "torch.bfloat16"."""
+def test_torch_dtypes_become_texts(name: str) -> None:
+    """`torch.bfloat16` prints as "torch.bfloat16"."""
     assert config(dtype=getattr(torch, name)).dtype == name
     assert config(dtype=name).dtype == name
 
 
-def test_max_num_running() -> None:
-    """More sequences at once than a decode step has tokens for, or the pool blocks."""
+def test_max_num_running_is_limited_by_tokens_and_blocks() -> None:
+    """A decode step needs a token of its budget and a block for each sequence."""
     assert config(max_num_seqs=8, max_num_batched_tokens=3).max_num_running == 3
     assert config(max_num_seqs=3, max_num_batched_tokens=8).max_num_running == 3
     assert config(max_num_seqs=8, num_kvcache_blocks=5).max_num_running == 5
 
 
-def test_defaults() -> None:
-    """A default that drifts from the documented one."""
+def test_defaults_are_the_documented_ones() -> None:
     expected = {
         "model": "some/model", "tokenizer": None, "device": "auto", "dtype": "auto",
         "load_format": "auto", "max_num_batched_tokens": 16384, "max_num_seqs": 512,
@@ -196,7 +193,7 @@ def test_defaults() -> None:
 
 
 def test_a_copy_with_a_settled_field_is_checked_again() -> None:
-    """The engine settles `None`s in a copy: that must neither fail nor skip the checks."""
+    """The engine replaces `None`s in a copy: that must neither fail nor skip the checks."""
     settled = dataclasses.replace(config(), num_kvcache_blocks=7, kvcache_block_size=16)
     assert (settled.num_kvcache_blocks, settled.kvcache_block_size) == (7, 16)
     with pytest.raises(ValueError, match="num_kvcache_blocks"):

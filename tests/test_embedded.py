@@ -1,6 +1,6 @@
-"""The canary: a trained model adds numbers, whatever the engine does on the way.
+"""The embedded model adds numbers correctly under every stress of the engine.
 
-A wrong key, a lost block or a stale row shows as a wrong sum, where a random model shows nothing.
+A wrong key, a lost block or a stale row causes a wrong sum. With a random model it would not show.
 """
 
 from typing import Any
@@ -28,10 +28,10 @@ def make_llm(**options: Any) -> LLM:
 
 
 def solve(llm: LLM, problems: list[tuple[str, str]], context: str = "") -> list[RequestOutput]:
-    """Answer the problems behind a context; 99.5% must be right, and end by themselves."""
+    """Answer the problems after a context; 99.5% must be right and end with a stop token."""
     outputs = llm.generate([context + prompt for prompt, _ in problems], GREEDY, use_tqdm=False)
     wrong = [
-        f"{prompt}{out['text']!r} ({out['finish_reason']}), not {answer}"
+        f"{prompt}{out['text']!r} ({out['finish_reason']}), expected {answer}"
         for (prompt, answer), out in zip(problems, outputs, strict=True)
         if out["text"] != answer or out["finish_reason"] != "stop"
     ]
@@ -39,14 +39,14 @@ def solve(llm: LLM, problems: list[tuple[str, str]], context: str = "") -> list[
     return outputs
 
 
-def test_problems_are_not_what_they_say() -> None:
+def test_sample_problems_are_distinct_and_correct() -> None:
     assert len(set(PROBLEMS)) == 2000 and PROBLEMS[:300] == sample_problems(300)
     for prompt, answer in PROBLEMS:
         first, second = prompt.removesuffix("=").split("+")
         assert int(first) + int(second) == int(answer)
 
 
-def test_the_model_cannot_add() -> None:
+def test_the_model_adds() -> None:
     with make_llm() as llm:
         outputs = solve(llm, PROBLEMS)
     assert len({out["text"] for out in outputs}) > 500
@@ -67,7 +67,7 @@ def test_the_model_cannot_add() -> None:
         dict(dtype="bfloat16"),
     ],
 )
-def test_sums_are_wrong_with(options: dict[str, Any]) -> None:
+def test_sums_are_right_with(options: dict[str, Any]) -> None:
     with make_llm(**options) as llm:
         solve(llm, SOME)
 
@@ -81,8 +81,8 @@ def test_sums_are_wrong_with(options: dict[str, Any]) -> None:
         dict(max_num_batched_tokens=64, max_num_seqs=16),
     ],
 )
-def test_sums_are_wrong_behind_a_shared_context(options: dict[str, Any]) -> None:
-    """Ten solved lines, computed once and found by everyone after that."""
+def test_sums_are_right_after_a_shared_context(options: dict[str, Any]) -> None:
+    """The context is ten solved lines, computed once and then found in the prefix cache."""
     context = "".join(LINES[:10])
     with make_llm(**options) as llm:
         solve(llm, SOME[:1], context)
@@ -94,8 +94,8 @@ def test_sums_are_wrong_behind_a_shared_context(options: dict[str, Any]) -> None
         assert out["num_cached_tokens"] >= num_shared // block_size * block_size
 
 
-def test_sums_are_wrong_behind_contexts_of_their_own() -> None:
-    """Prompts of very different lengths side by side, cut into chunks."""
+def test_sums_are_right_after_different_contexts() -> None:
+    """Prompts of very different lengths run together, in chunks."""
     with make_llm(max_num_batched_tokens=50, kvcache_block_size=4) as llm:
         prompts = [
             "".join(LINES[i % 40 : i % 40 + i % 13]) + prompt for i, (prompt, _) in enumerate(SOME)
@@ -113,23 +113,25 @@ def test_sums_are_wrong_behind_contexts_of_their_own() -> None:
         dict(kvcache_block_size=1, num_kvcache_blocks=64, max_num_batched_tokens=30),
     ],
 )
-def test_sums_are_wrong_after_preemptions(options: dict[str, Any]) -> None:
+def test_sums_are_right_after_preemptions(options: dict[str, Any]) -> None:
     with make_llm(max_model_len=32, **options) as llm:
         solve(llm, SOME)
         assert llm.scheduler.num_preemptions >= 100
         llm.scheduler.audit()
 
 
-def test_sums_are_wrong_by_graphs() -> None:
+def test_sums_are_right_with_graphs() -> None:
     with make_llm(max_num_seqs=37, kvcache_block_size=4) as llm:
-        graphs = llm._runner.graphs = llm._runner.decode_graphs()
+        graphs = llm.model_runner.shard.graphs = llm.model_runner.shard.decode_graphs(
+            llm.config.max_num_running
+        )
         graphs.logits.zero_()
         solve(llm, SOME)
-        assert graphs.logits.any(), "they were never used"
+        assert graphs.logits.any(), "the graphs were never used"
 
 
-def test_a_hot_model_and_a_greedy_one_mix() -> None:
-    """Beside requests at temperature 5, which do get it wrong, greedy ones get it right."""
+def test_hot_requests_do_not_affect_greedy_ones() -> None:
+    """Requests at temperature 5 get sums wrong; greedy ones in the same batches do not."""
     hot = SamplingParams(temperature=5.0, max_tokens=12, seed=0)
     with make_llm(max_num_seqs=50) as llm:
         outputs = llm.generate(
@@ -142,8 +144,8 @@ def test_a_hot_model_and_a_greedy_one_mix() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_are_wrong_on_the_device(dtype: str) -> None:
-    """With whatever backend is the best there."""
+def test_sums_are_right_on_the_device(dtype: str) -> None:
+    """With the backend that `auto` selects there."""
     options = dict(device="cuda", num_kvcache_blocks=2000, dtype=dtype)
     with make_llm(**options) as llm:
         solve(llm, PROBLEMS)

@@ -176,14 +176,14 @@ def test_greedy_equals_transformers_with(name: str, standard: Case) -> None:
 @pytest.mark.parametrize("name", CROWDED)
 def test_hundreds_of_preemptions_keep_the_output_with(name: str, crowd: Case) -> None:
     with make_llm(crowd.path, **CROWDED[name]) as llm:
-        launch, num_sampled = llm._runner.launch, 0
+        launch, num_sampled = llm.model_runner.launch, 0
 
         def counting(batch: Batch) -> Launched:
             nonlocal num_sampled
             num_sampled += len(batch.sampling_seqs)
             return launch(batch)
 
-        llm._runner.launch = counting  # type: ignore[method-assign]
+        llm.model_runner.launch = counting  # type: ignore[method-assign]
         assert_same(generate(llm, crowd), crowd.expected)
         assert llm.scheduler.num_preemptions >= 170
         assert num_sampled == sum(map(len, crowd.expected)), "a token was generated again"

@@ -72,21 +72,21 @@ def assert_idle(llm: LLM) -> None:
     manager = llm.scheduler.block_manager
     assert not llm.scheduler.waiting and not llm.scheduler.running
     assert manager.num_free_blocks == manager.num_blocks, "a block is still held"
-    assert not llm._requests and llm.is_finished() and llm.step() == []
+    assert not llm.unfinished and llm.is_finished() and llm.step() == []
 
 
 def raise_at_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
 ) -> None:
     """Make the runner's `nth` step from now raise `error`, once."""
-    launch, steps = llm._runner.launch, iter(range(1, 1_000_000))
+    launch, steps = llm.model_runner.launch, iter(range(1, 1_000_000))
 
     def failing(batch: Batch) -> Any:
         if next(steps) == nth:
             raise error
         return launch(batch)
 
-    monkeypatch.setattr(llm._runner, "launch", failing)
+    monkeypatch.setattr(llm.model_runner, "launch", failing)
 
 
 @pytest.fixture(scope="module")
@@ -544,7 +544,7 @@ def test_an_interrupted_generate_removes_its_own_requests_only(
         with pytest.raises(type(error)):
             generate(llm, [TEXT, IDS, "x" * 30], [greedy(3), greedy(), greedy()])
     llm.scheduler.audit()
-    assert list(llm._requests) == [other], "that call's requests, and no others, are gone"
+    assert list(llm.unfinished) == [other], "that call's requests, and no others, are gone"
     assert tokens(generate(llm, [TEXT, IDS, "x" * 30])) == expected
     (output,) = run_to_end(llm)
     assert (output["request_id"], output["token_ids"]) == (other, expected_other)
@@ -603,8 +603,8 @@ class InterruptAt:
     FILES: ClassVar[set[str]] = {
         str(Path(nanovllm.__file__).parent / name)
         for name in ("llm.py", "engine/llm_engine.py", "engine/scheduler.py",
-                     "engine/block_manager.py", "engine/sequence.py", "engine/request.py",
-                     "engine/forecast.py")
+                     "engine/block_manager.py", "engine/sequence.py", "engine/forecast.py",
+                     "engine/model_runner.py", "engine/requests/request.py")
     }  # fmt: skip
 
     def __init__(self, line: Line | None = None, nth: int = 1) -> None:
@@ -666,7 +666,7 @@ def test_the_engine_survives_ctrl_c_before_any_line(model_dir: Path) -> None:
             return trace.executed, f"{error!r} instead of KeyboardInterrupt"
         try:
             llm.scheduler.audit()
-            if set(llm._requests) - {other}:
+            if set(llm.unfinished) - {other}:
                 return trace.executed, "requests are left behind"
             finished = run_to_end(llm)
             if [o["request_id"] for o in finished] != [other]:
@@ -763,13 +763,13 @@ def test_a_failing_tokenizer_leaves_no_requests(tmp_path: Path) -> None:
 def test_close_from_another_thread_ends_a_call(options: dict[str, Any], model_dir: Path) -> None:
     """The call raises, and no rank is left waiting for another."""
     llm = make_llm(model_dir, **options)
-    launch, begun = llm._runner.launch, threading.Event()
+    launch, begun = llm.model_runner.launch, threading.Event()
 
     def launching(*arguments: Any) -> Any:
         begun.set()
         return launch(*arguments)
 
-    llm._runner.launch = launching  # type: ignore[method-assign]
+    llm.model_runner.launch = launching  # type: ignore[method-assign]
     closer = threading.Thread(target=lambda: (begun.wait(), llm.close()))
     closer.start()
     with pytest.raises(RuntimeError, match="closed in the middle of the call"):
@@ -839,7 +839,10 @@ def test_the_pool_is_freed_with_the_engine(model_dir: Path, how: str) -> None:
     llm = make_llm(model_dir)
     generate(llm, TEXT)
     llm.add_request(TEXT)  # a pending request must not keep it alive
-    parts = [weakref.ref(llm._runner.pool.cache), weakref.ref(llm._runner.model)]
+    parts = [
+        weakref.ref(llm.model_runner.shard.pool.cache),
+        weakref.ref(llm.model_runner.shard.model),
+    ]
     gc.disable()
     try:
         if how == "del":
@@ -861,7 +864,7 @@ def test_an_engine_whose_step_failed_is_freed(
         raise_at_step(llm, patch, 2, RuntimeError("device lost"))
         with pytest.raises(RuntimeError, match="device lost"):
             generate(llm, TEXT)
-    dead = weakref.ref(llm._runner.pool.cache)
+    dead = weakref.ref(llm.model_runner.shard.pool.cache)
     del llm
     gc.collect()  # the exception's own cycle is the test's
     assert dead() is None
@@ -1008,7 +1011,7 @@ print(len(idle.generate([[1, 2], "ab"], SamplingParams(max_tokens=2), use_tqdm=F
 def test_a_call_inside_a_call_is_an_error(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both calls would step one scheduler."""
     llm = make_llm(model_dir)
-    launch = llm._runner.launch
+    launch = llm.model_runner.launch
 
     def reentrant(batch: Any) -> Any:
         for call in (lambda: generate(llm, TEXT), llm.step):
@@ -1017,6 +1020,6 @@ def test_a_call_inside_a_call_is_an_error(model_dir: Path, monkeypatch: pytest.M
         return launch(batch)
 
     expected = generate(llm, TEXT)[0]["token_ids"]
-    monkeypatch.setattr(llm._runner, "launch", reentrant)
+    monkeypatch.setattr(llm.model_runner, "launch", reentrant)
     assert generate(llm, TEXT)[0]["token_ids"] == expected
     assert_idle(llm)

@@ -91,14 +91,14 @@ def test_only_requests_that_ask_have_logprobs(model_dir: Path) -> None:
 
 def test_equal_logits_have_equal_ranks(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
-        compute = llm._runner.model.compute_logits
+        compute = llm.model_runner.shard.model.compute_logits
 
         def alike(hidden: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = torch.zeros_like(compute(hidden))
             logits[:, [3, 5]] = 1.0
             return logits
 
-        llm._runner.model.compute_logits = alike  # type: ignore[method-assign]
+        llm.model_runner.shard.model.compute_logits = alike  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
         (told,) = llm.generate([1], params, use_tqdm=False)[0]["logprobs"] or []
     assert [(entry["token_id"], entry["rank"]) for entry in told] == [
@@ -167,15 +167,15 @@ def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits of 16,384 tokens of a large vocabulary would take 10 GB."""
-    monkeypatch.setattr("nanovllm.engine.step.logprobs.TOLD_LOGITS", 259 * 3)
+    monkeypatch.setattr("nanovllm.engine.step.logprobs.MAX_LOGITS", 259 * 3)
     with make_llm(case.path) as llm:
-        sizes, compute = [], llm._runner.model.compute_logits
+        sizes, compute = [], llm.model_runner.shard.model.compute_logits
 
         def recorded(hidden: torch.Tensor) -> torch.Tensor:
             sizes.append(len(hidden))
             return compute(hidden)
 
-        llm._runner.model.compute_logits = recorded  # type: ignore[method-assign]
+        llm.model_runner.shard.model.compute_logits = recorded  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         llm.generate([[1, 2, 3, 4, 5, 6], [7, 8, 9]], params, use_tqdm=False)
     assert sizes == [3, 3, 1, 2]

@@ -1,4 +1,4 @@
-"""Ray Data, on this machine: two replicas, one of them killed; and a replica by itself."""
+"""Ray Data on this machine: two replicas, one of which is killed, and a replica without Ray."""
 
 import contextlib
 import importlib.util
@@ -35,20 +35,20 @@ from nanovllm.ray import ANSWER, EngineReplica, _resources, answer  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 NUM_ROWS, BATCH_SIZE = 60, 10
-# Few at a time, so that a batch takes several steps; float32, so that batches round alike.
+# Few sequences, so that a batch takes several steps; float32, so that all batches round the same.
 OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=64)
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_batch.py"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """More cores than there may be: Ray does not look. Nothing leaves the machine."""
+    """A local cluster. Ray does not check whether the machine has four cores."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(
             prefix="ray-",
-            dir="/tmp",  # sockets are in it, and their paths must be short
-            ignore_cleanup_errors=True,  # what still ends may still write
+            dir="/tmp",  # for its sockets, whose paths must be short
+            ignore_cleanup_errors=True,  # processes that are still ending may write
         ) as path,
     ):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -68,7 +68,7 @@ def replica() -> EngineReplica:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Sums, some of them in several samples, one that is not to be had."""
+    """Sums, some of them with several samples, and one bad request."""
     rows: list[dict[str, Any]] = []
     for index, (prompt, _) in enumerate(sample_problems(NUM_ROWS)):
         hot = dict(temperature=2.0, n=2) if index % 5 == 0 else dict(temperature=0)
@@ -78,7 +78,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Any:
-    """With the columns of all rows, as Ray reads them."""
+    """A table with the columns of all rows, as Ray reads them."""
     return pa.Table.from_struct_array(pa.array(rows))
 
 
@@ -88,7 +88,7 @@ def jsonl(rows: list[dict[str, Any]]) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `run-batch` makes of the requests."""
+    """The answers of `run-batch` to the requests."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     with make_llm(EMBEDDED_MODEL, **OPTIONS) as llm, Journal(output) as journal:
         for _ in Job(llm, journal, {}).run(read_lines(io.BytesIO(jsonl(requests()).encode()))):
@@ -106,7 +106,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def answers_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By their ids, none of which may come twice."""
+    """Answers by id; no id may occur twice."""
     answers: dict[str, Any] = {}
     for row in rows:
         custom_id = row["custom_id"] if "custom_id" in row else json.loads(row["text"])["custom_id"]
@@ -119,7 +119,7 @@ def answers_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def example() -> Any:
-    """The script as a module."""
+    """The example script as a module."""
     spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -127,7 +127,7 @@ def example() -> Any:
     return module
 
 
-def test_the_example_fails_without_rows(cluster: None, tmp_path: Path, capsys: Any) -> None:
+def test_the_example_accepts_an_empty_file(cluster: None, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "in.jsonl").touch()
     flags = ["--max-model-len=64", "--device=cpu"]
     assert example().main([str(tmp_path / "in.jsonl"), str(tmp_path / "results"), *flags]) == 0
@@ -138,22 +138,22 @@ def test_the_example_fails_without_rows(cluster: None, tmp_path: Path, capsys: A
     ("flags", "words"),
     [
         (["--max-tokens=-1"], "max_tokens must be"),
-        (["--replicas=5"], "take fewer replicas"),
-        (["--keep", "label"], "keep is for rows of columns"),
+        (["--replicas=5"], "use fewer replicas"),
+        (["--keep", "label"], "keep needs rows of columns"),
     ],
 )
-def test_a_mistake_of_the_examples_user_is_a_traceback(
+def test_the_example_reports_mistakes_in_one_line(
     cluster: None, flags: list[str], words: str, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "1+1="}\n')
-    for results, said in (("results", words), ("", "is there already")):
+    for results, expected in (("results", words), ("", "already exists")):
         with pytest.raises(SystemExit):
             example().main([str(tmp_path / "in.jsonl"), str(tmp_path / results), *flags])
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_the_example_answers_otherwise_than_run_batch(
+def test_the_example_answers_as_run_batch_does(
     cluster: None, tmp_path: Path, capsys: Any, undisturbed: dict[str, Any], kind: str
 ) -> None:
     source, results = tmp_path / f"in.{kind}", tmp_path / "results"
@@ -175,20 +175,20 @@ def test_the_example_answers_otherwise_than_run_batch(
     assert answers_of(rows) == undisturbed
 
 
-def test_a_killed_replica_loses_or_repeats_a_row(
+def test_a_killed_replica_neither_loses_nor_repeats_a_row(
     cluster: None, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
-    """Killed in the middle of a batch, with some of its rows answered, and of the job."""
+    """It is killed in the middle of a batch, when some of the rows are answered."""
     log = tmp_path / "log"
     log.mkdir()
 
     class Doomed(EngineReplica):
-        """Dies at its twentieth step, in its second batch, unless another has died before."""
+        """Dies at its twentieth step, in its second batch, unless another one has died before."""
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             actor = ray.get_runtime_context().get_actor_id()
-            (log / f"begun-{actor}-{os.getpid()}").touch()
+            (log / f"started-{actor}-{os.getpid()}").touch()
             step, num_steps = self._llm.step, itertools.count(1)
 
             def doomed_step() -> Any:
@@ -211,8 +211,8 @@ def test_a_killed_replica_loses_or_repeats_a_row(
     )  # fmt: skip
     assert (log / "killed").exists(), "no replica was killed"
     assert answers_of(rows) == undisturbed
-    begun = [file.name.split("-")[1] for file in log.glob("begun-*")]
-    assert len(begun) > len(set(begun)), "the replica was not started again"
+    started = [file.name.split("-")[1] for file in log.glob("started-*")]
+    assert len(started) > len(set(started)), "the replica was not restarted"
 
 
 def rows_of(replica: EngineReplica, batch: Any) -> list[dict[str, Any]]:
@@ -225,8 +225,8 @@ def rows_of(replica: EngineReplica, batch: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_field_of_another_row_is_taken_for_ones_own(replica: EngineReplica) -> None:
-    """Arrow gives all rows the fields of any, in nested ones too."""
+def test_fields_of_other_rows_are_ignored(replica: EngineReplica) -> None:
+    """Arrow gives every row the fields of all rows, nested ones too."""
     user = {"role": "user", "content": "12+34="}
     rows = rows_of(
         replica,
@@ -247,26 +247,26 @@ def test_a_field_of_another_row_is_taken_for_ones_own(replica: EngineReplica) ->
     assert [row["label"] for row in rows] == [1, None, None, None]
 
 
-def test_a_map_is_no_object(replica: EngineReplica) -> None:
+def test_a_map_is_read_as_an_object(replica: EngineReplica) -> None:
     biases = pa.array([[(52, -100.0)]], pa.map_(pa.int64(), pa.float64()))
     (row,) = rows_of(replica, pa.table({"prompt": ["12+34="], "logit_bias": biases}))
     assert row["error"] is None and "4" not in row["generated_text"]
 
 
-def test_an_array_is_no_list(cluster: None, replica: EngineReplica) -> None:
-    """Ray makes tensors of NumPy's arrays, of equal lengths or not."""
+def test_an_array_is_read_as_a_list(cluster: None, replica: EngineReplica) -> None:
+    """Ray turns NumPy's arrays into tensors, of equal lengths or not."""
     ids = np.array([55, 43, 56, 61], np.int64)
     for rows in ([{"prompt": ids}] * 2, [{"prompt": ids}, {"prompt": ids[:2]}]):
         (batch,) = ray_data.from_items(rows).iter_batches(batch_format="pyarrow")
-        told = rows_of(replica, batch)
-        assert told[0]["generated_text"] == "15"
-        assert [row["error"] for row in told] == [None, None]
+        answered = rows_of(replica, batch)
+        assert answered[0]["generated_text"] == "15"
+        assert [row["error"] for row in answered] == [None, None]
 
 
-def test_an_exception_leaves_requests_to_the_next_batch(
+def test_an_exception_discards_the_requests_of_its_batch(
     replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray may be told to bear it: `max_errored_blocks`."""
+    """Ray can be set to continue after it: `max_errored_blocks`."""
     rows = [{"prompt": "12+34="}, {"messages": [{"role": "user", "content": "12+34="}]}]
     with monkeypatch.context() as patch:
         patch.setattr(replica._llm.tokenizer, "chat_template", None)
@@ -285,15 +285,15 @@ def test_an_exception_leaves_requests_to_the_next_batch(
         ({"prompt": None}, "a line must have a prompt or messages"),
     ],
 )
-def test_a_bad_row_ends_the_job(replica: EngineReplica, row: dict[str, Any], words: str) -> None:
+def test_a_bad_row_gets_an_error(replica: EngineReplica, row: dict[str, Any], words: str) -> None:
     bad, good = rows_of(replica, [row, {"prompt": "12+34="}])
     assert words in bad["error"]
     assert bad["generated_text"] is bad["finish_reason"] is bad["response"] is None
     assert (good["generated_text"], good["error"]) == ("46", None)
 
 
-def test_a_bad_line_ends_the_job() -> None:
-    """And a column beside that of the lines, of any name, is taken for a field."""
+def test_a_bad_line_gets_an_error() -> None:
+    """Columns other than that of the lines are no fields, whatever their names."""
     replica = EngineReplica(line_column="text", sampling={"temperature": 0}, **OPTIONS)
     lines = ['{"prompt": "12+34="}', '{"prom', "5", None, '{"prompt": [55, 43, 56, 61]}']
     rows = rows_of(replica, [{"text": line, "prompt": 5} for line in lines])
@@ -303,8 +303,8 @@ def test_a_bad_line_ends_the_job() -> None:
     assert "the row has no line" in rows[3]["error"]
 
 
-def test_equal_rows_differ_by_their_batch(replica: EngineReplica) -> None:
-    """What a row samples hangs on what it asks for, or on its id: not on its place."""
+def test_samples_do_not_depend_on_the_batch(replica: EngineReplica) -> None:
+    """A row's samples depend on its request or its id, not on its position."""
     hot = dict(prompt="12+34=", temperature=2.0, max_tokens=16, ignore_eos=True)
     rows = [hot, {**hot, "custom_id": "a"}, {**hot, "custom_id": "b"}, hot]
     one, a, b, again = (row["generated_text"] for row in rows_of(replica, rows))
@@ -313,11 +313,11 @@ def test_equal_rows_differ_by_their_batch(replica: EngineReplica) -> None:
     assert alone["generated_text"] == one
 
 
-def test_a_rank_that_ends_ends_the_job() -> None:
-    """A new engine answers the batch, once."""
+def test_a_dead_rank_is_replaced() -> None:
+    """A new engine repeats the batch, once."""
     replica = EngineReplica(sampling={"temperature": 0}, tensor_parallel_size=2, **OPTIONS)
     first = replica._llm
-    first._runner.workers._workers[0].process.kill()
+    first.model_runner.workers._workers[0].process.kill()
     (row,) = rows_of(replica, [{"prompt": "12+34="}])
     assert row["generated_text"] == "46"
     assert replica._llm is not first
@@ -332,13 +332,13 @@ def test_a_rank_that_ends_ends_the_job() -> None:
         (lambda r: EngineReplica(sampling={"n": 0}), ValueError, "n must be in"),
         (lambda r: EngineReplica(keep="label"), TypeError, "keep must be a list of texts"),
         (lambda r: answer(None, max_num_sequences=3), TypeError, "did you mean 'max_num_seqs'?"),
-        (lambda r: answer(None, keep=["a"], line_column="b"), ValueError, "keep is for rows"),
+        (lambda r: answer(None, keep=["a"], line_column="b"), ValueError, "keep needs rows"),
         (lambda r: answer(None, replicas=0), ValueError, "replicas must be >= 1, got 0"),
         (lambda r: answer(None, batch_size=0), ValueError, "batch_size must be >= 1, got 0"),
         (lambda r: answer(None, sampling={"n": 0}), ValueError, "n must be in"),
     ],
 )
-def test_a_mistake_is_found_late(
+def test_mistakes_are_found_before_anything_runs(
     replica: EngineReplica, make: Any, kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=re.escape(words)):
@@ -360,7 +360,7 @@ GPUS, CPUS = {"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}
         ({}, 14, 0.5, CPUS, ({"num_cpus": 0.5}, "cpu")),
     ],
 )
-def test_a_replica_takes_what_it_does_not_need(
+def test_resources_of_a_replica(
     options: Any, replicas: int, num_cpus: Any, cluster: Any, expected: Any
 ) -> None:
     assert _resources(Config("m", **options), replicas, num_cpus, cluster) == expected
@@ -377,16 +377,16 @@ def test_a_replica_takes_what_it_does_not_need(
         (dict(device="cuda"), 1, -1, "num_cpus must be finite and >= 0.0, got -1"),
     ],
 )
-def test_replicas_wait_for_each_other(
+def test_impossible_resources_are_refused(
     options: Any, replicas: int, num_cpus: Any, words: str
 ) -> None:
-    """For ever, if nobody can read the rows."""
+    """Replicas would wait forever if no core is left to read the rows."""
     with pytest.raises(ValueError, match=re.escape(words)):
         _resources(Config("m", **options), replicas, num_cpus, CPUS)
 
 
 @pytest.mark.parametrize(("replicas", "waits"), [(2, False), (3, True)])
-def test_replicas_that_wait_for_gpus_say_nothing(
+def test_replicas_that_wait_for_gpus_are_logged(
     replicas: int, waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     _resources(Config("m", tensor_parallel_size=2), replicas, None, {"CPU": 8.0, "GPU": 4.0})
@@ -394,21 +394,21 @@ def test_replicas_that_wait_for_gpus_say_nothing(
     assert caplog.messages == words * waits
 
 
-def test_a_cluster_without_cores_is_a_key_error() -> None:
-    """Ray does not name what there is none of."""
+def test_a_cluster_without_cores_is_refused() -> None:
+    """Ray's resources have no entry for what a cluster lacks."""
     with pytest.raises(ValueError, match="leave none of the cluster's 0"):
         _resources(Config("m"), 1, None, {"memory": 1e9})
     gpus = ({"num_gpus": 1, "num_cpus": 0}, "cuda")
     assert _resources(Config("m"), 1, None, {"GPU": 1.0}) == gpus
 
 
-def test_without_ray_the_error_is_another() -> None:
+def test_without_ray_the_error_names_the_extra() -> None:
     script = "import sys; sys.modules['ray'] = None; import nanovllm.ray"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert b"ImportError: nanovllm.ray needs nanovllm[ray]: import of ray halted" in done.stderr
 
 
-def test_a_model_without_a_tokenizer_fails_at_each_row(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(EMBEDDED_MODEL) / "config.json").read_text())
     with pytest.raises(RuntimeError, match="has no tokenizer; --tokenizer names one"):
         EngineReplica(str(tmp_path), load_format="dummy", **OPTIONS)

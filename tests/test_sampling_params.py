@@ -1,4 +1,4 @@
-"""SamplingParams: bad values are refused by name; ids are copied."""
+"""SamplingParams: bad values are refused by name; lists are copied."""
 
 import dataclasses
 import math
@@ -81,13 +81,13 @@ CASES = [
 
 
 def test_every_field_is_checked() -> None:
-    """A new parameter that takes anything."""
+    """A new parameter needs a check of its values."""
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(BAD)
 
 
 @pytest.mark.parametrize(("name", "allowed", "value", "error"), CASES)
 def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[Exception]) -> None:
-    """max_tokens=0 that returns a token all the same, temperature=nan that samples nonsense."""
+    """The error has the name, the range and the value: max_tokens=0, temperature=nan, ..."""
     with pytest.raises(error) as caught:
         SamplingParams(**{name: value})
     message = str(caught.value)
@@ -107,20 +107,20 @@ def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[E
     ],
 )
 def test_bad_bias_is_refused(bias: Any, error: type[Exception], words: str) -> None:
-    """Or clamped in silence."""
+    """Biases are not silently clamped."""
     with pytest.raises(error) as caught:
         SamplingParams(logit_bias=bias)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
-def test_half_a_character_is_taken(name: str) -> None:
-    """No text has it, and no tokenizer takes it."""
+def test_an_unpaired_surrogate_is_refused(name: str) -> None:
+    """No tokenizer accepts it."""
     with pytest.raises(ValueError, match=f"{name} is not valid Unicode text"):
         SamplingParams(**{name: ["\ud800"]})
 
 
-def test_more_tokens_at_least_than_at_most() -> None:
+def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"min_tokens must be in \[0, 5\], got 6"):
         SamplingParams(min_tokens=6, max_tokens=5)
     assert SamplingParams(min_tokens=600, max_tokens=None).min_tokens == 600
@@ -132,14 +132,13 @@ def test_more_tokens_at_least_than_at_most() -> None:
      ([1], TypeError)],
 )  # fmt: skip
 def test_bad_stop_token_id_is_refused(bad_id: Any, error: type[Exception]) -> None:
-    """An id that no token can ever equal, so that the request silently never stops there."""
+    """No token can equal such an id, so the request would silently never stop there."""
     with pytest.raises(error, match=r"stop_token_ids must be .*>= 0, got ") as caught:
         SamplingParams(stop_token_ids=[2, bad_id])
     assert str(bad_id) in str(caught.value)
 
 
-def test_defaults_may_be_spelt_out() -> None:
-    """A default that is refused, or drifts."""
+def test_defaults_are_the_documented_ones_and_valid() -> None:
     defaults: dict[str, Any] = {
         "temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "max_tokens": 64,
         "min_tokens": 0, "stop": None, "stop_token_ids": None, "ignore_eos": False, "seed": None,
@@ -153,21 +152,20 @@ def test_defaults_may_be_spelt_out() -> None:
 
 
 def test_unknown_parameter_is_refused() -> None:
-    """A misspelt parameter that is swallowed."""
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda f: f.name)
-def test_frozen(field: "dataclasses.Field[Any]") -> None:
-    """One object shared by many requests, changed while they run."""
+def test_fields_cannot_be_set(field: "dataclasses.Field[Any]") -> None:
+    """An object that many requests share cannot change while they run."""
     params = SamplingParams()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(params, field.name, getattr(params, field.name))
 
 
 def test_stop_token_ids_are_copied() -> None:
-    """The caller appends to its list later, and running requests stop elsewhere."""
+    """If the caller changes its list later, running requests stop at the same tokens."""
     stop_token_ids = [7, 8]
     params = SamplingParams(stop_token_ids=stop_token_ids)
     stop_token_ids.append(9)
@@ -179,15 +177,15 @@ def test_stop_token_ids_are_copied() -> None:
     [(7, 8), np.array([7, 8]), iter([7, 8]), range(7, 9)],
     ids=["tuple", "array", "iterator", "range"],
 )
-def test_any_iterable_of_ids(given: Any) -> None:
-    """An array or a one-shot iterator kept as it is: ambiguous, or empty at its second use."""
+def test_any_iterable_of_ids_becomes_a_tuple(given: Any) -> None:
+    """A kept array has an ambiguous truth value; a kept iterator is empty at its second use."""
     params = SamplingParams(stop_token_ids=given)
     assert params.stop_token_ids == (7, 8)
     assert [type(token_id) for token_id in params.stop_token_ids or ()] == [int, int]
 
 
 def test_zero_temperature_and_ends_of_ranges_are_allowed() -> None:
-    """Greedy refused, as in engines that divide by the temperature; bounds off by one."""
+    """Greedy decoding must not divide by the temperature; bounds are not off by one."""
     params = SamplingParams(temperature=0, max_tokens=1, seed=2**63 - 1, stop_token_ids=[])
     assert (params.temperature, params.max_tokens, params.seed) == (0, 1, 2**63 - 1)
     assert not SamplingParams(
@@ -197,8 +195,8 @@ def test_zero_temperature_and_ends_of_ranges_are_allowed() -> None:
     assert SamplingParams(seed=0).seed == 0
 
 
-def test_numpy_numbers_are_numbers() -> None:
-    """np.int64 refused as "not an int", or kept: 100 + np.int8(100) is -56."""
+def test_numpy_numbers_become_numbers() -> None:
+    """An np.int8 that is kept would overflow: 100 + np.int8(100) is -56."""
     params = SamplingParams(max_tokens=np.int8(100), seed=np.int8(5), temperature=np.float32(0.5))  # type: ignore[arg-type]
     assert (params.max_tokens, params.seed, params.temperature) == (100, 5, 0.5)
     assert Sequence([0] * 100, params).max_num_tokens == 200

@@ -141,16 +141,16 @@ def test_a_stream_collected_in_a_step_aborts_its_requests(
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     streams = [llm.stream(PROMPTS[:3], params)]
     next(streams[0])
-    launch = llm._runner.launch
+    launch = llm.model_runner.launch
 
     def collecting(batch: Any) -> Any:
         streams.clear()
         return launch(batch)
 
-    monkeypatch.setattr(llm._runner, "launch", collecting)
+    monkeypatch.setattr(llm.model_runner, "launch", collecting)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
-    assert llm.is_finished() and not llm._streaming and not llm._finished
+    assert llm.is_finished() and not llm._streaming and not llm.finished
 
 
 def test_an_interrupted_stream_leaves_no_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_an_interrupted_stream_leaves_no_output(llm: LLM, monkeypatch: pytest.Mo
         return ending(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr("nanovllm.llm.ending", interrupted)
+        patched.setattr("nanovllm.engine.requests.stream.ending", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert llm.is_finished() and llm.step() == [] and not llm._streaming

@@ -219,7 +219,9 @@ def test_all_ranks_have_pools_of_one_size(cases: dict[str, Case]) -> None:
     path = cases["2 kv heads"].path
     with make_llm(path) as one, make_llm(path, tensor_parallel_size=2) as two:
         assert two.config.num_kvcache_blocks == one.config.num_kvcache_blocks
-        assert two._runner.pool.block_bytes * 2 == one._runner.pool.block_bytes
+        assert (
+            two.model_runner.shard.pool.block_bytes * 2 == one.model_runner.shard.pool.block_bytes
+        )
     with make_llm(path, tensor_parallel_size=4) as four:  # each kv head twice
         assert one.config.num_kvcache_blocks is not None
         assert four.config.num_kvcache_blocks == one.config.num_kvcache_blocks // 2
@@ -231,7 +233,7 @@ def test_the_rank_with_the_least_memory_decides(
     """Here rank 0 could hold more than the others."""
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         fair = llm.config.num_kvcache_blocks
-    monkeypatch.setattr("nanovllm.engine.startup.GIB", 1 << 34)  # in this process alone
+    monkeypatch.setattr("nanovllm.engine.sizing.GIB", 1 << 34)  # in this process alone
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         assert llm.config.num_kvcache_blocks == fair
 

@@ -1,10 +1,10 @@
 """Train the tiny Qwen3 model that adds numbers and write it with its tokenizer.
 
-Everything comes from a seed: the initial weights and the synthetic sums. The problems of
+The initial weights and the synthetic sums depend only on a seed. The problems of
 `nanovllm.embedded.sample_problems` are never trained on. At the end the weights are rounded to
-bfloat16 and evaluated on them, bare, after solved problems and in chat form, computing in float32
-and in bfloat16; if any of these accuracies is under the threshold, nothing is written and the
-exit status is 1. A directory whose files together exceed the size limit is refused as well.
+bfloat16 and evaluated on these problems, alone, after solved problems and in chat form, in float32
+and in bfloat16. If an accuracy is below the threshold, or the files together exceed the size limit,
+nothing is written and the exit status is 1.
 
 It takes some minutes on two CPU cores::
 
@@ -38,8 +38,8 @@ VOCAB_SIZE = 264
 IGNORED = -100
 MAX_BYTES = 2_000_000
 MAX_CONTEXT_PROBLEMS = 24
-# As in Qwen3-0.6B the heads together are wider than the hidden state. The keys are those which
-# both version 4 and version 5 of transformers read.
+# As in Qwen3-0.6B, the heads together are wider than the hidden state. Versions 4 and 5 of
+# transformers both read these keys.
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -78,7 +78,7 @@ Problem = tuple[int, int]
 
 @dataclass
 class Document:
-    """Token ids, and for each the token to be predicted next (`IGNORED` where none is)."""
+    """Token ids, and for each the token to predict next, or `IGNORED`."""
 
     tokens: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
@@ -91,10 +91,10 @@ class Document:
             self.labels += [IGNORED] * len(ids)
 
     def add_answer(self, answer: str, stop: int) -> None:
-        """Append an answer that the model has to give and then end with the token `stop`.
+        """Append an answer that the model has to predict, followed by the token `stop`.
 
-        The stop token is a label only. So each answer within a document is trained as if the
-        document ended there, whatever the caller appends after it.
+        The stop token is only a label. Each answer within a document is therefore trained as if the
+        document ended there, even if the caller appends more.
         """
         ids = list(answer.encode())
         self.labels[-1] = ids[0]
@@ -110,7 +110,7 @@ class ProblemSource:
         self._held_out = held_out
 
     def draw(self) -> Problem:
-        """Return one problem; long operands, which are harder, come more often."""
+        """Return one problem; long operands, which are harder, are more frequent."""
         while True:
             problem = (self._draw_number(), self._draw_number())
             if problem not in self._held_out:
@@ -124,7 +124,7 @@ class ProblemSource:
 
 
 def plain_document(source: ProblemSource, problems: int) -> Document:
-    """Return solved problems, one a line."""
+    """Return solved problems, one per line."""
     document = Document()
     for index in range(problems):
         a, b = source.draw()
@@ -134,7 +134,7 @@ def plain_document(source: ProblemSource, problems: int) -> Document:
 
 
 def chat_document(source: ProblemSource, turns: int) -> Document:
-    """Return a conversation in which each user turn asks one problem, a few after solved ones."""
+    """Return a conversation that asks one problem per user turn, sometimes after solved ones."""
     document = Document()
     for index in range(turns):
         solved = source.rng.randrange(8) if source.rng.random() < 0.1 else 0
@@ -148,7 +148,7 @@ def chat_document(source: ProblemSource, turns: int) -> Document:
 
 
 def collate(documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Stack documents, padded on the right, where a causal model cannot see the padding."""
+    """Stack documents. Padding is on the right, where a causal model does not see it."""
     width = max(len(document.tokens) for document in documents)
     tokens = torch.full((len(documents), width), ENDOFTEXT)
     labels = torch.full((len(documents), width), IGNORED)
@@ -161,7 +161,7 @@ def collate(documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
 def training_batch(source: ProblemSource, progress: float, curriculum: float) -> list[Document]:
     """Return the documents of one step; `progress` runs from 0 to 1.
 
-    Up to `curriculum` they are short and plain; then long ones and conversations are mixed in.
+    Up to `curriculum` they are short and plain; after that some are long, or conversations.
     """
     choice = source.rng.random()
     if progress < curriculum or choice < 0.3:
@@ -172,7 +172,7 @@ def training_batch(source: ProblemSource, progress: float, curriculum: float) ->
 
 
 def build_tokenizer() -> Tokenizer:
-    """Return the byte tokenizer: the id of a byte is its value, special tokens follow."""
+    """Return the byte tokenizer: a byte's id is its value, and special tokens follow."""
     vocab = {letter: byte for byte, letter in enumerate(byte_letters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -203,7 +203,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def byte_letters() -> list[str]:
-    """Return the printable letter by which the byte-level tokenizers write each byte."""
+    """Return the printable letter with which byte-level tokenizers write each byte."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = (chr(code) for code in range(0x100, 0x200))
     return [chr(byte) if byte in visible else next(stand_ins) for byte in range(256)]
@@ -217,7 +217,7 @@ def supervised_loss(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> 
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the rate at `step`: linear warm-up over 100 steps, then a cosine down to zero."""
+    """Return the rate at `step`: linear warm-up over 100 steps, then cosine decay to zero."""
     warmup = min(100, steps // 10 + 1)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -227,7 +227,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers and AdamW for the rest.
 
-    With AdamW alone the sums take several times as many steps to learn.
+    With AdamW alone, learning the sums takes several times as many steps.
     """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
@@ -241,7 +241,7 @@ def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def train(model: Qwen3ForCausalLM, args: argparse.Namespace, held_out: frozenset[Problem]) -> None:
-    """Train in place, printing the loss now and then."""
+    """Train in place, and print the loss every 100 steps."""
     source = ProblemSource(args.seed, held_out)
     optimizers = build_optimizers(model)
     model.train()
@@ -249,7 +249,7 @@ def train(model: Qwen3ForCausalLM, args: argparse.Namespace, held_out: frozenset
     average = math.log(VOCAB_SIZE)
     for step in range(args.steps):
         tokens, labels = collate(training_batch(source, step / args.steps, args.curriculum))
-        # Bfloat16 is somewhat faster, and the model has to work with its rounding in the end.
+        # Bfloat16 is somewhat faster, and the final model must work with its rounding.
         with torch.autocast("cpu", torch.bfloat16):
             loss = supervised_loss(model, tokens, labels)
         model.zero_grad()
@@ -278,7 +278,7 @@ def write_model(model: Qwen3ForCausalLM, directory: Path) -> None:
 
 
 def evaluation_prompts(tokenizer: Any, seed: int) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Return for each form of prompt pairs of prompt tokens and the tokens that must follow."""
+    """Return pairs of prompt tokens and the tokens that must follow, for each form of prompt."""
     problems = sample_problems()
     source = ProblemSource(seed, frozenset())
     forms: dict[str, list[tuple[list[int], list[int]]]] = {"plain": [], "context": [], "chat": []}
@@ -301,8 +301,8 @@ def evaluation_prompts(tokenizer: Any, seed: int) -> dict[str, list[tuple[list[i
 def accuracy(model: Qwen3ForCausalLM, pairs: Sequence[tuple[list[int], list[int]]]) -> float:
     """Return the share of prompts whose greedy continuation is exactly the expected one.
 
-    The expected tokens are fed in: greedy decoding gives them all if and only if each of them is
-    the most likely one after those before it.
+    The expected tokens are the input: greedy decoding generates all of them if and only if each is
+    the most likely token after those before it.
     """
     right = 0
     for start in range(0, len(pairs), 50):
@@ -317,7 +317,7 @@ def accuracy(model: Qwen3ForCausalLM, pairs: Sequence[tuple[list[int], list[int]
 
 
 def evaluate(directory: Path, seed: int) -> float:
-    """Load what was written, print the accuracies and return the lowest."""
+    """Load the written model, print the accuracies and return the lowest."""
     forms = evaluation_prompts(AutoTokenizer.from_pretrained(directory), seed)
     lowest = 1.0
     for dtype in (torch.float32, torch.bfloat16):
@@ -330,13 +330,15 @@ def evaluate(directory: Path, seed: int) -> float:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line options."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description="Train the embedded adding model, check it and write it."
     )
     parser.add_argument("--output", type=Path, default=Path(EMBEDDED_MODEL))
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--curriculum", type=float, default=0.2, help="share of plain-only steps")
+    parser.add_argument(
+        "--curriculum", type=float, default=0.2, help="share of steps with short, plain documents"
+    )
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -365,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         lowest = evaluate(directory, args.seed + 1)
         if lowest < args.min_accuracy:
-            print(f"refused: {lowest:.2%} is under {args.min_accuracy:.2%}", file=sys.stderr)
+            print(f"refused: {lowest:.2%} is below {args.min_accuracy:.2%}", file=sys.stderr)
             return 1
         args.output.mkdir(parents=True, exist_ok=True)
         for path in directory.iterdir():

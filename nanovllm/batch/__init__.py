@@ -1,12 +1,12 @@
-"""Batch jobs: JSON Lines of requests in, JSON Lines of results out, as OpenAI's batches have them.
+"""Batch jobs in the format of OpenAI's: JSON Lines of requests in, JSON Lines of results out.
 
-lines.py        an input's lines, one at a time, however large it is
-request.py      what a line asks for
-submit.py       its way into an engine
-response.py     what a result looks like
-token_bytes.py  what bytes a token stands for
-journal.py      the output file: which lines are done, and what is done stays
-job.py          the loop that keeps an engine busy with them
+lines.py     read an input of any size line by line
+envelope.py  parse a line
+submit.py    queue a line's request in an engine
+records.py   the lines of the output
+digests.py   64-bit digests of request ids
+journal.py   the output file, which also says which lines are done
+job.py       the loop that keeps an engine busy
 
-A job can be ended at any time, and begun again: it repeats nothing, and loses nothing.
+A job that was killed at any moment can be restarted: it repeats nothing and loses nothing.
 """

@@ -1,8 +1,8 @@
-"""A job: it keeps an engine busy with the lines of an input, and the journal up to date.
+"""Run a job: keep an engine busy with the lines of an input, and the journal up to date.
 
-Lines are read as there is room for them, so that an input of any size takes the memory of a few
-batches. What a line samples hangs on its id and its parameters: not on the lines around it, and not
-on how often the job was begun again.
+Lines are read when there is room for them, so that an input of any size takes the memory of a few
+batches. A line's samples depend on its id and its parameters, not on the lines around it and not on
+how often the job was restarted.
 """
 
 import re
@@ -10,47 +10,49 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.batch.journal import Journal, Seen, digest_of
+from nanovllm.batch.digests import Seen, digest_of
+from nanovllm.batch.envelope import custom_id_of, parse_line
+from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import Line
+from nanovllm.batch.records import error_record, result_record
 from nanovllm.batch.submit import check_tokenizer, submit
 from nanovllm.llm import LLM
-from nanovllm.openai.request import BatchRequest, parse_line
-from nanovllm.openai.response import error_record, result_record
+from nanovllm.openai.request import APIRequest
 from nanovllm.utils.checks import shorten
 
-LINE_ID = re.compile("line-[0-9]+")  # what lines without an id get
-QUEUED = 2  # how often the engine's running sequences are in it: one half runs, one waits
+LINE_ID = re.compile("line-[0-9]+")  # the ids of lines without one
+QUEUED = 2  # sequences in the engine for each that can run: while one runs, another waits
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a run has made of its lines so far."""
+    """How many lines a run has settled so far, and how."""
 
     computed: int = 0
     failed: int = 0
-    skipped: int = 0  # done by a run before
+    skipped: int = 0  # done by an earlier run
     tokens: int = 0
 
     @property
     def lines(self) -> int:
-        """How many are settled."""
+        """The number of settled lines."""
         return self.computed + self.failed + self.skipped
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request in the engine, and where its answer belongs."""
+    """A request in the engine, and the line that it came from."""
 
     number: int
     custom_id: str
-    request: BatchRequest
+    request: APIRequest
 
 
 class Job:
-    """One run over an input. `defaults` are sampling parameters of lines that do not say.
+    """One run over an input. `defaults` are sampling parameters for lines without them.
 
-    A bad line becomes an error record; where the job is `strict` it is a ValueError, and nothing
-    of it or of later lines is written.
+    A bad line becomes an error record. If the job is `strict` it is a ValueError instead, and
+    neither the line nor a later one is written.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Job:
         self._room = QUEUED * llm.config.max_num_seqs
 
     def run(self, lines: Iterable[Line]) -> Iterator[Tally]:
-        """Settle all `lines`; tell how it stands after each line and each step."""
+        """Settle all `lines`; yield the tally after each line and each step."""
         for line in lines:
             while self._room <= 0:
                 self._step()
@@ -79,7 +81,7 @@ class Job:
             yield self.tally
 
     def _take(self, line: Line) -> None:
-        """Skip a line, queue its request, or write what is wrong with it."""
+        """Skip a line, queue its request, or write its error."""
         custom_id, value = self._identify(line)
         if self.journal.has(line.number, custom_id):
             self.tally.skipped += 1
@@ -98,28 +100,28 @@ class Job:
         self._room -= request.params.n
 
     def _identify(self, line: Line) -> tuple[str, dict[str, Any] | Exception]:
-        """A line's id, and its object or what is wrong with it.
+        """A line's id, and its object or its error.
 
-        Ids differ: one that an earlier line has is an error, whose record has the line's own.
+        Ids are unique: a line with an earlier line's id is an error, and its record is `line-N`.
         """
         own_id = f"line-{line.number}"
         try:
             value = parse_line(line.data)
-            custom_id = value.get("custom_id")
+            custom_id = custom_id_of(value)
             if custom_id is None:
                 custom_id = own_id
-            if not isinstance(custom_id, str):
-                raise TypeError(f"custom_id must be a text, got {shorten(custom_id)}")
             if LINE_ID.fullmatch(custom_id) and custom_id != own_id:
-                raise ValueError(f"custom_id {custom_id!r} is what another line gets without one")
+                raise ValueError(f"custom_id {custom_id!r} is the id of another line without one")
             if not self._seen.add(digest_of(custom_id)):
-                raise ValueError(f"custom_id {shorten(custom_id)} is that of an earlier line")
+                raise ValueError(
+                    f"custom_id {shorten(custom_id)} is already the id of an earlier line"
+                )
         except (TypeError, ValueError) as error:
             return own_id, error
         return custom_id, value
 
     def _step(self) -> None:
-        """Run a step, and write what it finishes."""
+        """Run a step, and write the records of the requests that it finishes."""
         records = []
         for output in self.llm.step():
             pending = self._pending.pop(output["request_id"])

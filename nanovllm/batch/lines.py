@@ -1,17 +1,17 @@
-"""The lines of an input, one at a time: its size does not matter, and neither does how it ends."""
+"""Read an input of any size line by line."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-MAX_LINE_BYTES = 1 << 26  # a longer one is not held in memory, and not taken
+MAX_LINE_BYTES = 1 << 26  # a longer line is not read into memory, and is an error
 BOM = b"\xef\xbb\xbf"
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is not blank. Numbers count all lines, from 1."""
+    """A line that is not blank. `number` counts all lines, from 1."""
 
     number: int
     data: bytes | None  # None: longer than MAX_LINE_BYTES
@@ -38,7 +38,7 @@ def _skip_rest(file: BinaryIO) -> None:
 
 
 def count_lines(file: BinaryIO) -> int:
-    """How many lines there are, blank ones too. Reads all of `file`, from its beginning."""
+    """Count the lines, including blank ones. Reads the whole `file` from its beginning."""
     count, last = 0, b"\n"
     file.seek(0)
     while chunk := file.read(CHUNK):

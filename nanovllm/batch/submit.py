@@ -1,27 +1,28 @@
-"""A line's way into an engine: its request, checked and queued."""
+"""Check a line's request and queue it in an engine."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.batch.journal import digest_of
+from nanovllm.batch.digests import digest_of
+from nanovllm.batch.envelope import parse_request
 from nanovllm.llm import LLM
-from nanovllm.openai.request import CHAT, BatchRequest, parse_request
+from nanovllm.openai.request import CHAT, APIRequest
 
 
 def check_tokenizer(llm: LLM) -> None:
-    """Raise where no line could be answered with text."""
+    """Raise if the model has no tokenizer: no line could be answered with text."""
     if llm.tokenizer is None:
         raise RuntimeError(f"{llm.config.model} has no tokenizer; --tokenizer names one")
 
 
 def submit(
     llm: LLM, custom_id: str, line: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> tuple[int, BatchRequest]:
-    """Queue what `line` asks for; its number in the engine, and the request.
+) -> tuple[int, APIRequest]:
+    """Queue a line's request; return the request's id in the engine, and the request.
 
-    `defaults` are sampling parameters of lines that do not say. The seed of one that does not say
-    hangs on `custom_id`. A bad line is a TypeError or ValueError, and leaves the engine as it was;
-    what every line would fail for is a RuntimeError.
+    `defaults` are sampling parameters for lines without them. A line without a seed gets one that
+    depends on `custom_id`. A bad line is a TypeError or ValueError and changes nothing in the
+    engine; what would make every line fail is a RuntimeError.
     """
     seed = digest_of(custom_id, llm.config.seed) >> 1
     request = parse_request(line, {"seed": seed, **defaults})

@@ -1,9 +1,10 @@
-"""The benchmark: a workload, how long it takes, and how long it would have to.
+"""The benchmark: time a workload, and compare that with the least time it can take.
 
-shapes.py    models without weights
+shapes.py    model configs for random weights
 workload.py  random requests
-plan.py      what will run, checked before anything does
-machine.py   how fast this one is
-measure.py   the runs, and what is said of them
+plan.py      everything that a run needs, checked before it starts
+machine.py   measure how fast this machine is
+roofline.py  the least time of a workload on a machine
+measure.py   time the runs and print the figures
 trace.py     a profile of some steps
 """

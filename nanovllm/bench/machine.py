@@ -1,4 +1,4 @@
-"""How fast this machine is: two rates, measured, which the roofline is made of."""
+"""Measure how fast this machine is: the two rates that the roofline is computed from."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from nanovllm.layers.linear import LinearBase
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, samples: int = 7) -> float:
-    """Median time of `call`; on CUDA a sample is many calls, which hides their launches."""
+    """Median time of `call`. On CUDA a sample is many calls, which hides their launch times."""
     calls = 20 if device.type == "cuda" else 1
     seconds = []
     for _ in range(1 + samples):
@@ -29,7 +29,7 @@ def median_seconds(call: Callable[[], Any], device: torch.device, samples: int =
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a copy that no cache holds."""
+    """Bytes read and written per second by a copy that is larger than the caches."""
     num_bytes = 1 << (30 if device.type == "cuda" else 28)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -38,7 +38,7 @@ def copy_rate(device: torch.device) -> float:
 
 @torch.inference_mode()
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of a large linear layer, as the model computes it."""
+    """FLOPs per second of a large linear layer, computed by the model's own code."""
     size = 8192 if device.type == "cuda" else 2048
     linear = LinearBase(size, size).to(device, dtype)
     assert linear.weight is not None
@@ -49,9 +49,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, num_ranks: int) -> Machine:
-    """Measure both rates, and give back the memory that it took.
+    """Measure both rates, and release the memory that this took.
 
-    Ranks on the CPU share one machine; on CUDA each brings a GPU, taken to be as fast as the first.
+    CPU ranks share one machine. Each CUDA rank has a GPU, assumed to be as fast as the first.
     """
     num_devices = num_ranks if device.type == "cuda" else 1
     machine = Machine(copy_rate(device) * num_devices, matmul_rate(device, dtype) * num_devices)
@@ -61,7 +61,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, num_ranks: int) ->
 
 
 def machine_name() -> str:
-    """The processor and its cores."""
+    """The processor's name and its number of cores."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""The runs of a benchmark: how long they take, beside the least time that the machine allows."""
+"""Time the runs of a benchmark, and compare them with the roofline."""
 
 import dataclasses
 import statistics
@@ -13,24 +13,21 @@ from nanovllm import __version__
 from nanovllm.bench import roofline, trace
 from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
+from nanovllm.bench.roofline import Machine
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.device import resolve_dtype
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 TEMPERATURE = 0.6
-SHORT_RUN_SECONDS = 60  # a run below this is repeated, if nothing says how often
-SLOW_FLOOR_SECONDS = 60  # a floor above this earns a hint at smaller options
+SHORT_RUN_SECONDS = 60  # a shorter run is repeated if `repeats` is not given
+SLOW_FLOOR_SECONDS = 60  # for a longer floor, smaller options are suggested
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """The first part of the result: where, which model, what, and the least time for it."""
-    model, device, workload = plan.model, plan.device, plan.workload
-    num_ranks = plan.config.tensor_parallel_size
+    """The first part of the result: machine, model, workload and roofline."""
+    model, device, num_ranks = plan.model, plan.device, plan.config.tensor_parallel_size
     dtype = resolve_dtype(plan.config.dtype, model.dtype, device)
-    machine = measure_machine(device, dtype, num_ranks)
-    input_lens = [len(prompt) for prompt in workload.prompts]
-    floor = roofline.floor(model, dtype.itemsize, input_lens, workload.output_lens, machine)
     options = dataclasses.asdict(plan.config)
     del options["model"]
     return {
@@ -46,22 +43,29 @@ def describe(plan: Plan) -> dict[str, Any]:
         "workload": {
             **dataclasses.asdict(plan.lengths),
             "temperature": TEMPERATURE,
-            "input_tokens": sum(input_lens),
-            "output_tokens": sum(workload.output_lens),
+            "input_tokens": sum(map(len, plan.workload.prompts)),
+            "output_tokens": sum(plan.workload.output_lens),
         },
-        "roofline": {
-            "copy_bytes_per_second": machine.bytes_per_second,
-            "matmul_flops_per_second": machine.flops_per_second,
-            **dataclasses.asdict(floor),
-            "seconds": floor.seconds,
-            "output_tokens_per_second": sum(workload.output_lens) / floor.seconds,
-        },
+        "roofline": _roofline(plan, measure_machine(device, dtype, num_ranks), dtype.itemsize),
         "options": options,
     }
 
 
+def _roofline(plan: Plan, machine: Machine, itemsize: int) -> dict[str, Any]:
+    """The machine's rates, and the least time of the workload with them."""
+    input_lens, output_lens = list(map(len, plan.workload.prompts)), plan.workload.output_lens
+    floor = roofline.floor(plan.model, itemsize, input_lens, output_lens, machine)
+    return {
+        "copy_bytes_per_second": machine.bytes_per_second,
+        "matmul_flops_per_second": machine.flops_per_second,
+        **dataclasses.asdict(floor),
+        "seconds": floor.seconds,
+        "output_tokens_per_second": sum(output_lens) / floor.seconds,
+    }
+
+
 def time_run(llm: LLM, workload: Workload) -> float:
-    """Seconds to generate the whole workload; every request runs to its length."""
+    """Seconds to generate the whole workload; every request generates its full length."""
     params = [
         SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n)
         for n in workload.output_lens
@@ -74,13 +78,13 @@ def time_run(llm: LLM, workload: Workload) -> float:
 
 
 def measure(llm: LLM, plan: Plan, repeats: int | None) -> dict[str, Any]:
-    """Warm up, run `repeats` times, and say how fast that was."""
+    """Warm up, run `repeats` times, and return the figures."""
     workload, lengths, vocab_size = plan.workload, plan.lengths, plan.model.vocab_size
     time_run(llm, Workload([[0] * lengths.min_input_len], [min(16, lengths.min_output_len)]))
     before, preemptions = dataclasses.replace(llm.counter), llm.scheduler.num_preemptions
     seconds: list[float] = []
     while repeats is None or len(seconds) < repeats:
-        # Other tokens in each run: it must not find its prompts in the prefix cache.
+        # Different tokens in each run, so that the prefix cache does not hold its prompts.
         prompts = [[(t + len(seconds)) % vocab_size for t in prompt] for prompt in workload.prompts]
         seconds.append(time_run(llm, Workload(prompts, workload.output_lens)))
         print(f"  run {len(seconds)}: {seconds[-1]:.2f} s", flush=True)
@@ -101,7 +105,7 @@ def measure(llm: LLM, plan: Plan, repeats: int | None) -> dict[str, Any]:
 
 
 def print_floor(result: dict[str, Any]) -> None:
-    """Say what will run, and how fast it could."""
+    """Print the model, the workload and its roofline."""
     load, floor = result["workload"], result["roofline"]
     on_cpu = result["device"] == "cpu"
     ranks = f", {result['num_ranks']} ranks" if result["num_ranks"] > 1 else ""
@@ -119,14 +123,14 @@ def print_floor(result: dict[str, Any]) -> None:
     )
     if on_cpu and floor["seconds"] > SLOW_FLOOR_SECONDS:
         print(
-            f"  a run takes {floor['seconds'] / 60:.0f} minutes at the very least. Smaller:"
+            f"  a run takes {floor['seconds'] / 60:.0f} minutes or more. For a shorter one:"
             " --shape qwen3-42m, or --num-seqs 16 --max-input-len 128 --max-output-len 128"
         )
     sys.stdout.flush()
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Say how fast it was."""
+    """Print the figures of the runs."""
     print(
         f"  {result['output_tokens_per_second']:,.1f} output tok/s,"
         f" {result['roofline_percent']:.1f}% of the roofline: median {result['median_seconds']:.2f}"
@@ -141,7 +145,7 @@ def print_result(result: dict[str, Any]) -> None:
 def run_alone(
     plan: Plan, result: dict[str, Any], repeats: int | None, profile: Path | None
 ) -> None:
-    """Measure this engine, print the figures, and then write a trace if one is asked for."""
+    """Measure this engine, print the figures, and write a trace to `profile` if it is given."""
     with LLM(**dataclasses.asdict(plan.config)) as llm:
         result |= measure(llm, plan, repeats)
         result["roofline_percent"] = 100 * result["roofline"]["seconds"] / result["median_seconds"]

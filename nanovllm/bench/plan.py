@@ -1,4 +1,4 @@
-"""What will run: a model or a shape, the engine's options, the requests."""
+"""Everything that a benchmark needs: a model or a shape, the engine's options, the requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 4096
 
 @dataclass(frozen=True)
 class Plan:
-    """A benchmark before it runs. With a shape, the model's directory has nothing but a config."""
+    """A benchmark that is ready to run. The model directory of a shape only has a config."""
 
     shape: str | None
     name: str  # of the shape or the model, in the result
@@ -34,10 +34,10 @@ class Plan:
 def make_plan(
     options: Mapping[str, Any], shape: str | None, lengths: Lengths, scratch: Path
 ) -> Plan:
-    """Check it all, and draw the requests.
+    """Check everything, and draw the requests.
 
-    `options` are the engine's; a shape takes the place of their model, and its files are in
-    `scratch`. Without a `max_model_len` it is 4096, or the model's if that is less.
+    `options` are the engine's. A shape replaces their model, and its files are in `scratch`. The
+    default of `max_model_len` is 4096, or the model's if that is less.
     """
     if shape is not None:
         options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}

@@ -1,15 +1,15 @@
 """Roofline: the bytes and FLOPs of a workload, and the least time that a machine takes for them.
 
 Plain arithmetic over a model's shape and the lengths of requests: it knows no tensors and measures
-nothing. All requests run at once. Counted is what no engine gets around:
+nothing. All requests run at once. It counts what no engine can avoid:
 
-- prefill: each prompt token through the decoder's linear layers and causal attention, but of the
-  last layer only through the keys and values, for all but the token that is sampled from;
-- decode: each step reads the weights once, and every running sequence's KV once. Of experts, those
-  that some token takes: as many as there are on average if each is as likely as the others.
+- prefill: each prompt token passes the decoder's linear layers and causal attention. In the last
+  layer, tokens that are not sampled from only need the keys and values.
+- decode: each step reads the weights once, and every running sequence's KV once. Of the experts, it
+  reads those that some token uses: their average number if all experts are equally likely.
 
-The head is counted for rows that are sampled. Norms, activations, embedding rows, logits and the
-host are not counted: they are small, or can be hidden.
+The head is counted for sampled rows only. Norms, activations, embedding rows, logits and the host
+are not counted: they are small, or can be hidden.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time of a workload on a machine, by what takes it."""
+    """The least time of a workload on a machine, in three parts."""
 
     prefill_seconds: float
     decode_gemm_seconds: float
@@ -36,14 +36,14 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The parts follow one another: a layer's attention waits for its projections."""
+        """The sum: the parts cannot overlap, as a layer's attention waits for its projections."""
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 
 def layer_params(config: ModelConfig, index: int, num_experts: float | None = None) -> float:
-    """Weights of a layer's linear parts: each is one multiply-add per token that goes by it.
+    """Weights of a layer's linear parts; each is one multiply-add per token.
 
-    Of its experts count `num_experts`, or as many as a token takes.
+    `num_experts` experts are counted, by default as many as a token uses.
     """
     hidden, experts = config.hidden_size, config.experts
     heads = config.num_attention_heads * config.head_dim
@@ -57,12 +57,12 @@ def layer_params(config: ModelConfig, index: int, num_experts: float | None = No
 
 
 def decoder_params(config: ModelConfig, num_experts: float | None = None) -> float:
-    """The same of all layers together."""
+    """The sum of `layer_params` over all layers."""
     return sum(layer_params(config, i, num_experts) for i in range(config.num_hidden_layers))
 
 
 def touched_experts(config: ModelConfig, rows: int) -> float:
-    """How many experts of a layer some of `rows` tokens take, on average, if all are as likely."""
+    """The average number of a layer's experts that `rows` tokens use, if all are equally likely."""
     if config.experts is None:
         return 0
     num_experts, per_token = config.experts.num_experts, config.experts.per_token
@@ -75,7 +75,7 @@ def head_params(config: ModelConfig) -> int:
 
 
 def num_params(config: ModelConfig) -> int:
-    """All parameters of the model; a table that embedding and head share counts once."""
+    """All parameters of the model; a table shared by embedding and head is counted once."""
     tables = 1 if config.tie_word_embeddings else 2
     heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     biases = heads * config.qkv_bias + config.hidden_size * config.o_bias
@@ -87,20 +87,20 @@ def num_params(config: ModelConfig) -> int:
 
 
 def step_weight_bytes(config: ModelConfig, itemsize: int, rows: int) -> float:
-    """Bytes of weights that a step of `rows` tokens reads, its head included."""
+    """Bytes of weights that a step of `rows` tokens reads, including the head."""
     touched = touched_experts(config, rows)
     return (decoder_params(config, touched) + head_params(config)) * itemsize
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-    """Bytes that one token takes in the KV cache, all layers together."""
+    """Bytes of one token in the KV cache, all layers together."""
     return (
         2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
     )  # fmt: skip
 
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
-    """FLOPs of prefilling prompts of these lengths; each samples from its last row alone."""
+    """FLOPs of prefilling prompts of these lengths; only their last rows are sampled from."""
     heads = config.num_attention_heads * config.head_dim
     *windows, last_window = config.sliding_windows
     pairs = sum(seen_keys(0, n, window) for window in windows for n in input_lens)
@@ -113,12 +113,12 @@ def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
 
 
 def decode_batches(output_lens: Sequence[int]) -> list[int]:
-    """How many sequences each decode step runs; the first token of each comes from its prefill."""
+    """The number of sequences in each decode step; prefill generates their first tokens."""
     return [sum(n > step for n in output_lens) for step in range(1, max(output_lens))]
 
 
 def seen_keys(before: int, num_queries: int, window: int | None) -> int:
-    """Pairs of a query and a key that it attends to, for queries that `before` tokens precede."""
+    """Pairs of a query and a key that it attends to, for queries after `before` other tokens."""
     growing = num_queries if window is None else min(max(window - before, 0), num_queries)
     pairs = growing * before + growing * (growing + 1) // 2
     return pairs + (num_queries - growing) * (window or 0)
@@ -127,7 +127,7 @@ def seen_keys(before: int, num_queries: int, window: int | None) -> int:
 def decode_kv_bytes(
     config: ModelConfig, itemsize: int, input_lens: Sequence[int], output_lens: Sequence[int]
 ) -> int:
-    """Bytes of KV that decode reads: the first token of each request comes from its prefill."""
+    """Bytes of KV that decode reads; prefill generates the first token of each request."""
     per_layer = kv_bytes_per_token(config, itemsize) // config.num_hidden_layers
     return per_layer * sum(
         seen_keys(num_in, num_out - 1, window)
@@ -143,7 +143,7 @@ def floor(
     output_lens: Sequence[int],
     machine: Machine,
 ) -> Floor:
-    """The least time for requests of these lengths, with weights and KV of `itemsize` bytes."""
+    """The least time for requests of these lengths; weights and KV have `itemsize` bytes each."""
 
     def weight_seconds(rows: int) -> float:
         return step_weight_bytes(config, itemsize, rows) / machine.bytes_per_second

@@ -1,4 +1,4 @@
-"""Shapes of published models: a config.json each, for random weights."""
+"""Shapes of published models: a config.json for each, to run with random weights."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ SHAPES = {
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128_256, False),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 128, 152_064, False),
 }
-# What is in the config.json of those that are not dense Qwen3.
+# What differs in the config.json of shapes other than dense Qwen3.
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": dict(
         architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128,
@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, path: Path) -> str:
-    """Make `path` a model directory of a shape: its `config.json` and nothing else."""
+    """Write a shape's `config.json` into the directory `path`, and return the path."""
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab_size, tied = SHAPES[name]
     config = dict(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu",

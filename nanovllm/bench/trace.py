@@ -1,7 +1,7 @@
-"""A trace of a few steps, by PyTorch's profiler: which operators and kernels a step consists of.
+"""Write a trace of a few steps with PyTorch's profiler: the operators and kernels of each step.
 
-It runs the beginning of a workload on an engine that is warm: as many prompts as one step takes,
-one prefill, and some decode steps. The profiler slows all of it down, so nothing is measured there.
+It runs the start of a workload on a warm engine: as many prompts as fit into one step, one prefill,
+and some decode steps. The profiler slows them down, so their times are not part of the figures.
 """
 
 import itertools
@@ -17,7 +17,7 @@ TOP = 10
 
 
 def steps_of(llm: LLM, prompts: list[list[int]], temperature: float) -> int:
-    """Prefill as many prompts as fit into a step and decode; return how many steps it took."""
+    """Prefill as many prompts as fit into a step and decode; return the number of steps."""
     budget = llm.config.max_num_batched_tokens
     ends = itertools.accumulate(len(prompt) for prompt in prompts)
     fitting = max(1, sum(end <= budget for end in ends))
@@ -34,10 +34,10 @@ def steps_of(llm: LLM, prompts: list[list[int]], temperature: float) -> int:
 
 
 def write_trace(llm: LLM, prompts: list[list[int]], temperature: float, file: Path) -> str:
-    """Write a trace that chrome://tracing and Perfetto open; return what to say about it.
+    """Write a trace for chrome://tracing or Perfetto; return a summary to print.
 
-    The steps run twice: the profiler's own start belongs to the first time, which is dropped.
-    Prompts run backwards, so that a measured run has not left them in the prefix cache.
+    A first profile is dropped, as it includes the profiler's own start. Prompts are reversed, so
+    that the measured runs have not left them in the prefix cache.
     """
     activities = [ProfilerActivity.CPU]
     on_cuda = torch.device(llm.config.device).type == "cuda"

@@ -1,38 +1,35 @@
-"""Random requests: lengths that are drawn, and tokens that mean nothing."""
+"""Random requests: drawn lengths, and tokens without meaning."""
 
 import random
 from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.option import check_options, int_range, option
 
 MAX_TOKEN_ID = 10_000
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many requests there are, and between which bounds their lengths are drawn."""
+    """How many requests there are, and the bounds of their lengths."""
 
-    num_seqs: int = 256
-    min_input_len: int = 100
-    max_input_len: int = 1024
-    min_output_len: int = 100
-    max_output_len: int = 1024
-    seed: int = 0
+    num_seqs: int = option(256, "requests", int_range(1))
+    min_input_len: int = option(100, "shortest prompt", int_range(1))
+    max_input_len: int = option(1024, "longest prompt", int_range(1))
+    min_output_len: int = option(100, "fewest tokens to generate", int_range(1))
+    max_output_len: int = option(1024, "most tokens to generate", int_range(1))
+    seed: int = option(0, "decides the lengths and tokens of the requests", int_range(0))
 
     def __post_init__(self) -> None:
-        check_int("seed", self.seed, 0)
-        for name in ("num_seqs", "min_input_len", "min_output_len"):
-            check_int(name, getattr(self, name), 1)
+        check_options(self)
         for kind in ("input", "output"):
             low, high = getattr(self, f"min_{kind}_len"), getattr(self, f"max_{kind}_len")
-            check_int(f"max_{kind}_len", high, 1)
             if high < low:
                 raise ValueError(f"max_{kind}_len={high} is less than min_{kind}_len={low}")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how many tokens to generate for each."""
+    """Prompts, and the number of tokens to generate for each."""
 
     prompts: list[list[int]]
     output_lens: list[int]

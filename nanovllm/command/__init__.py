@@ -1,4 +1,4 @@
-"""The command `nanovllm`: a module for each subcommand, and `main`, which chooses.
+"""The command `nanovllm`: a module for each subcommand, and `main`, which selects one.
 
-Nothing here imports PyTorch before a model is asked for: `nanovllm --help` takes no time.
+PyTorch is imported only when a model is needed, so that `nanovllm --help` is fast.
 """

@@ -1,14 +1,14 @@
-"""Measure throughput on random prompts, beside the least time that this machine allows for it.
+"""Measure throughput on random prompts, and compare it with the roofline of this machine.
 
   nanovllm bench
   nanovllm bench --shape qwen3-0.6b
   nanovllm bench --model ~/models/Qwen3-0.6B --num-seqs 64 --repeats 5
 
-Two rates are measured first, and make the roofline. The last line on stdout is one JSON object.
+The roofline is the least time that the workload can take. It is computed from two rates of the
+machine, which are measured first. The last line on stdout is one JSON object.
 """
 
 import argparse
-import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import Lengths
+from nanovllm.command.field_options import add_field_options, given_fields
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
-    add_field_option,
     engine_options,
     usage_errors,
 )
@@ -29,39 +29,31 @@ if TYPE_CHECKING:
     from nanovllm.bench.plan import Plan
 
 NAME = "bench"
-SUMMARY = "measure throughput beside the roofline"
-HELP = {
-    "num_seqs": "requests",
-    "min_input_len": "shortest prompt",
-    "max_input_len": "longest prompt",
-    "min_output_len": "fewest tokens to generate",
-    "max_output_len": "most tokens to generate",
-    "seed": "draws the requests",
-}
+SUMMARY = "measure throughput and compare it with the roofline"
 
 
 def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = None) -> None:
-    """Say what the command takes; `default_shape` is run where there is no model."""
+    """Add the command's arguments; `default_shape` is run if no model is given."""
     shown = {"max_model_len": "4096, or the model's"}
     if default_shape is not None:
-        shown["model"] = "none, but a shape"
+        shown["model"] = "none: a shape is run"
     parser.add_argument(
         "--shape", choices=SHAPES, help="random weights of this shape instead of a model"
         f" (default: {default_shape or 'none'})",
     )  # fmt: skip
     parser.set_defaults(default_shape=default_shape)
-    group = parser.add_argument_group("workload")
-    for field in dataclasses.fields(Lengths):
-        add_field_option(group, field, field.name, field.default, HELP)
+    add_field_options(parser.add_argument_group("workload"), Lengths, {})
     parser.add_argument(
         "--repeats", type=positive, metavar="N",
-        help="runs, of which the median counts (default: 3, or 1 if a run takes a minute)",
+        help="runs to take the median of (default: 3, or 1 if a run takes a minute)",
     )  # fmt: skip
     parser.add_argument(
         "--profile", type=Path, metavar="FILE",
-        help="after the measured runs, write a trace of a few steps",
+        help="write a trace of a few steps after the measured runs",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line here too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the JSON line to a file"
+    )
     add_engine_options(parser, **shown)
 
 
@@ -79,17 +71,14 @@ def run(
 ) -> int:
     """Print the roofline, run the workload, print the figures and one JSON line.
 
-    `measure` runs it, and adds to the result what comes of that.
+    `measure` runs the workload and adds its figures to the result; the default runs this engine.
     """
-    if args.shape is not None and "model" in args:
-        raise UsageError("--model and --shape exclude each other")
+    _check(args)
     shape = args.shape or (None if "model" in args else args.default_shape)
     options, lengths = engine_options(args), _lengths(args)
     from nanovllm.bench.measure import describe, print_floor, run_alone
     from nanovllm.bench.plan import make_plan
 
-    if args.json is not None and args.json == args.profile:
-        raise UsageError("--json and --profile are different files")
     with tempfile.TemporaryDirectory() as scratch:
         plan = make_plan(options, shape, lengths, Path(scratch))
         for path in (args.json, args.profile):
@@ -101,15 +90,23 @@ def run(
             measure(plan, result)
         else:
             run_alone(plan, result, args.repeats, args.profile)
-        line = json.dumps(result)
-        print(line)
-        if args.json is not None:
-            args.json.write_text(line + "\n", encoding="utf-8")
+    line = json.dumps(result)
+    print(line)
+    if args.json is not None:
+        args.json.write_text(line + "\n", encoding="utf-8")
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise for options that exclude each other."""
+    if args.shape is not None and "model" in args:
+        raise UsageError("--model and --shape exclude each other")
+    if args.json is not None and args.json == args.profile:
+        raise UsageError("--json and --profile must be different files")
+
+
 def _check_writable(path: Path) -> None:
-    """Raise before anything is measured, and leave what is there as it is."""
+    """Raise before anything is measured if a file cannot be written; leave it unchanged."""
     was_there = path.exists()
     path.open("a").close()
     if not was_there:
@@ -117,6 +114,5 @@ def _check_writable(path: Path) -> None:
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:
-    names = [field.name for field in dataclasses.fields(Lengths)]
     with usage_errors():
-        return Lengths(**{name: getattr(args, name) for name in names if name in args})
+        return Lengths(**given_fields(args, Lengths))

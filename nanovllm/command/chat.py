@@ -1,6 +1,6 @@
-"""Talk with a model, in its chat template; answers are written as they come.
+"""Chat with a model through its chat template; answers are streamed.
 
-Ctrl-C stops an answer, Ctrl-D ends. /help tells of the commands.
+Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands.
 """
 
 import argparse
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 NAME = "chat"
-SUMMARY = "talk with a model"
-OWN_DEFAULTS = {"max_tokens": None}  # an answer ends where the model ends it
+SUMMARY = "chat with a model"
+OWN_DEFAULTS = {"max_tokens": None}  # the model ends its answers
 HELP = """\
-/reset          forget the conversation
-/system TEXT    begin another one, with this system message; without TEXT, with none
-/quit           end, as Ctrl-D does
-/help           this
+/reset          start a new conversation
+/system TEXT    start a new conversation with this system message, or with none
+/quit           end the chat, as Ctrl-D does
+/help           show this list
 Ctrl-C stops an answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the command's arguments."""
     add_template_options(parser)
     add_engine_options(parser)
     add_sampling_options(parser, **OWN_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends."""
+    """Chat until the input ends."""
     options, params = engine_options(args), SamplingParams(**sampling_options(args, **OWN_DEFAULTS))
     if params.n != 1:
-        raise UsageError(f"n must be 1 in a conversation, got {params.n}")
+        raise UsageError(f"n must be 1 in a chat, got {params.n}")
     if params.logprobs is not None or params.prompt_logprobs is not None:
-        raise UsageError("a conversation shows no log-probabilities")
+        raise UsageError("a chat shows no log-probabilities; see nanovllm generate --json")
     chat_template_kwargs = template_options(args)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (arrow keys, for `input`)
     with open_llm(options) as llm:
         if not llm.has_chat_template:
-            raise ValueError(f"{llm.config.model} has no chat template; see nanovllm generate")
-        Conversation(llm, params, chat_template_kwargs, args.system).talk()
+            raise ValueError(f"{llm.config.model} has no chat template; use nanovllm generate")
+        Conversation(llm, params, chat_template_kwargs, args.system).run()
     return 0
 
 
@@ -69,66 +69,66 @@ class Conversation:
         self.llm = llm
         self.params = params
         self.chat_template_kwargs = chat_template_kwargs
-        self.begin(system)
+        self.reset(system)
 
-    def begin(self, system: str | None) -> None:
-        """Forget what was said; `system` says how to answer from now on."""
+    def reset(self, system: str | None) -> None:
+        """Start a new conversation with this system message."""
         self.system = system
         self.messages = first_messages(system)
 
-    def talk(self) -> None:
+    def run(self) -> None:
         """Read and answer lines until Ctrl-D."""
         is_terminal = sys.stdin.isatty()
         if is_terminal:
-            print(f"{self.llm.config.model}; /help tells of the commands", file=sys.stderr)
+            print(f"{self.llm.config.model}; /help lists the commands", file=sys.stderr)
         while True:
             try:
-                self.hear(input(">>> " if is_terminal else "").strip())
+                self.handle(input(">>> " if is_terminal else "").strip())
             except EOFError:
                 if is_terminal:
                     print()
                 return
-            except KeyboardInterrupt:  # drops the line, as a shell does
+            except KeyboardInterrupt:  # discard the line, as a shell does
                 print()
 
-    def hear(self, line: str) -> None:
-        """Follow a command, answer anything else."""
+    def handle(self, line: str) -> None:
+        """Run a command, or answer anything else."""
         if line.startswith("/"):
-            self.obey(line)
+            self.run_command(line)
         elif line:
             self.answer(line)
 
-    def obey(self, line: str) -> None:
-        """Follow a command; EOFError if it ends the conversation."""
+    def run_command(self, line: str) -> None:
+        """Run a command; EOFError if it ends the chat."""
         command, _, text = line.partition(" ")
         if command == "/reset":
-            self.begin(self.system)
+            self.reset(self.system)
         elif command == "/system":
-            self.begin(text.strip() or None)
+            self.reset(text.strip() or None)
         elif command == "/quit":
             raise EOFError
         elif command == "/help":
             print(HELP, file=sys.stderr)
         else:
-            print(f"no command {command}; /help tells of them", file=sys.stderr)
+            print(f"no command {command}; /help lists the commands", file=sys.stderr)
 
     def answer(self, text: str) -> None:
-        """Write the model's answer. What Ctrl-C leaves of it has been said."""
+        """Write the model's answer. If Ctrl-C stops it, the conversation keeps its beginning."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        said = ""
+        answer = ""
         try:
             prompts = self.llm.chat_prompts(
                 [messages], chat_template_kwargs=self.chat_template_kwargs
             )
             with contextlib.closing(self.llm.stream(prompts, self.params)) as events:  # type: ignore[type-var]
                 for event in events:
-                    said += event["text"]
+                    answer += event["text"]
                     sys.stdout.write(event["text"])
                     sys.stdout.flush()
             print()
         except KeyboardInterrupt:
             print(" ...", flush=True)
-        except ValueError as error:  # the conversation has become too long, or has no template
-            print(f"{error}; /reset begins anew", file=sys.stderr)
+        except ValueError as error:  # the conversation is too long, or the template fails
+            print(f"{error}; /reset starts a new conversation", file=sys.stderr)
             return
-        self.messages = [*messages, {"role": "assistant", "content": said}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]

@@ -1,11 +1,10 @@
-"""Complete prompts: the texts on stdout, in the order of the prompts.
+"""Complete prompts and write the texts to stdout, in the order of the prompts.
 
   nanovllm generate '12+34=' --temperature 0
   echo '12+34=' | nanovllm generate
   nanovllm generate --lines -f prompts.txt --json
 
-One prompt is written as it comes. With --json each prompt's output is a line, with all that there
-is to know.
+The text of a single prompt is streamed. With --json each prompt's whole output is a line of JSON.
 """
 
 import argparse
@@ -36,19 +35,21 @@ SUMMARY = "complete prompts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: stdin is the prompt")
+    """Add the command's arguments."""
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="a text to complete (default: stdin is one)"
+    )
     parser.add_argument("-f", "--file", help="read the prompt from a file; - is stdin")
     parser.add_argument(
         "--lines",
         action="store_true",
-        help="each line of file or stdin that is not empty is one",
+        help="each line of the file or stdin that is not empty is a prompt",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="a prompt is a user's message in the chat template"
+        "--chat", action="store_true", help="each prompt is a user's message for the chat template"
     )
     add_template_options(parser)
-    parser.add_argument("--json", action="store_true", help="whole outputs, a line each")
+    parser.add_argument("--json", action="store_true", help="write whole outputs, one a line")
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -56,21 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Complete the prompts."""
     options, params = engine_options(args), SamplingParams(**sampling_options(args))
-    asks = params.logprobs is not None or params.prompt_logprobs is not None
-    if asks and not args.json:
-        raise UsageError("log-probabilities are in the output of --json alone")
-    if not args.chat and (args.system is not None or args.chat_template_kwargs is not None):
-        raise UsageError("--system and --chat-template-kwargs are for --chat")
-    chat_template_kwargs = template_options(args)
-    texts = _prompts(args)
+    _check(args, params)
+    template_kwargs, texts = template_options(args), _prompts(args)
     with open_llm(options) as llm:
         prompts: list[Any] = texts
         if args.chat:
             first = first_messages(args.system)
             conversations = [[*first, {"role": "user", "content": text}] for text in texts]
-            prompts = llm.chat_prompts(conversations, chat_template_kwargs=chat_template_kwargs)
+            prompts = llm.chat_prompts(conversations, chat_template_kwargs=template_kwargs)
         if len(prompts) == 1 and params.n == 1 and not args.json:
-            _write_as_it_comes(llm, prompts, params)
+            _stream(llm, prompts, params)
             return 0
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     for text, output in zip(texts, outputs, strict=True):
@@ -82,8 +78,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace, params: SamplingParams) -> None:
+    """Raise for options that need others."""
+    wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    if wants_logprobs and not args.json:
+        raise UsageError("log-probabilities need --json")
+    if not args.chat and (args.system is not None or args.chat_template_kwargs is not None):
+        raise UsageError("--system and --chat-template-kwargs need --chat")
+
+
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """The texts to complete. A file's last line end is not a part of its prompt."""
+    """The texts to complete. A newline at the end of a file is not part of its prompt."""
     if args.prompts:
         if args.file is not None or args.lines:
             raise UsageError("prompts in the command line and --file or --lines exclude each other")
@@ -91,7 +96,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         return prompts
     if args.file in (None, "-"):
         if sys.stdin.isatty():
-            print("The prompt, and Ctrl-D at its end:", file=sys.stderr)
+            print("Enter the prompt, then Ctrl-D:", file=sys.stderr)
         data = sys.stdin.buffer.read()
     else:
         data = Path(args.file).read_bytes()
@@ -107,7 +112,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _write_as_it_comes(llm: "LLM", prompts: list[Any], params: SamplingParams) -> None:
+def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> None:
     with contextlib.closing(llm.stream(prompts, params)) as events:  # type: ignore[type-var]
         for event in events:
             sys.stdout.write(event["text"])

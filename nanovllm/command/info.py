@@ -1,4 +1,4 @@
-"""Tell what a model is, what runs it here, and what it takes. Reads its config and no weights."""
+"""Show a model's size, whether it runs here, and the memory it needs. Reads no weights."""
 
 import argparse
 import json
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from nanovllm.models.config import ModelConfig
 
 NAME = "info"
-SUMMARY = "tell what a model is and what it takes"
+SUMMARY = "show a model's size, whether it runs here, and the memory it needs"
 MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # of common GPUs
 GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="instead of --model")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    """Add the command's arguments."""
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the description; 1 if the model is not supported."""
     if args.model_name is not None:
         args.model = args.model_name
     info = describe(engine_options(args))
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
-    """What the config and the machine tell of a model; all figures are of the whole model."""
+    """Describe a model from its config and this machine; figures are for the whole model."""
     from nanovllm.bench import roofline
     from nanovllm.config import Config
     from nanovllm.engine.device import resolve_device, resolve_dtype
@@ -46,8 +46,6 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     model = ModelConfig.from_dir(resolve_model(config.model, CONFIG_FILES))
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
-    kv_bytes = roofline.kv_bytes_per_token(model, dtype.itemsize)
-    weight_bytes = roofline.num_params(model) * dtype.itemsize
     backend, refusal = _backend(config, model, device, dtype)
     return {
         "model": config.model,
@@ -66,6 +64,17 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
+        **_memory(config, model, dtype.itemsize),
+    }
+
+
+def _memory(config: "Config", model: "ModelConfig", itemsize: int) -> dict[str, Any]:
+    """Bytes of weights and KV, and the KV tokens that fit beside the weights by size of memory."""
+    from nanovllm.bench import roofline
+
+    kv_bytes = roofline.kv_bytes_per_token(model, itemsize)
+    weight_bytes = roofline.num_params(model) * itemsize
+    return {
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
         "kv_tokens_by_gib": {
@@ -78,8 +87,9 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
 def _backend(
     config: "Config", model: "ModelConfig", device: "torch.device", dtype: "torch.dtype"
 ) -> tuple[str | None, str | None]:
-    """What computes attention on `device`, or why nothing does."""
-    from nanovllm.layers.attention_backends import AttentionSpec, get_backend
+    """The name of the attention backend on `device`, or the reason why there is none."""
+    from nanovllm.layers.attention.base import AttentionSpec
+    from nanovllm.layers.backend import choose_backend
 
     spec = AttentionSpec(
         device, dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
@@ -87,7 +97,7 @@ def _backend(
     )  # fmt: skip
     try:
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
-        return get_backend(config.attention_backend, spec).name, None
+        return choose_backend(config.attention_backend, spec).attention.name, None
     except ValueError as error:
         return None, str(error)
 

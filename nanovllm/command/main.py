@@ -1,6 +1,6 @@
-"""The entry point: it chooses a subcommand, and turns what goes wrong into a line and a status.
+"""The entry point: select a subcommand, and turn errors into one line and an exit status.
 
-0 is success, 1 a failure, 2 a mistake in the command line, 130 Ctrl-C, 141 a reader that has left.
+0 is success, 1 a failure, 2 a mistake in the command line, 130 Ctrl-C, 141 a closed pipe at stdout.
 """
 
 import argparse
@@ -21,14 +21,14 @@ USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 class Parser(argparse.ArgumentParser):
-    """One that reports a mistake in one line."""
+    """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"nanovllm: error: {message} ({self.prog} --help tells more)\n")
+        self.exit(USAGE, f"nanovllm: error: {message} (see {self.prog} --help)\n")
 
 
 def make_parser() -> Parser:
-    """The command line: each subcommand adds its own."""
+    """The parser of the command line, with the arguments of all subcommands."""
     parser = Parser(prog="nanovllm", description="Offline inference of large language models.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     add_common_arguments(parser, False)
@@ -45,9 +45,9 @@ def make_parser() -> Parser:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, default: object) -> None:
-    """What may stand before the subcommand and after it."""
+    """Add the arguments that are accepted before and after the subcommand."""
     for flags, text in (
-        (("-v", "--verbose"), "say on stderr what the engine is up to"),
+        (("-v", "--verbose"), "log what the engine does to stderr"),
         (("--debug",), "show tracebacks"),
     ):
         parser.add_argument(*flags, action="store_true", default=default, help=text)
@@ -56,43 +56,43 @@ def add_common_arguments(parser: argparse.ArgumentParser, default: object) -> No
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its status."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed before we began
+        if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a text that it cannot write is no reason to end
+    if isinstance(sys.stdout, io.TextIOWrapper):  # instead of failing at some texts
         sys.stdout.reconfigure(errors="backslashreplace")
     args = make_parser().parse_args(argv)
     return run_guarded(args.run, args)
 
 
 def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The status of `run`, whatever happens in it; errors are told in a line."""
+    """Run a command and return its status; an error becomes one line on stderr."""
     _set_up_logging(args.verbose)
     try:
         status = run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        print(f"nanovllm: error: {_in_a_line(error)}", file=sys.stderr)
+        print(f"nanovllm: error: {_one_line(error)}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else 1
     return status
 
 
-def _in_a_line(error: Exception) -> str:
-    """What users can act on speaks for itself; of anything else the type says more."""
+def _one_line(error: Exception) -> str:
+    """An error in one line, with its type unless it is an error that users can act on."""
     first, _, rest = (str(error) or type(error).__name__).partition("\n")
     expected = isinstance(error, UsageError | OSError | ValueError | MemoryError | RuntimeError)
     name = "" if expected else f"{type(error).__name__}: "
-    return f"{name}{first}" + (" (--debug tells more)" if rest or name else "")
+    return f"{name}{first}" + (" (--debug shows more)" if rest or name else "")
 
 
 def _set_up_logging(verbose: bool) -> None:
-    """Warnings go to stderr, and with `verbose` all that the engine says."""
+    """Log warnings to stderr, and with `verbose` everything that the engine logs."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("nanovllm: %(message)s"))
     logger = logging.getLogger("nanovllm")

@@ -1,10 +1,10 @@
-"""Answer a file of requests; begun again with the same arguments, it goes on where it was ended.
+"""Answer a file of requests; run again with the same arguments, it resumes where it stopped.
 
 INPUT is JSON Lines in the format of OpenAI's batches, or of lines such as
   {"prompt": "12+34=", "max_tokens": 8}
   {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
-Sampling options are for lines that do not say. Results are appended to OUTPUT in the order in which
-they are finished. The status is 1 if there are lines with errors.
+Sampling options apply to lines that do not set them. Results are appended to OUTPUT in the order in
+which they are finished. The status is 1 if some lines have errors.
 """
 
 import argparse
@@ -29,34 +29,36 @@ if TYPE_CHECKING:
     from nanovllm.batch.job import Tally
 
 NAME = "run-batch"
-SUMMARY = "answer a file of requests, and go on where it was ended"
+SUMMARY = "answer a file of requests, and resume where it stopped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("input", metavar="INPUT", help="JSON Lines; - is stdin")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="where results go")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the file of results")
     parser.add_argument(
-        "--strict", action="store_true", help="end at a bad line, not with an error in its place"
+        "--strict",
+        action="store_true",
+        help="stop at a bad line, instead of writing an error for it",
     )
     add_engine_options(parser)
     add_sampling_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job, and say on stdout what came of it."""
+    """Run the job, and write a summary to stdout."""
     try:
         return _run(args)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
-            print("stopped; the same command goes on from here", file=sys.stderr)
+            print("stopped; the same command resumes here", file=sys.stderr)
         raise
 
 
 def _run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_options(args)
     if str(args.output) == "-":
-        raise UsageError("OUTPUT must be a file: it is what the job goes on from")
+        raise UsageError("OUTPUT must be a file: the job resumes from it")
     with _open_input(args.input) as file:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
             raise UsageError("the output must not be the input")
@@ -84,7 +86,7 @@ def _open_input(name: str) -> Iterator[BinaryIO]:
 
 
 def _progress_bar(file: BinaryIO) -> Any:
-    """A bar over the input's lines, which are counted for it; none where nobody looks."""
+    """A bar over the input's lines, which are counted first; hidden unless stderr is a terminal."""
     from tqdm import tqdm
 
     from nanovllm.batch.lines import count_lines
@@ -97,7 +99,7 @@ def _progress_bar(file: BinaryIO) -> Any:
 def _show(bar: Any, tally: "Tally", seconds: float) -> None:
     if bar.disable:
         return
-    bar.initial = tally.skipped  # they do not count for the time that is left
+    bar.initial = tally.skipped  # which keeps them out of the remaining time
     rate = f"{tally.tokens / seconds:.0f} tok/s"
     bar.set_postfix_str(f"{tally.failed} failed, {rate}", refresh=False)
     bar.update(tally.lines - bar.n)

@@ -1,4 +1,4 @@
-"""Batch: the one value in which the scheduler side and the runner side meet."""
+"""Batch: the value that goes from the scheduler to the runner."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,13 @@ from nanovllm.engine.sequence import Sequence
 class Batch:
     """The sequences of one step.
 
-    Each computes its `num_scheduled_tokens` tokens after the `num_cached_tokens` that are in the
-    cache; decode steps carry one token for each sequence. A prefill may carry sequences that decode
-    along: its first `num_decodes`. A fork is a sequence and one of its followers: the follower
-    computes nothing, and is sampled from the logits of the sequence.
+    Each computes its `num_scheduled_tokens` tokens after the `num_cached_tokens` in the cache; a
+    decode step has one token for each sequence. The first `num_decodes` sequences of a prefill
+    decode. A fork is a sequence and one of its siblings: the sibling computes nothing, and samples
+    from the logits of the sequence.
 
-    `sampling_seqs` are those that the step yields a token for. Once the step is on its way, the
-    scheduler notes in `ends` how far each of `all_seqs` has been computed by it.
+    `sampling_seqs` are those that the step samples a token for. When the step is launched, the
+    scheduler notes in `ends` up to which token each of `all_seqs` is computed by it.
     """
 
     seqs: list[Sequence]
@@ -29,5 +29,5 @@ class Batch:
     def __post_init__(self) -> None:
         self.all_seqs = self.sampling_seqs = self.seqs
         if self.is_prefill:
-            self.all_seqs = [*self.seqs, *(follower for _, follower in self.forks)]
+            self.all_seqs = [*self.seqs, *(sibling for _, sibling in self.forks)]
             self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]

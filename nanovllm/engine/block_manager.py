@@ -1,6 +1,6 @@
-"""BlockManager: who owns which KV block, and which blocks hold a prefix that can be used again.
+"""BlockManager: which sequences hold which KV block, and which blocks hold a reusable prefix.
 
-It knows block numbers and token ids, no tensors: what a block holds on the device is the runner's.
+It knows block numbers and token ids, and no tensors.
 """
 
 import sys
@@ -17,20 +17,20 @@ from nanovllm.engine.sequence import Sequence
 def kept_window(window: int, block_size: int) -> int:
     """How many tokens back a sequence keeps its blocks, if no layer attends further than `window`.
 
-    A little more than a block at least: the block that was published last is the next one's parent.
+    At least a little more than a block: the last published block is the next one's parent.
     """
     return max(window, block_size + 2)
 
 
 def most_held(window: int, block_size: int) -> int:
-    """The most blocks that a sequence holds as it decodes: its window begins and ends anywhere."""
+    """The most blocks that a decoding sequence holds: its window may start within a block."""
     return (kept_window(window, block_size) - 2) // block_size + 2
 
 
 def longest_sequence(num_blocks: int, block_size: int, window: int | None) -> int:
-    """How many tokens a sequence may have that has the whole pool for itself.
+    """How many tokens a sequence may have if it has the whole pool.
 
-    As many as the pool holds; if that is a window and the next token, there is no end to it.
+    As many as the pool holds; unlimited if the pool holds a window and the next token.
     """
     if window is None or most_held(window, block_size) > num_blocks:
         return num_blocks * block_size
@@ -38,7 +38,7 @@ def longest_sequence(num_blocks: int, block_size: int, window: int | None) -> in
 
 
 def hash_block(parent_hash: int, token_ids: list[int]) -> int:
-    """Hash a full block: its tokens, chained to all that stand before them."""
+    """Hash a full block: its tokens, chained to the hash of all blocks before it."""
     data = parent_hash.to_bytes(8, "little") + array("i", token_ids).tobytes()
     return xxhash.xxh64_intdigest(data)
 
@@ -47,12 +47,12 @@ class BlockManager:
     """A pool of `num_blocks` blocks of `block_size` tokens with a prefix cache.
 
     A block is free (ref_count 0, in the queue once) or used (ref_count tables hold it). The free
-    queue is a doubly linked list (OrderedDict), least recently used first; a free block keeps its
-    hash until it is handed out again, so that a later request can find it there.
+    queue is a doubly linked list (OrderedDict), least recently used first. A free block keeps its
+    hash until it is allocated again, so that a later request can find it.
 
-    If all layers attend to a `window` of the context only, a sequence gives back what it has passed
-    by: the first `num_passed_blocks` of its table are numbers of blocks that it holds no longer,
-    and that no kernel reads through it. A long prompt is given blocks as it is computed.
+    If every layer attends to a `window` only, a sequence frees the blocks behind it: the first
+    `num_passed_blocks` entries of its table are blocks that it no longer holds and that no kernel
+    reads. A long prompt gets its blocks as it is computed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BlockManager:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # What a sequence is given at once: with a window two of them, for chunks as long as one.
+        # Blocks that a sequence gets at once: with a window, those of two windows.
         self.window = self.most_at_once = sys.maxsize
         if window is not None:
             self.window = kept_window(window, block_size)
@@ -74,17 +74,17 @@ class BlockManager:
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.hashes: list[int | None] = [None] * num_blocks
         self.token_ids: list[list[int]] = [[]] * num_blocks  # replaced, never changed in place
-        # A number for each prefix (a block and all before it), and that of a block's parent: equal
-        # tokens behind parents that collide collide for certain, and only these tell them apart.
+        # A number for each prefix (a block and all before it), and the parent's number: blocks with
+        # equal tokens whose parents' hashes collide have equal hashes, and differ in this alone.
         self.prefixes = [0] * num_blocks
         self.parents = [0] * num_blocks
         self.prefix_numbers = count(1)
-        # Blocks computed side by side carry one hash: evicting one must not hide the others.
+        # Equal blocks computed at one time share a hash: evicting one must not hide the others.
         self.blocks_by_hash: dict[int, list[int]] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now."""
+        """Blocks that can be allocated now."""
         return len(self.free_queue)
 
     def allocate(
@@ -93,16 +93,16 @@ class BlockManager:
         in_progress: Set[int] = frozenset(),
         admits: Callable[[Sequence, int], bool] | None = None,
     ) -> bool:
-        """Give `seq` blocks for all its tokens, cached ones first; False changes nothing.
+        """Give `seq` blocks for all its tokens, cached ones first; if False, nothing has changed.
 
-        With a window it is given no more than two windows of them; the others are for `grow`.
+        With a window it gets the blocks of two windows at most; `grow` adds the others.
 
-        False also where the first block that is not cached is `in_progress`, by its hash: somebody
-        else is computing it, and to wait is to share; and where `admits` says no, which is asked
-        with the number of free blocks that it has taken when its tokens are computed.
+        False also if the first uncached block's hash is `in_progress` (another sequence computes
+        it, and waiting shares it), and if `admits(seq, n)` is False, where n is the number of free
+        blocks that `seq` has taken once its tokens are computed.
         """
         assert not seq.block_table
-        if not self.free_queue:  # at least the last token's block is a fresh one
+        if not self.free_queue:  # at least the last token's block is new
             return False
         hits = self._find_prefix(seq) if self.enable_prefix_caching else []
         if in_progress and self._next_hash(seq, len(hits)) in in_progress:
@@ -114,7 +114,7 @@ class BlockManager:
         if num_fresh + self._num_free(hits[num_passed:]) > self.num_free_blocks:
             return False
         if admits:
-            left = self._num_passed(seq.num_tokens)  # behind, when all its tokens are computed
+            left = self._num_passed(seq.num_tokens)  # freed when all its tokens are computed
             num_taken = num_blocks - max(left, len(hits)) + self._num_free(hits[left:])
             if not admits(seq, num_taken):
                 return False
@@ -127,40 +127,40 @@ class BlockManager:
             seq.num_hit_tokens = seq.num_cached_tokens
         return True
 
-    def fork(self, seq: Sequence, follower: Sequence) -> bool:
-        """Give `follower` the blocks of `seq`, whose tokens are its own; False changes nothing.
+    def fork(self, seq: Sequence, sibling: Sequence) -> bool:
+        """Share the blocks of `seq` with `sibling`, which has the same tokens.
 
-        A last block that is not full is one of its own, to be copied; the others must have been
-        published by the time that the follower grows.
+        If it returns False, nothing has changed. A last block that is not full gets a block of its
+        own, which the caller copies; the others must be published before the sibling grows.
         """
         num_full = seq.num_tokens // self.block_size
         has_tail = num_full < len(seq.block_table)
         if has_tail and not self.free_queue:
             return False
-        follower.block_table = seq.block_table[:num_full]
-        follower.num_passed_blocks = seq.num_passed_blocks
-        for block in follower.held_blocks:
+        sibling.block_table = seq.block_table[:num_full]
+        sibling.num_passed_blocks = seq.num_passed_blocks
+        for block in sibling.held_blocks:
             self.ref_counts[block] += 1
         if has_tail:
-            follower.block_table.append(self._take_free())
-        follower.block_hashes = list(seq.block_hashes)
-        follower.num_published_blocks = num_full
+            sibling.block_table.append(self._take_free())
+        sibling.block_hashes = list(seq.block_hashes)
+        sibling.num_published_blocks = num_full
         return True
 
     def append_block(self, seq: Sequence) -> None:
-        """Give `seq` one more block; the caller has seen that there is a free one."""
+        """Give `seq` one more block; the caller has checked that one is free."""
         seq.block_table.append(self._take_free())
 
     def grow(self, seq: Sequence, num_tokens: int) -> int:
-        """Give `seq` blocks for its first `num_tokens`; returns how many there are blocks for."""
+        """Give `seq` blocks for its first `num_tokens`; returns how many tokens have blocks."""
         while self.free_queue and len(seq.block_table) * self.block_size < num_tokens:
             self.append_block(seq)
         return min(num_tokens, len(seq.block_table) * self.block_size)
 
     def pass_by(self, seq: Sequence) -> None:
-        """Take from `seq` the blocks behind the window of the next token that is to be computed.
+        """Free the blocks of `seq` that are behind the window of the next token to compute.
 
-        Before a step's tokens are appended: those that are on their way stand behind these blocks.
+        Called before a step's tokens are appended: tokens in flight come after these blocks.
         """
         start, end = seq.num_passed_blocks, self._num_passed(seq.num_cached_tokens)
         if end > start:
@@ -169,7 +169,7 @@ class BlockManager:
             seq.num_passed_blocks = end
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
-        """Let others find the full blocks among the first `num_computed` tokens of `seq`."""
+        """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache."""
         num_full = num_computed // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_published_blocks:
             return
@@ -188,23 +188,24 @@ class BlockManager:
         seq.num_published_blocks = num_full
 
     def full_block_hashes(self, seq: Sequence) -> list[int]:
-        """The hashes under which others will find the full blocks of `seq`, computed or not."""
+        """The hashes of all full blocks of `seq`, computed or not."""
         if not self.enable_prefix_caching:
             return []
         return self._block_hashes(seq, seq.num_tokens // self.block_size)
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks from `seq`, last first, so that its tail is evicted before its prefix.
+        """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix.
 
-        What it passed by is that prefix: as far as nobody has taken it, it goes with the others.
+        The blocks behind its window are part of that prefix: those that still hold its tokens are
+        moved behind the others in the queue.
         """
         passed = zip(seq.block_table[: seq.num_passed_blocks], seq.block_hashes, strict=False)
         self._release(seq.held_blocks)
         self._renew([block for block, value in passed if self.hashes[block] == value])
-        seq.forget_cache()
+        seq.release_cache()
 
     def audit(self, block_tables: list[list[int]]) -> None:
-        """Assert the pool's invariants, given what is held of every block table that there is."""
+        """Assert the pool's invariants, given the held blocks of every block table."""
         held = Counter(block for table in block_tables for block in table)
         for table in block_tables:
             assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
@@ -217,14 +218,14 @@ class BlockManager:
             assert group and all(self.hashes[block] == value for block in group)
 
     def _num_passed(self, num_cached_tokens: int) -> int:
-        """How many blocks end before the window of the token behind those that are cached."""
+        """How many blocks end before the window of the first uncached token."""
         return max(0, (num_cached_tokens + 1 - self.window) // self.block_size)
 
     def _num_free(self, blocks: list[int]) -> int:
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def _hold(self, hits: list[int], num_passed: int) -> None:
-        """Take hits out of the queue, where those that were passed by stay."""
+        """Hold the hits, except those behind the window, which stay in the queue."""
         self._renew(hits[:num_passed])
         for block in hits[num_passed:]:
             if self.ref_counts[block] == 0:
@@ -232,7 +233,7 @@ class BlockManager:
             self.ref_counts[block] += 1
 
     def _renew(self, blocks: list[int]) -> None:
-        """Let those that are free be evicted as if they were just given back."""
+        """Move the free ones to the end of the queue, as if they were freed now."""
         for block in reversed(blocks):
             if self.ref_counts[block] == 0:
                 self.free_queue.move_to_end(block)
@@ -244,7 +245,7 @@ class BlockManager:
                 self.free_queue[block] = None
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` starts with, as far as it needs no logits of theirs."""
+        """The cached blocks that `seq` starts with and needs no logits of."""
         hits: list[int] = []
         parent = 0
         for index in range(seq.num_skippable_tokens // self.block_size):
@@ -257,7 +258,7 @@ class BlockManager:
         return hits
 
     def _next_hash(self, seq: Sequence, num_hits: int) -> int | None:
-        """The hash of the first block of `seq` that was not found and could have been."""
+        """The hash of the first block of `seq` that could be cached but is not."""
         if num_hits == seq.num_skippable_tokens // self.block_size:
             return None
         return self._block_hashes(seq, num_hits + 1)[num_hits]
@@ -269,7 +270,7 @@ class BlockManager:
         return None
 
     def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """The hashes of the first blocks of `seq`, each computed once in its life."""
+        """The hashes of the first blocks of `seq`; each is computed once."""
         hashes = seq.block_hashes
         for index in range(len(hashes), num_blocks):
             parent = hashes[index - 1] if index else 0
@@ -280,7 +281,7 @@ class BlockManager:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _take_free(self) -> int:
-        """Hand out the least recently used free block; what it held can no longer be found."""
+        """Allocate the least recently used free block, and remove it from the cache."""
         block, _ = self.free_queue.popitem(last=False)
         self.ref_counts[block] = 1
         value = self.hashes[block]

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from nanovllm.kernels.packed_linear import cpu_computes
+from nanovllm.kernels.cpu.packed_linear import cpu_computes
 from nanovllm.layers.ranks import ALONE, Ranks
 
 

@@ -1,7 +1,8 @@
-"""Forecast: whether a sequence that joins gets somewhere before the KV pool is full.
+"""Forecast: whether a sequence that is admitted now gets far enough before the KV pool is full.
 
-Running sequences grow and end. How long those get that only their length ends is known; of the
-others it is guessed from those that have ended. It knows lengths and numbers of blocks alone.
+Running sequences grow, and free their blocks when they end. The end is known for a sequence that
+only its length can end, and estimated from past sequences for the others. This file knows lengths
+and numbers of blocks, and nothing else.
 """
 
 import bisect
@@ -13,31 +14,31 @@ from itertools import accumulate
 
 from nanovllm.engine.sequence import Sequence
 
-# Steps ahead for each token that would be computed again, by whether they are known or guessed:
-# benchmarks/scheduler.py says what comes of other numbers.
+# How many steps must be ahead for each token that preemption would compute again, by whether the
+# end is known or estimated. benchmarks/scheduler.py compares other values.
 WORTHWHILE = {True: 0.3, False: 0.05}
-MIN_ENDED = 16  # fewer say nothing: sequences are taken to end at once
-MAX_ENDED = 1024  # the latest count
+MIN_ENDED = 16  # with fewer, sequences are assumed to end at once
+MAX_ENDED = 1024  # the latest ones are kept
 
 
 class Lengths:
-    """How long sequences get."""
+    """How long sequences get, learned from those that ended."""
 
     def __init__(self) -> None:
         self._ended: deque[int] = deque(maxlen=MAX_ENDED)  # output lengths
-        self._sorted: list[int] = []  # the same, empty if it has to be made anew
-        self._sums: list[int] = []  # of the lengths from each on
+        self._sorted: list[int] = []  # the same, sorted; empty when it is out of date
+        self._sums: list[int] = []  # of the sorted lengths from each index on
 
     def learn(self, seq: Sequence) -> None:
-        """Take note of a sequence that has finished."""
+        """Record the length of a finished sequence."""
         if not seq.ends_by_length:
             self._ended.append(seq.num_tokens - seq.num_prompt_tokens)
             self._sorted = []
 
     def steps_left(self, seq: Sequence) -> int:
-        """How many tokens are still to come: as is known, or the mean of those that got as far.
+        """How many tokens are still to come: known, or the mean of the sequences that got as far.
 
-        One that has outlived all others gets half as long again.
+        A sequence longer than all recorded ones is expected to grow by half its length.
         """
         most = seq.max_num_tokens - seq.num_tokens
         if seq.ends_by_length:
@@ -55,12 +56,12 @@ class Lengths:
 
 
 class Forecast:
-    """Looks ahead to the first moment when the running sequences want more blocks than there are.
+    """Looks ahead to the first step at which the running sequences need more blocks than exist.
 
-    A sequence may join if that moment never comes, or comes so late that to compute its tokens
-    again costs less than to wait, which costs a row of all the steps until then. A block that
-    several sequences hold is taken to be free when the first of them ends: that is too soon. With
-    windows a sequence grows to `most_blocks`; what a chunk of a prompt takes beside is left out.
+    A sequence is admitted if there is no such step, or if it is so late that computing the
+    sequence's tokens again costs less than leaving its place in all steps until then empty. A block
+    that several sequences share counts as free when the first of them ends, which is too early.
+    With windows a sequence grows to `most_blocks`; a prompt chunk's extra blocks are ignored.
     """
 
     def __init__(
@@ -74,17 +75,17 @@ class Forecast:
         self.lengths = lengths
         self.block_size = block_size
         self.most_blocks = most_blocks
-        self.room = num_free  # and what the sequences hold
-        self.wanted = 0  # blocks in the end, if none ended before the others
+        self.room = num_free  # plus the blocks that the sequences hold
+        self.wanted = 0  # blocks needed if no sequence ended before the others
         self.num_tokens: list[int] = []
         self.steps: list[int] = []
         for seq in running:
             self._add(seq)
 
     def admits(self, seq: Sequence, num_taken: int) -> bool:
-        """Whether `seq` may join, which takes so many free blocks; if so it is counted from now.
+        """Whether `seq`, which takes `num_taken` free blocks, may join; if so, it is counted.
 
-        The first one always may.
+        The first sequence always may.
         """
         is_first = not self.num_tokens
         before = self.room, self.wanted, len(self.steps)
@@ -100,24 +101,24 @@ class Forecast:
 
     def _add(self, seq: Sequence) -> None:
         num_tokens, steps = seq.num_tokens, self.lengths.steps_left(seq)
-        for _ in (seq, *seq.followers):
+        for _ in (seq, *seq.siblings):
             num_held = len(seq.block_table) - seq.num_passed_blocks
             self.room += num_held or self._blocks(num_tokens)
             self.wanted += self._blocks(num_tokens + steps - 1)
-            # What begins has its first token before the next decode step.
+            # A new sequence samples its first token before the next decode step.
             ahead = seq.num_cached_tokens < num_tokens - 1
             self.num_tokens.append(num_tokens + ahead)
             self.steps.append(steps - ahead)
 
     def _blocks(self, num_tokens: int) -> int:
-        """What a sequence holds that has computed so many."""
+        """The blocks that a sequence with `num_tokens` computed tokens holds."""
         return min(-(-num_tokens // self.block_size), self.most_blocks)
 
     def _steps_until_full(self) -> float:
-        """How many steps the pool is good for; infinity if for all."""
+        """How many steps fit the pool; infinity if all do."""
         room, most = self.room, self.most_blocks
-        lengths: list[int] = []  # of those that grow
-        # When a sequence grows no longer, its length now, and how much room that makes.
+        lengths: list[int] = []  # of the sequences that grow
+        # For each sequence: when it stops growing, its length now, and the room that this frees.
         events: list[tuple[int, int | None, int]] = []
         for end, num_tokens in zip(self.steps, self.num_tokens, strict=True):
             grown = (most - 1) * self.block_size + 2 - num_tokens
@@ -133,8 +134,8 @@ class Forecast:
         growing = Growth(lengths, self.block_size)
         start = 0
         for end, length, more in sorted(events, key=lambda event: event[0]):
-            if growing.blocks(end) > room:  # most is wanted right before some end
-                while end - start > 1:  # more and more is wanted there
+            if growing.blocks(end) > room:  # demand is highest right before a sequence ends
+                while end - start > 1:  # and rises from `start` to `end`: bisect
                     middle = (start + end) // 2
                     is_full = growing.blocks(middle) > room
                     start, end = (start, middle) if is_full else (middle, end)
@@ -147,25 +148,26 @@ class Forecast:
 
 
 class Growth:
-    """Sequences that grow by a token in each step, and the blocks that they hold together then.
+    """The blocks of sequences that grow by one token a step, counted together for any step.
 
-    Counted at once: those in their last block's second half, say, enter a new one half a block on.
+    Sequences are sorted by how full their last block is: those that enter a new block within a
+    given number of steps are then found by bisection.
     """
 
     def __init__(self, lengths: list[int], block_size: int) -> None:
         self.block_size = block_size
-        # A step yields a token and computes the one before: it holds (length + step - 1) tokens.
+        # A step samples a token and computes the one before: (length + step - 1) tokens are held.
         self._filled = sorted((length + block_size - 2) % block_size for length in lengths)
         self._full = sum((length + block_size - 2) // block_size for length in lengths)
 
     def remove(self, length: int) -> None:
-        """Leave out one that had this length at the beginning."""
+        """Remove a sequence that had this length at the start."""
         full, filled = divmod(length + self.block_size - 2, self.block_size)
         del self._filled[bisect.bisect_left(self._filled, filled)]
         self._full -= full
 
     def blocks(self, step: int) -> int:
-        """What they hold in that step."""
+        """The blocks that all of them hold at that step."""
         full, more = divmod(step, self.block_size)
         num_new = len(self._filled) - bisect.bisect_left(self._filled, self.block_size - more)
         return self._full + len(self._filled) * full + num_new

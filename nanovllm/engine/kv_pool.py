@@ -1,19 +1,16 @@
 """The KV pool: one tensor with the keys and values of all layers, in blocks.
 
-It knows what a block takes and which layers read it; how many blocks there may be is found out by
-the runner.
+It knows the size of a block and which layers read it; `sizing` finds how many blocks fit.
 """
 
-import dataclasses
 import logging
 import math
 
 import numpy as np
 import torch
 
-from nanovllm.config import Config
 from nanovllm.engine.block_manager import longest_sequence, most_held
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention.layer import Attention
 
 logger = logging.getLogger("nanovllm")
 
@@ -41,7 +38,7 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes, all layers together."""
+        """The size of one block, all layers together."""
         return math.prod(self._shape(num_blocks=1)) * self.dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
@@ -58,12 +55,12 @@ class KVPool:
             layer.set_cache(k_cache, v_cache)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy what one block holds to another, in all layers: `block_bytes`, without a detour."""
+        """Copy one block to another, in all layers: `block_bytes` read and written."""
         assert self.cache is not None
         self.cache[:, :, target] = self.cache[:, :, source]
 
     def release(self) -> None:
-        """Give the memory back; the layers have no cache then."""
+        """Free the memory; the layers have no cache until the next `allocate`."""
         self.cache = None
         for layer in self.layers:
             layer.drop_cache()
@@ -73,7 +70,7 @@ class KVPool:
         return (2, len(self.layers), num_blocks, self.block_size, num_kv_heads, self.head_dim)
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Zeroed memory; on the CPU the system provides it as it is touched, not before."""
+        """Zeroed memory; on the CPU the system provides pages when they are first written."""
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         num_bytes = math.prod(shape) * self.dtype.itemsize
@@ -82,31 +79,33 @@ class KVPool:
         return torch.from_numpy(memory[start : start + num_bytes]).view(self.dtype).view(shape)
 
 
-def settle_lengths(
-    config: Config, pool: KVPool, num_blocks: int, max_positions: int, window: int | None
-) -> Config:
-    """The Config with `num_blocks` and a `max_model_len` of which they hold any one sequence."""
+def settle_length(
+    asked: int | None, pool: KVPool, num_blocks: int, max_positions: int, window: int | None
+) -> int:
+    """The `max_model_len` in use, of which `num_blocks` hold any one sequence.
+
+    `max_positions` is what the user `asked` for, or else the model's own length.
+    """
     block_size = pool.block_size
     capacity = num_blocks * block_size
     longest = longest_sequence(num_blocks, block_size, window)
-    if config.max_model_len is not None and config.max_model_len > longest:
+    if asked is not None and asked > longest:
         hint = (
             f"; {most_held(window, block_size)} blocks are enough for any length" if window else ""
         )
         raise ValueError(
-            f"max_model_len={config.max_model_len} does not fit: the KV pool holds {capacity}"
+            f"max_model_len={asked} does not fit: the KV pool holds {capacity}"
             f" tokens ({num_blocks} blocks of {block_size}){hint}"
         )
     if capacity < 2:
         raise ValueError("the KV pool holds 1 token; a request needs 2: raise num_kvcache_blocks")
-    max_model_len = min(max_positions, longest)
-    if max_model_len < max_positions:
+    if longest < max_positions:
         logger.warning(
             "max_model_len is %d, what the KV pool holds; the model's own is %d",
-            max_model_len, max_positions,
+            longest, max_positions,
         )  # fmt: skip
     logger.info(
         "KV cache: %d tokens in %d blocks of %d, %.2f GiB",
         capacity, num_blocks, block_size, num_blocks * pool.block_bytes / GIB,
     )  # fmt: skip
-    return dataclasses.replace(config, max_model_len=max_model_len, num_kvcache_blocks=num_blocks)
+    return min(max_positions, longest)

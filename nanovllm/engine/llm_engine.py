@@ -1,4 +1,4 @@
-"""LLMEngine: requests in, outputs out, one step at a time. It owns scheduler and runner."""
+"""LLMEngine: requests in, outputs out, one step at a time. It owns the scheduler and the runner."""
 
 import functools
 import logging
@@ -7,18 +7,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.requests.intake import Intake, Prompt
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Launched
-from nanovllm.engine.workers import Workers
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
@@ -31,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class StepCounter:
-    """Tokens computed and seconds spent, by kind of step; what requests came to."""
+    """Tokens computed and seconds spent, by kind of step; requests ended; cache hits."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -43,7 +41,7 @@ class StepCounter:
     cache_hits: int = 0
 
     def add(self, batch: Batch, tokens: int, seconds: float) -> None:
-        """Book one step; the time of a mixed one by its tokens."""
+        """Count one step; a mixed step's time is divided by its tokens."""
         decodes = batch.num_decodes if batch.is_prefill else tokens
         self.decode_tokens += decodes
         self.decode_seconds += seconds * decodes / tokens
@@ -52,24 +50,24 @@ class StepCounter:
 
 
 def exclusive(method: Callable[..., T]) -> Callable[..., T]:
-    """Let `method` run alone and as a whole: if it raises, what it began is taken back.
+    """Make `method` run alone, and undo what it began if it raises.
 
-    Requests that were there before it stay; those that it added are gone.
+    Requests from before the call stay; those that it added are removed.
     """
 
     @functools.wraps(method)
     def run(self: "LLMEngine", *args: Any) -> T:
         if self._generating:
             raise RuntimeError("this LLM is generating already; one call at a time")
-        self._drop_abandoned()
-        before = [*self._requests.values(), *self._finished.values()]
+        self._drop_discarded()
+        before = [*self.unfinished.values(), *self.finished.values()]
         try:
             self._generating = True
             result = method(self, *args)
             self._generating = False
         except BaseException:
             self._recover(before)
-            if self._runner.failure is not None or self._close_asked:
+            if self.model_runner.failure is not None or self._close_asked:
                 self.close()
             raise
         if self._close_asked:
@@ -80,55 +78,56 @@ def exclusive(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class LLMEngine:
-    """An engine on one model. Options are the fields of `Config`.
+    """An engine for one model. Options are the fields of `Config`.
 
     Step by step: `add_request`, then `step` until `is_finished`. Not safe for several threads.
+    Requests are in `unfinished`, and then in `finished` until their output is returned.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        config = Config.from_options(model, options)
-        path = resolve_model(config.model)
+        asked = Config.from_options(model, options)
+        path = resolve_model(asked.model)
         self.model_config = ModelConfig.from_dir(path)
         self.model_config.check_parallel_size(
-            config.tensor_parallel_size, config.enable_expert_parallel
+            asked.tensor_parallel_size, asked.enable_expert_parallel
         )
-        self.tokenizer = load_tokenizer(config.tokenizer, path)
-        self._runner = start_runner(config, self.model_config, path)
-        self._finalizer = weakref.finalize(self, self._runner.close)
-        self.config = self._runner.config
+        self.tokenizer = load_tokenizer(asked.tokenizer, path)
+        self.model_runner = start_runner(asked, self.model_config, path)
+        self._finalizer = weakref.finalize(self, self.model_runner.close)
+        self.config = self.model_runner.config
         self.scheduler = Scheduler(self.config, self.model_config.longest_window)
         self.counter = StepCounter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
         self.eos_token_ids = self._intake.eos_token_ids
-        self._requests: dict[int, Request] = {}
-        self._finished: dict[int, Request] = {}  # not yet returned to anyone
-        self._abandoned: set[int] = set()
-        self._streaming: set[int] = set()  # those whose outputs go to an iterator
+        self.unfinished: dict[int, Request] = {}
+        self.finished: dict[int, Request] = {}
+        self._discarded: set[int] = set()
+        self._streaming: set[int] = set()  # requests whose output an iterator returns
         self._generating = False
         self._close_asked = False
-        self._begun: dict[int, Request] = {}  # whose first token is to come
-        self._launched: Launched | None = None  # a step on its way, whose tokens nobody has taken
+        self._begun: dict[int, Request] = {}  # scheduled, without a first token yet
+        self._launched: Launched | None = None  # a step in flight
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its id. A bad prompt raises and changes nothing."""
-        self._check_open()
+        self.check_open()
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._enqueue(self._intake.encode(prompt, params), params)
+        return self.enqueue(self.encode(prompt, params), params)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
-        self._check_open()
+        self.check_open()
         return self._step_and_claim()
 
     def abort_request(self, request_id: int) -> RequestOutput:
         """End an unfinished request, free its blocks, and return what it has generated."""
-        self._check_open()
-        if request_id not in self._requests:
+        self.check_open()
+        if request_id not in self.unfinished:
             raise ValueError(f"request_id must be that of an unfinished request, got {request_id}")
-        return self._abort(self._requests[request_id])
+        return self._abort(self.unfinished[request_id])
 
     def stats(self) -> EngineStats:
-        """Count what the engine has done and is doing. Costs microseconds."""
+        """Counts of what the engine has done and is doing. Costs microseconds."""
         scheduler, counter = self.scheduler, self.counter
         blocks = scheduler.block_manager
         return EngineStats(
@@ -146,14 +145,14 @@ class LLMEngine:
         )
 
     def is_finished(self) -> bool:
-        """Whether every request has been finished and returned, or is a stream's to return."""
-        return not self._requests and self._finished.keys() <= self._streaming
+        """Whether all requests have finished, and `step` has returned all that it returns."""
+        return not self.unfinished and self.finished.keys() <= self._streaming
 
     def close(self) -> None:
-        """Give back the device's memory and end the other ranks. Idempotent.
+        """Free the device's memory and end the other ranks. Idempotent.
 
-        Also done when the engine is collected and when Python ends. Asked for in the middle of a
-        call, by a signal's handler or another thread, it ends that call after the step.
+        Also done when the engine is garbage collected and when Python exits. During a call (from a
+        signal handler or another thread) it ends that call after the step.
         """
         if self._generating:
             self._close_asked = True
@@ -173,14 +172,14 @@ class LLMEngine:
 
     @exclusive
     def _step_and_claim(self) -> list[RequestOutput]:
-        if self._requests:
-            self._step()
-        return self._claim([i for i in self._finished if i not in self._streaming])
+        if self.unfinished:
+            self.advance()
+        return self.claim([i for i in self.finished if i not in self._streaming])
 
     @exclusive
     def _abort(self, request: Request) -> RequestOutput:
         self._end(request)
-        del self._requests[request.request_id]
+        del self.unfinished[request.request_id]
         return request.output(self.tokenizer)
 
     def _end(self, request: Request) -> None:
@@ -189,31 +188,32 @@ class LLMEngine:
         request.times.ended = time.perf_counter()
         self.counter.aborted += 1
 
-    def _abandon(self, request_ids: list[int]) -> None:
-        """End requests, finished or not, whose outputs nobody will ask for.
+    def discard_requests(self, request_ids: Iterable[int]) -> None:
+        """End requests and drop their outputs, finished or not.
 
-        A collected iterator may ask for it in the middle of a call: then it is the next one's work.
+        During a call (a collected iterator may ask for it) this is left to the next one.
         """
-        self._abandoned.update(request_ids)
+        self._discarded.update(request_ids)
         if self._finalizer.alive and not self._generating:
-            self._drop_abandoned()
+            self._drop_discarded()
 
-    def _drop_abandoned(self) -> None:
-        while self._abandoned:
-            request_id = self._abandoned.pop()
-            if (request := self._requests.pop(request_id, None)) is not None:
+    def _drop_discarded(self) -> None:
+        while self._discarded:
+            request_id = self._discarded.pop()
+            if (request := self.unfinished.pop(request_id, None)) is not None:
                 self._end(request)
-            self._forget(request_id)
+            self.drop_output(request_id)
 
-    def _forget(self, request_id: int) -> None:
-        """A request's output has been handed out, or nobody will ask for it."""
-        self._finished.pop(request_id, None)
+    def drop_output(self, request_id: int) -> None:
+        """Drop the output of a finished request, which has been returned or is not wanted."""
+        self.finished.pop(request_id, None)
         self._streaming.discard(request_id)
 
-    def _step(self) -> None:
-        """Take a step's tokens; what it finishes goes to `_finished`.
+    def advance(self) -> None:
+        """Complete one step; requests that it finishes go to `finished`.
 
-        If steps overlap, the next one is on its way meanwhile, unless it must know the tokens.
+        If steps overlap, the next one is launched before this one's tokens are read, unless a
+        sequence has to know them.
         """
         if self._close_asked:
             raise RuntimeError("this LLM was closed in the middle of the call; make a new one")
@@ -225,36 +225,36 @@ class LLMEngine:
         batch = launched.batch
         if self.config.overlap and not any(seq.reads_tokens for seq in batch.sampling_seqs):
             self._launched = self._launch()
-        finished = self.scheduler.postprocess(batch, self._runner.wait(launched))
+        finished = self.scheduler.postprocess(batch, self.model_runner.wait(launched))
         end = time.perf_counter()
         if self._begun:
             for seq in batch.sampling_seqs:
                 if (request := self._begun.pop(seq.request_id, None)) is not None:
                     request.times.first_token = end
         for request_id in dict.fromkeys(seq.request_id for seq in finished):
-            request = self._requests[request_id]
+            request = self.unfinished[request_id]
             if not request.unfinished:
                 request.times.ended = end
                 self.counter.finished += 1
-                self._finished[request_id] = request
-                del self._requests[request_id]
+                self.finished[request_id] = request
+                del self.unfinished[request_id]
         self.counter.add(batch, launched.num_tokens, end - start)
 
     def _launch(self) -> Launched | None:
-        """Begin the next step, if there is anything to do yet."""
+        """Launch the next step, if there is one."""
         now = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return None
         if batch.is_prefill:
             self._note_admissions(batch, now)
-        launched = self._runner.launch(batch)
+        launched = self.model_runner.launch(batch)
         self.scheduler.advance(batch)
         return launched
 
     def _note_admissions(self, batch: Batch, now: float) -> None:
         for seq in batch.seqs:
-            request = self._requests[seq.request_id]
+            request = self.unfinished[seq.request_id]
             if request.times.first_token is None:
                 self._begun[seq.request_id] = request
             if request.times.scheduled is None:
@@ -263,68 +263,55 @@ class LLMEngine:
                 self.counter.cache_hits += seq.num_hit_tokens or 0
 
     def _recover(self, requests: Iterable[Request]) -> None:
-        """Go on with `requests` alone, after an exception or Ctrl-C.
+        """Go on with these `requests` only, after an exception or Ctrl-C.
 
-        That may strike anywhere and leave anything half done, so nothing but the sequences' tokens
-        is trusted: unfinished ones start over with those that they have. Aborted ones stay so.
+        Anything may be half done, so only the sequences' tokens are trusted: unfinished sequences
+        start over with the tokens that they have. Aborted requests stay aborted.
         """
         self._generating = False
         self._launched = None
         self._begun.clear()
-        known = len(self._requests)
+        known = len(self.unfinished)
         kept = {r.request_id: r for r in requests if not r.is_aborted}
-        self._finished = {i: r for i, r in kept.items() if not r.unfinished}
-        self._requests = {i: r for i, r in kept.items() if r.unfinished}
-        self.counter.aborted += max(0, known - len(self._requests))
+        self.finished = {i: r for i, r in kept.items() if not r.unfinished}
+        self.unfinished = {i: r for i, r in kept.items() if r.unfinished}
+        self.counter.aborted += max(0, known - len(self.unfinished))
         self._streaming &= kept.keys()
         for seq in (seq for request in kept.values() for seq in request.seqs):
-            seq.seen_tokens = None
-            if seq.text is not None:
-                seq.text.begin()
-        self._runner.forget()
-        self.scheduler.restart(seq for r in self._requests.values() for seq in r.unfinished)
+            for follower in seq.followers:
+                follower.reset()
+        self.model_runner.recover()
+        self.scheduler.restart(seq for r in self.unfinished.values() for seq in r.unfinished)
 
-    def _claim(self, request_ids: list[int]) -> list[RequestOutput]:
-        """Hand out the outputs of finished requests."""
-        outputs = [self._finished[i].output(self.tokenizer) for i in request_ids]
+    def claim(self, request_ids: list[int]) -> list[RequestOutput]:
+        """The outputs of finished requests, which are then dropped."""
+        outputs = [self.finished[i].output(self.tokenizer) for i in request_ids]
         for request_id in request_ids:
-            self._forget(request_id)
+            self.drop_output(request_id)
         return outputs
 
-    def _enqueue(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> int:
-        """Queue a request that the intake has found good. Its text is followed if it `streams`."""
+    def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The token ids of a prompt; raises if it or its parameters do not fit the model."""
+        return self._intake.encode(prompt, params)
+
+    def enqueue(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> int:
+        """Queue what `encode` has accepted and return its id.
+
+        A request that `streams` has its text followed, and `step` does not return its output.
+        """
         request = self._intake.request(token_ids, params, streams)
         if streams:
             self._streaming.add(request.request_id)
-        self._requests[request.request_id] = request
+        self.unfinished[request.request_id] = request
         self.scheduler.add(request.seqs[0])
         return request.request_id
 
-    def _check_open(self) -> None:
-        failure = self._runner.failure
+    def check_open(self) -> None:
+        """Raise if the engine is closed, or if a rank has ended."""
+        failure = self.model_runner.failure
         if not self._finalizer.alive:
             reason = f", as {failure}" if failure else ""
             raise RuntimeError(f"this LLM is closed{reason}; make a new one")
         if failure:  # while nothing ran
             self.close()
-            self._runner.check()
-
-
-def start_runner(config: Config, model_config: ModelConfig, path: Path) -> ModelRunner:
-    """Rank 0's runner, ready to run, with all other ranks behind it."""
-    size = config.tensor_parallel_size
-    if size == 1:
-        runner = ModelRunner(config, model_config, path)
-        runner.start()
-        return runner
-    workers = Workers(size, config.device)
-    close = workers.close
-    try:
-        with workers.together():
-            runner = ModelRunner(config, model_config, path, workers.ranks, workers)
-            close = runner.close
-            runner.start()
-    except BaseException:
-        close()
-        raise
-    return runner
+            self.model_runner.check()

@@ -8,24 +8,23 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 
-from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager, most_held
+from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 
 class Scheduler:
-    """Prefill first, then one token for each running sequence; or both in one step.
+    """Prefill first, then one token for each running sequence; or both in one step ("mixed").
 
-    Both queues stand in order: by priority, then by age. Every sequence that is admitted finishes:
-    blocks go to the first in order, the last gives its own up, and the engine admits only what the
-    whole pool can hold, so the first always advances. `window` is how far back the model attends,
-    if no layer attends to all: blocks behind it are given back.
+    Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
+    order gets blocks before all others, the last is preempted when blocks run out, and the engine
+    accepts only requests that fit the whole pool, so the first always advances. `window` is how far
+    back the model attends if no layer attends to everything; blocks behind it are freed.
     """
 
-    def __init__(self, config: Config, window: int | None = None) -> None:
-        assert config.num_kvcache_blocks is not None and config.kvcache_block_size is not None
+    def __init__(self, config: EngineConfig, window: int | None = None) -> None:
         self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
         self.enable_prefix_caching = config.enable_prefix_caching
@@ -39,9 +38,9 @@ class Scheduler:
         self.restart([])
 
     def restart(self, seqs: Iterable[Sequence]) -> None:
-        """Begin anew with unfinished `seqs` waiting and nothing cached.
+        """Start over with the unfinished `seqs` waiting and nothing cached.
 
-        For use after an interrupt, which may have struck anywhere and left anything half done.
+        For use after an interrupt, which may have left anything half done.
         """
         self.block_manager = BlockManager(
             self.num_blocks, self.block_size, self.enable_prefix_caching, self.window
@@ -50,20 +49,20 @@ class Scheduler:
         self.refused: Sequence | None = None
         self.waiting = deque(sorted(seqs, key=_order))
         for seq in self.waiting:
-            seq.followers = []  # they are among `seqs`, each for itself
+            seq.siblings = []  # each is in `seqs` itself
             seq.drop_pending()
             seq.status = SequenceStatus.WAITING
-            seq.forget_cache()
-            # Appended, but not yet seen to be the last: it will be sampled again.
+            seq.release_cache()
+            # A last token that was appended but did not yet end its sequence is sampled again.
             if seq.num_tokens > seq.num_prompt_tokens and (
                 seq.token_ids[-1] in seq.stop_token_ids
                 or seq.num_tokens >= seq.max_num_tokens
-                or (seq.text is not None and seq.text.update(seq) is not None)
+                or seq.follow() is not None
             ):
                 seq.token_ids.pop()
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, with its followers; none is longer than `longest_sequence` allows."""
+        """Queue a sequence with its siblings; none is longer than `longest_sequence` allows."""
         _enter(self.waiting, seq)
 
     def is_finished(self) -> bool:
@@ -71,11 +70,11 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def schedule(self) -> Batch | None:
-        """Choose the next step's work; None if all wait for tokens that are on their way."""
+        """Choose the next step's work; None if all sequences wait for tokens in flight."""
         before = self.num_preemptions
         decodes = self._schedule_decode() if self.mixes else []
         seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
-        # None begins in a step that has sent another back, whose tokens may be on their way.
+        # Admit nothing in a step that preempted: the preempted sequence's token may be in flight.
         if budget and self.waiting and self.num_preemptions == before:
             self._admit(seqs, budget)
         if seqs:
@@ -85,9 +84,9 @@ class Scheduler:
         return Batch(seqs, is_prefill=False) if seqs else None
 
     def advance(self, batch: Batch) -> None:
-        """Book that a step is on its way, so that the next one can be scheduled meanwhile.
+        """Account for a launched step, so that the next one can be scheduled before it ends.
 
-        What it computes is cached for whatever comes later; what it samples is pending.
+        Tokens that it computes count as cached; tokens that it samples are pending.
         """
         for seq in batch.all_seqs:
             seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
@@ -100,11 +99,11 @@ class Scheduler:
             seq.num_pending_tokens += 1
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Book what a step yielded: one token for each of `batch.sampling_seqs`.
+        """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        At most one step may be on its way behind it. A token of a sequence that has ended is
-        dropped, one that was preempted meanwhile keeps it. Returns the sequences that finished;
-        their blocks are free.
+        At most one later step may be in flight. The token of a sequence that has finished is
+        dropped; a sequence that was preempted meanwhile keeps its token. Returns the sequences that
+        finished; their blocks are free.
         """
         if not batch.ends:
             self.advance(batch)
@@ -122,7 +121,7 @@ class Scheduler:
             if token_id in seq.stop_token_ids:
                 seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
                 finished.append(seq)
-            elif seq.text is not None and (stop := seq.text.update(seq)) is not None:
+            elif seq.followers and (stop := seq.follow()) is not None:
                 seq.finish("stop", stop)
                 finished.append(seq)
             elif index + 1 >= seq.max_num_tokens:
@@ -133,21 +132,21 @@ class Scheduler:
         return finished
 
     def preempt(self) -> None:
-        """Send the last running sequence back to `waiting`, without its blocks."""
+        """Free the blocks of the last running sequence and move it back to `waiting`."""
         seq = self.running.pop()
         seq.status = SequenceStatus.WAITING
         self.block_manager.free(seq)
         _enter(self.waiting, seq)
-        self.refused = None  # if it is not the next in line, there may be room for that one
+        self.refused = None  # the next in line may be another sequence, which fits
         self.num_preemptions += 1
 
     def abort(self, *seqs: Sequence) -> None:
-        """Take unfinished sequences out, wherever they are, and their followers."""
+        """Remove unfinished sequences and their siblings, waiting or running."""
         running = []
         for seq in seqs:
-            for follower in seq.followers:
-                follower.finish("abort")
-            seq.followers = []
+            for sibling in seq.siblings:
+                sibling.finish("abort")
+            seq.siblings = []
             if seq.status is SequenceStatus.WAITING:
                 self.waiting.remove(seq)
             elif seq.status is SequenceStatus.RUNNING:
@@ -164,19 +163,20 @@ class Scheduler:
             assert list(queue) == sorted(queue, key=_order)
         for seq in (*self.waiting, *self.running):
             seq.audit()
-            assert all(f.status is SequenceStatus.WAITING for f in seq.followers)
+            assert all(s.status is SequenceStatus.WAITING for s in seq.siblings)
             assert len(seq.block_table) * self.block_size >= seq.num_cached_tokens
             if seq.num_passed_blocks and self.enable_prefix_caching:
                 assert seq.num_passed_blocks < seq.num_published_blocks, "the next one's parent"
         self.block_manager.audit([seq.held_blocks for seq in self.running])
 
     def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
-        """Those whose prompts have begun, in order, and what is left of the budget.
+        """Continue the prompts that have begun, in order; returns them and the budget left.
 
-        One that there is no block for takes those of the last in order, which leave `decodes`.
+        Where blocks run out, preempt from the tail of `running`; a preempted sequence leaves
+        `decodes` too.
         """
         seqs: list[Sequence] = []
-        for seq in [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.followers]:
+        for seq in [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.siblings]:
             if not budget:
                 break
             while not self._schedule_tokens(seq, budget):
@@ -190,11 +190,11 @@ class Scheduler:
         return seqs, budget
 
     def _admit(self, seqs: list[Sequence], budget: int) -> None:
-        """Let waiting sequences begin, in order, as far as budget and pool reach, beside `seqs`.
+        """Admit waiting sequences in order, up to the budget and the pool's room, into `seqs`.
 
-        One that begins with a block that another is computing waits for it, and finds it cached.
-        Room is kept for the followers of those that run. One that is refused with nothing else to
-        do is not looked at again before a sequence has ended.
+        A sequence whose next block is being computed by another waits until it is cached. Room is
+        kept for the siblings of running sequences. A sequence that is refused when nothing else can
+        run is not tried again before another one has ended.
         """
         if self.waiting[0] is self.refused:
             return
@@ -202,7 +202,7 @@ class Scheduler:
         in_progress: set[int] = set()
         for seq in seqs:
             in_progress.update(manager.full_block_hashes(seq))
-        num_running = sum(1 + len(seq.followers) for seq in self.running)
+        num_running = sum(1 + len(seq.siblings) for seq in self.running)
         forecast = Forecast(
             self.lengths, self.running, manager.num_free_blocks, self.block_size, self.most_blocks
         )
@@ -215,51 +215,51 @@ class Scheduler:
             self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
             _enter(self.running, seq)
-            num_running += 1 + len(seq.followers)
+            num_running += 1 + len(seq.siblings)
             budget -= self._schedule_tokens(seq, budget)
             seqs.append(seq)
 
     def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
-        """Let followers join those that complete their prompts in this step.
+        """Fork the siblings of sequences that complete their prompts in this step.
 
-        Those that there is no room for wait by themselves, and find in the cache what is there.
+        A sibling without room waits on its own, and finds the cached blocks when it is admitted.
         """
         forks = []
         for seq in seqs:
-            if not seq.followers or not seq.samples:
+            if not seq.siblings or not seq.samples:
                 continue
-            for follower in seq.followers:
+            for sibling in seq.siblings:
                 has_room = len(self.running) < self.max_num_running
-                if has_room and self.block_manager.fork(seq, follower):
-                    follower.num_scheduled_tokens = follower.num_tokens
-                    follower.status = SequenceStatus.RUNNING
-                    _enter(self.running, follower)
-                    forks.append((seq, follower))
+                if has_room and self.block_manager.fork(seq, sibling):
+                    sibling.num_scheduled_tokens = sibling.num_tokens
+                    sibling.status = SequenceStatus.RUNNING
+                    _enter(self.running, sibling)
+                    forks.append((seq, sibling))
                 else:
-                    _enter(self.waiting, follower)
-            seq.followers = []
+                    _enter(self.waiting, sibling)
+            seq.siblings = []
         return forks
 
     def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
-        """As many of its tokens as there is budget for, and blocks."""
+        """Schedule as many of its tokens as budget and blocks allow; returns their number."""
         start = seq.num_cached_tokens
         end = start + min(seq.num_uncached_tokens, budget)
         seq.num_scheduled_tokens = self.block_manager.grow(seq, end) - start
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
-        """All that decode, less the last ones of the running that there are no blocks for.
+        """One token for every decoding sequence; preempt from the tail until the rest have blocks.
 
-        Less those whose last token is on its way, too.
+        A sequence whose last token is in flight is left out.
         """
         block_size = self.block_size
         seqs = []
-        growing = []  # in the order of `running`: what is preempted stands at its end
+        growing = []  # in the order of `running`, so that a preempted sequence is the last
         for seq in self.running:
             num_tokens = len(seq.token_ids)
             if num_tokens >= seq.max_num_tokens:
                 continue
-            if num_tokens - seq.num_cached_tokens > 1 or seq.followers:
+            if num_tokens - seq.num_cached_tokens > 1 or seq.siblings:
                 continue
             seq.num_scheduled_tokens = 1
             seqs.append(seq)
@@ -278,7 +278,7 @@ class Scheduler:
     def _remove_finished(self, finished: list[Sequence]) -> None:
         self.refused = None
         for seq in finished:
-            if not seq.block_table:  # it was preempted while its last token was on its way
+            if not seq.block_table:  # it was preempted while its last token was in flight
                 self.waiting.remove(seq)
             self.block_manager.free(seq)
             if seq.finish_reason != "abort":
@@ -291,7 +291,7 @@ def _order(seq: Sequence) -> tuple[int, int]:
 
 
 def _enter(queue: deque[Sequence], seq: Sequence) -> None:
-    """Put `seq` in its place: at an end, but for priorities."""
+    """Insert `seq` in order; without priorities its place is at an end."""
     if not queue or queue[-1].order < seq.order:
         queue.append(seq)
     elif seq.order < queue[0].order:

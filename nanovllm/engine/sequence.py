@@ -1,35 +1,45 @@
-"""Sequence: one request's tokens and state. It knows nothing of blocks' owners, nor of tensors."""
+"""Sequence: one sample's tokens and state. It knows nothing of block ownership, nor of tensors."""
 
 from enum import Enum, auto
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
-PENDING = -1
-LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its rank
+PENDING = -1  # stands in `token_ids`, whose values go to arrays, for a token in flight
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life; it may go from RUNNING back to WAITING when preempted."""
+    """Where a sequence is in its life; preemption takes it from RUNNING back to WAITING."""
 
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
 
+class Follower(Protocol):
+    """What is kept beside a sequence's tokens and follows them: a text, counts, a grammar."""
+
+    def update(self, seq: "Sequence") -> str | None:
+        """Catch up with the known tokens. Returns the stop that they complete, if any."""
+
+    def reset(self) -> None:
+        """Drop what may be half done: the next `update` starts from the first token."""
+
+
 class Sequence:
-    """One request, from prompt to last token.
+    """One sample of a request, from prompt to last token.
 
-    State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`,
-    where the cached tokens are those whose KV is in the blocks of `block_table`, and the scheduled
-    ones those that the step in progress computes. The last `num_pending_tokens` are on their way:
-    a step that samples them has begun, and what stands in `token_ids` for them is `PENDING`.
+    State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
+    The KV of the cached tokens is in the blocks of `block_table`; the scheduled tokens are those
+    that the step in progress computes. The last `num_pending_tokens` are in flight: the step that
+    samples them has been launched, and `token_ids` holds `PENDING` in their place.
 
-    Its `followers` are the other samples of its prompt, as long as they wait for it to be computed.
+    `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
+    the text, the token counts and the log-probabilities that are kept, if any.
     """
 
     __slots__ = (
@@ -37,6 +47,7 @@ class Sequence:
         "bad_words",
         "block_hashes",
         "block_table",
+        "counts",
         "eos_token_ids",
         "finish_reason",
         "followers",
@@ -51,14 +62,14 @@ class Sequence:
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_reported_tokens",
         "num_scheduled_tokens",
         "order",
         "params",
-        "prompt_logprobs",
         "request_id",
         "seed",
-        "seen_tokens",
         "seq_id",
+        "siblings",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -80,45 +91,53 @@ class Sequence:
         default_seed: int = 0,
         bad_words: tuple[tuple[int, ...], ...] = (),
         text: Any = None,
+        counts: Any = None,
+        logprobs: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
-        self.index = index  # of its request's samples
-        self.followers: list[Sequence] = []
+        self.index = index  # among the samples of its request
+        self.siblings: list[Sequence] = []
         self.order = (params.priority, self.seq_id)  # the lower, the sooner it runs
         self.status = SequenceStatus.WAITING
-        self.token_ids = list(prompt_token_ids)
+        self.params = params
+        self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
+        self.bad_words = bad_words  # as token ids, each in every way that it may be written
+        self.narrows = params.narrows or bool(bad_words)
+        self.temperature = params.temperature
+        self.seed = default_seed if params.seed is None else params.seed
+        if index:  # each sample draws from a stream of its own
+            self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
+        self.text, self.counts, self.logprobs = text, counts, logprobs
+        followers: tuple[Follower | None, ...] = (text, counts, logprobs)
+        self.followers = tuple(follower for follower in followers if follower is not None)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def _set_tokens(
+        self, prompt: list[int], max_model_len: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        """Start from the prompt, with nothing cached, and set what bounds and ends the output."""
+        params = self.params
+        self.token_ids = list(prompt)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_pending_tokens = 0
         self.num_hit_tokens: int | None = None  # prefix-cache hits, set on first admission
+        # Prompt tokens whose log-probabilities are known; the first one has none. The first sample
+        # reports them, if they are asked for.
+        asks = params.prompt_logprobs is not None and self.index == 0
+        self.num_reported_tokens = 1 if asks else self.num_prompt_tokens
         self.block_table: list[int] = []
-        self.block_hashes: list[int] = []  # of the leading full blocks, as far as anyone asked
+        self.block_hashes: list[int] = []  # of the first full blocks, as far as computed
         self.num_published_blocks = 0
-        self.num_passed_blocks = 0  # of the table's first: given back, as no window shows them
-        self.params = params
+        self.num_passed_blocks = 0  # at the table's start: freed, as they are behind all windows
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
-        self.bad_words = bad_words  # as token ids, each in every way that it may be written
-        # Of each generated token, by its place in `token_ids`, if they are asked for.
-        self.logprobs: dict[int, list[LikelyToken]] = {}
-        # Of the prompt's second token, third, ..., as far as they have been computed. The first
-        # sample tells of them, if they are asked for.
-        asks = params.prompt_logprobs is not None and index == 0
-        self.prompt_logprobs: list[list[LikelyToken]] | None = [] if asks else None
-        self.text = text  # what follows its tokens, and may find a stop in them; None: nothing does
-        self.narrows = params.narrows or bool(bad_words)
-        self.seen_tokens: Any = None  # the runner's count of them, if it needs one
-        self.temperature = params.temperature
-        self.seed = default_seed if params.seed is None else params.seed
-        if index:  # a stream of its own
-            self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
 
     def __repr__(self) -> str:
         return (
@@ -133,7 +152,7 @@ class Sequence:
 
     @property
     def num_known_tokens(self) -> int:
-        """Those that are not on their way."""
+        """The tokens that are not in flight."""
         return len(self.token_ids) - self.num_pending_tokens
 
     @property
@@ -143,7 +162,7 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """The blocks of its table that are its own, or that it shares."""
+        """The blocks of its table that it holds, alone or with others."""
         return self.block_table[self.num_passed_blocks :]
 
     @property
@@ -153,7 +172,7 @@ class Sequence:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether its next token is drawn with an eye on those before: none may be on its way."""
+        """Whether its next draw depends on the tokens before, so that none may be in flight."""
         return self.params.penalizes or bool(self.bad_words)
 
     @property
@@ -165,30 +184,28 @@ class Sequence:
     def num_skippable_tokens(self) -> int:
         """Leading tokens that need no computing where their KV is cached.
 
-        Not the last, whose logits are needed, nor those whose logits are still to be told.
+        The last token's logits are needed, and so are those that prompt log-probabilities lack.
         """
-        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens - 1:
+        if self.num_reported_tokens == self.num_prompt_tokens:
             return len(self.token_ids) - 1
-        return len(self.prompt_logprobs)
+        return self.num_reported_tokens - 1
 
     @property
-    def untold_rows(self) -> range:
-        """Places of the scheduled tokens whose logits tell of the prompt's next tokens."""
-        if self.prompt_logprobs is None:
-            return range(0)
+    def unreported_places(self) -> range:
+        """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens."""
         end = self.num_cached_tokens + self.num_scheduled_tokens
-        start = max(self.num_cached_tokens, len(self.prompt_logprobs))
+        start = max(self.num_cached_tokens, self.num_reported_tokens - 1)
         return range(start, min(end, self.num_prompt_tokens - 1))
 
     @property
     def is_narrowed(self) -> bool:
-        """Whether not every token may come next as the model would have it."""
+        """Whether the next token is chosen otherwise than from the model's own distribution."""
         return self.narrows or len(self.token_ids) < self.min_num_tokens
 
     def forbidden_token_ids(self) -> set[int]:
-        """Tokens that may not come next: those that end bad words, and for a while those that stop.
+        """Tokens that may not come next: the last ones of bad words; before `min_tokens` all stops.
 
-        A bad word is what is generated: what the prompt ends with is no part of one.
+        Bad words are looked for in the output: the prompt's last tokens are no part of one.
         """
         forbidden = set(self.stop_token_ids) if len(self.token_ids) < self.min_num_tokens else set()
         for *before, last in self.bad_words:
@@ -202,14 +219,21 @@ class Sequence:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def follow(self) -> str | None:
+        """Update the followers; returns the stop that one of them found."""
+        stop = None
+        for follower in self.followers:
+            stop = follower.update(self) or stop
+        return stop
+
     def drop_pending(self) -> None:
-        """Forget the tokens that are on their way. An interrupt may have left out their number."""
+        """Remove the tokens in flight. An interrupt may have left their number wrong."""
         while self.token_ids[-1] == PENDING:
             self.token_ids.pop()
         self.num_pending_tokens = 0
 
-    def forget_cache(self) -> None:
-        """Go back to nothing computed, tokens kept; the blocks are the scheduler's to free."""
+    def release_cache(self) -> None:
+        """Go back to nothing computed, tokens kept; the caller frees the blocks."""
         self.block_table = []
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
@@ -217,7 +241,7 @@ class Sequence:
         self.num_passed_blocks = 0
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End the request; its blocks are the scheduler's to free."""
+        """End the sequence; the scheduler frees its blocks."""
         self.drop_pending()
         self.finish_reason = reason
         self.stop_reason = stop_reason
@@ -231,4 +255,4 @@ class Sequence:
         assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
         assert 0 <= self.num_passed_blocks <= len(self.block_table), self
         assert bool(self.block_table) == (self.status is SequenceStatus.RUNNING), self
-        assert not self.followers or self.num_tokens == self.num_prompt_tokens, self
+        assert not self.siblings or self.num_tokens == self.num_prompt_tokens, self

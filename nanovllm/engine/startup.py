@@ -1,99 +1,117 @@
-"""How large a KV pool the memory holds, beside all else that the largest step takes."""
+"""Startup: from options to an engine that can run. The one way in, for rank 0 and the others.
 
-from typing import TYPE_CHECKING
+Settle the options, load this rank's part of the model, size the KV pool, warm up, capture graphs.
+"""
+
+import logging
+import time
+from pathlib import Path
 
 import torch
 
-from nanovllm.engine.kv_pool import GIB
-from nanovllm.engine.step.draw_inputs import warmup_filters
-from nanovllm.engine.step.inputs import warmup_inputs
-from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
+from nanovllm.config import Config
+from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.kv_pool import settle_length
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.placement import Placement, place
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.sizing import fit_kv_blocks, warm_up
+from nanovllm.engine.workers import Workers
+from nanovllm.layers.ranks import ALONE
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_dummy, load_model
 
-if TYPE_CHECKING:
-    from nanovllm.engine.model_runner import ModelRunner
-
-MIB = 1 << 20
-MAX_GIB = 1 << 30  # more than any machine has; keeps integers out of the way of infinities
-
-
-def fit_kv_blocks(runner: "ModelRunner") -> int:
-    """How many blocks the memory holds beside everything else: the least of any rank."""
-    config = runner.config
-    if runner.device.type == "cpu":
-        budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // runner.ranks.size
-        option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
-    else:
-        budget = _free_device_bytes(runner)
-        option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
-        hint = "raise it, or lower max_num_batched_tokens"
-    num_blocks = runner.ranks.least(budget // runner.pool.block_bytes)
-    if num_blocks < 1:
-        raise ValueError(
-            f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
-            f" {runner.pool.block_bytes / MIB:.3f} MiB; {hint}"
-        )
-    return num_blocks
+logger = logging.getLogger("nanovllm")
 
 
-def _free_device_bytes(runner: "ModelRunner") -> int:
-    """Device memory left for KV beside weights, activations, sampler and decode graphs.
-
-    The largest prefill and the largest sampling batch are run, and all graphs captured on a
-    stand-in cache, so that what is subtracted was seen and not guessed.
-    """
-    runner.make_rows()  # as many as can run with the largest pool
-    torch.cuda.reset_peak_memory_stats(runner.device)
-    resident = torch.cuda.memory_allocated(runner.device)
-    warm_up(runner)
-    activations = torch.cuda.max_memory_allocated(runner.device) - resident
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(runner.device)
-    graphs = _graph_bytes(runner) if runner.uses_graphs else 0
-    others = total - free
-    budget = total * runner.config.gpu_memory_utilization - others - activations - graphs
-    return int(budget / (1 + runner.backend.copied_layers / runner.model_config.num_hidden_layers))
-
-
-def warm_up(runner: "ModelRunner") -> None:
-    """Run the largest step, and the smallest: their kernels may be others."""
-    config, vocab_size = runner.config, runner.model_config.vocab_size
-    sizes = (1, config.max_num_batched_tokens)
-    short, long = (warmup_inputs(n, runner.max_positions) for n in sizes)
+def start_runner(config: Config, model_config: ModelConfig, path: Path) -> ModelRunner:
+    """Rank 0's runner, ready to run, with the other ranks behind it."""
+    if config.tensor_parallel_size == 1:
+        placement = place(config, model_config, ALONE)
+        config = placement.settle(config)
+        alone = load_shard(config, model_config, path, placement)
+        return ModelRunner(alone, start_shard(alone, config))
+    workers = Workers(config.tensor_parallel_size, config.device)
+    shard: Shard | None = None
     try:
-        runner.share_tokens()  # NCCL connects in the first exchange of a kind
-        runner.prefill_hidden(short)
-        hidden = runner.prefill_hidden(long)
-        told = runner.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
-        if runner.ranks.rank == 0:
-            warm_up_logprobs(told)
-        del told
-        hidden = hidden[: config.max_num_running]
-        logits = runner.model.compute_logits(hidden)
-        ones = torch.ones(len(hidden), device=runner.device)
-        runner.sampler(logits, ones, ones.long())
-        runner.sampler(logits, None, None)
-        if runner.ranks.rank == 0:  # where sampling is done
-            alike = torch.zeros_like(logits)
-            lists = alike.float()  # what penalties and lists of tokens may take
-            filters = warmup_filters(len(alike), vocab_size, runner.device)
-            runner.sampler(alike, ones, ones.long(), filters)
-            del lists
-        torch.cuda.synchronize(runner.device)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(
-            f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
-            f" max_num_seqs={config.max_num_seqs} does not fit on {runner.device} beside weights"
-            " and KV pool; lower them, num_kvcache_blocks or gpu_memory_utilization"
-        ) from error
+        with workers.together():
+            placement = place(config, model_config, workers.ranks)
+            config = placement.settle(config)
+            workers.start(config, model_config, path)
+            shard = load_shard(config, model_config, path, placement, workers.num_threads)
+            workers.connect()
+            return ModelRunner(shard, start_shard(shard, config), workers)
+    except BaseException:
+        if shard is not None:
+            shard.close(device_works=workers.failure is None)
+        workers.close()
+        raise
 
 
-def _graph_bytes(runner: "ModelRunner") -> int:
-    """Capture the decode graphs on a stand-in cache, see what they take, and drop them."""
-    runner.pool.allocate(num_blocks=1)
-    before, _ = torch.cuda.mem_get_info(runner.device)
-    runner.capture_graphs()
-    after, _ = torch.cuda.mem_get_info(runner.device)
-    runner.drop_graphs()
-    runner.pool.release()
-    torch.cuda.empty_cache()
-    return before - after
+def load_shard(
+    config: Config,
+    model_config: ModelConfig,
+    path: Path,
+    placement: Placement,
+    num_threads: int | None = None,
+) -> Shard:
+    """Load this rank's part of the model. `config` is settled by the placement."""
+    start = time.perf_counter()
+    model = build_model(config, model_config, placement)
+    with torch.no_grad():
+        if config.load_format == "dummy":
+            with torch.device("meta"):
+                whole = CausalLM(model_config, placement.max_positions)
+            load_dummy(model, whole, config.seed)
+        else:
+            load_model(model, path, use_tqdm=placement.ranks.rank == 0)
+        num_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
+        # Without graphs, launching few_rows takes the host longer than it saves the device.
+        model.bind(placement.backend, few_rows=not config.enforce_eager)
+    logger.info(
+        "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
+        model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),
+        num_bytes / 1e9, time.perf_counter() - start, placement.backend.attention.name,
+        placement.backend.kernels.name,
+    )  # fmt: skip
+    return Shard(model.eval(), model_config, placement, num_threads)
+
+
+def build_model(config: Config, model_config: ModelConfig, placement: Placement) -> CausalLM:
+    """The model with parameters that are not filled yet, on the placement's device."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(placement.dtype)
+    try:
+        with placement.device, torch.inference_mode(False):
+            return CausalLM(
+                model_config, placement.max_positions, placement.ranks,
+                config.enable_expert_parallel,
+            )  # fmt: skip
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def start_shard(shard: Shard, config: Config) -> EngineConfig:
+    """Size the KV pool, compile and capture. All ranks do it at the same time."""
+    on_gpu = shard.device.type == "cuda"
+    with shard.computing():
+        num_blocks = config.num_kvcache_blocks or fit_kv_blocks(shard, config)
+        max_model_len = settle_length(
+            config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions,
+            shard.model_config.longest_window,
+        )  # fmt: skip
+        settled = EngineConfig.settle(config, num_blocks, max_model_len)
+        num_running = settled.max_num_running
+        shard.make_table(num_running, max_model_len)
+        shard.pool.allocate(num_blocks)
+        if on_gpu:
+            warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
+        if shard.placement.uses_graphs:
+            start = time.perf_counter()
+            num_graphs = shard.capture_graphs(num_running)
+            seconds = time.perf_counter() - start
+            logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
+        elif on_gpu:
+            shard.decode_graphs(num_running).run(1)  # compiles what decode needs
+    return settled

@@ -1,7 +1,7 @@
-"""A rank other than 0: a process that does what rank 0's messages say, and ends with the caller.
+"""A rank other than 0: a process that computes the steps that rank 0 sends, and ends with it.
 
 It runs nothing of the caller's script, which therefore needs no `if __name__ == "__main__":`.
-PyTorch is imported late: first of all, the process must hear when the caller dies.
+PyTorch is imported late: the process must first be able to notice the end of its caller.
 """
 
 import fcntl
@@ -18,27 +18,18 @@ import traceback
 
 from nanovllm.engine.ranks.errors import ExchangeError
 
-# What Python runs in the new process: with the caller's modules, and the caller's very nanovllm.
-BOOT = """
-import sys
-sys.path[:] = sys.argv[8:]
-import nanovllm
-del sys.path[0]
-from nanovllm.engine.worker import main
-main()
-"""
-CHECK_SECONDS = 1.0  # how often to look whether the parent is still the same
+CHECK_SECONDS = 1.0  # between checks that the parent is still the caller
 
 
 def main() -> None:
-    """Serve as the rank that the arguments name, to the end."""
-    caller, rank, size, ring, bell, line, place = map(int, sys.argv[1:8])
+    """Serve as the rank that the arguments name, until rank 0 ends it."""
+    caller, rank, size, ring, bell, line, meeting = map(int, sys.argv[1:8])
     life_line = socket.socket(fileno=line)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to act on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     _die_with(line)
     threading.Thread(target=_watch_parent, args=(caller,), daemon=True).start()
     try:
-        _serve(rank, size, ring, bell, place, life_line)
+        _serve(rank, size, ring, bell, meeting, life_line)
     except BaseException as error:
         _report(
             life_line,
@@ -51,43 +42,44 @@ def main() -> None:
 
 
 def _serve(
-    rank: int, size: int, ring: int, bell: int, place: int, life_line: socket.socket
+    rank: int, size: int, ring: int, bell: int, meeting: int, life_line: socket.socket
 ) -> None:
-    """Load this rank's part of the model, meet the others, and compute step after step."""
+    """Load this rank's part of the model, connect to the others, and compute step after step."""
     import logging
 
     import torch
 
-    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.engine.placement import place
     from nanovllm.engine.ranks.channel import Reader
     from nanovllm.engine.ranks.codec import decode
     from nanovllm.engine.ranks.join import join
+    from nanovllm.engine.startup import load_shard, start_shard
 
-    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 says it all, once
+    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 logs the rest, once
     reader = Reader(ring, bell, rank - 1, size - 1)
     config, model_config, path, num_threads = pickle.loads(reader.receive())
     torch.set_num_threads(num_threads)
-    ranks = join(rank, size, config.device, place)
-    runner = ModelRunner(config, model_config, path, ranks)
+    ranks = join(rank, size, config.device, meeting)
+    shard = load_shard(config, model_config, path, place(config, model_config, ranks))
     _report(life_line, ready=True)
     reader.receive()  # when all have loaded
     ranks.connect()
-    runner.start()
+    start_shard(shard, config)
     while message := reader.receive():
-        with runner.computing():
-            runner.compute(decode(message))
-    runner.close()
+        with shard.computing():
+            shard.compute(decode(message))
+    shard.close()
     ranks.leave(together=True)
     os._exit(0)
 
 
 def _report(life_line: socket.socket, **values: object) -> None:
-    """Tell rank 0, in a line of JSON."""
+    """Send rank 0 a line of JSON."""
     life_line.sendall(json.dumps(values).encode() + b"\n")
 
 
 def _die_with(line: int) -> None:
-    """Let the kernel kill this process when rank 0 cuts the line, whatever it is busy with then."""
+    """Let the kernel kill this process when rank 0 cuts the line, whatever it is doing then."""
     fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
@@ -96,7 +88,7 @@ def _die_with(line: int) -> None:
 
 
 def _watch_parent(caller: int) -> None:
-    """End this process after the caller: of a line that others inherited its end says nothing."""
+    """End this process after the caller. A line that other processes inherited is not cut then."""
     while os.getppid() == caller:
         time.sleep(CHECK_SECONDS)
     os._exit(0)

@@ -1,7 +1,7 @@
-"""The other ranks' processes as rank 0 sees them: started, told what to do, watched, ended.
+"""Workers: the other ranks' processes, which rank 0 starts, sends steps to, watches and ends.
 
-A thread watches their life lines. The end of one is the end of all, and becomes one exception in
-the caller, which tells what went wrong first.
+A thread watches their life lines. When one ends, all are ended, and the caller gets one exception
+that names what went wrong first.
 """
 
 import contextlib
@@ -30,22 +30,32 @@ from nanovllm.engine.ranks.errors import ExchangeError, RankError
 from nanovllm.engine.ranks.join import join
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
 from nanovllm.engine.step.inputs import StepInputs
-from nanovllm.engine.worker import BOOT
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.interrupts import holding_interrupts
 
-SETTLE_SECONDS = 0.2  # one end brings others about: the first one shows when all have spoken
-BLAME_SECONDS = 5.0  # how long, after an exchange has failed, to wait for who is to blame
-END_SECONDS = 5.0  # what the processes have to end by themselves
+# One rank's death makes others fail: collect reports this long, then blame the earliest.
+SETTLE_SECONDS = 0.2
+BLAME_SECONDS = 5.0  # how long rank 0 waits, after a failed exchange, for the rank to blame
+END_SECONDS = 5.0  # for the processes to end by themselves
 HOME = str(Path(__file__).resolve().parents[2])  # the directory of this package
-MIN_ROOM = 64  # bytes in the ring, for a last word
+MIN_ROOM = 64  # bytes in the ring, for the last message
+
+# What Python runs in a new process: the caller's own nanovllm, with the caller's module path.
+BOOT = """
+import sys
+sys.path[:] = sys.argv[8:]
+import nanovllm
+del sys.path[0]
+from nanovllm.engine.worker import main
+main()
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rank says of the exception that ends it."""
+    """The exception that ended a rank."""
 
-    is_exchange: bool  # it failed to exchange: others are to blame
+    is_exchange: bool  # an exchange failed: another rank is to blame
     time: float
     error: str
     traceback: str
@@ -70,7 +80,7 @@ class Worker:
             )  # fmt: skip
 
     def hear(self) -> bool:
-        """Read what the process has to say; False when its line is cut."""
+        """Read the process's messages; False when its line is cut."""
         try:
             heard = self.line.recv(1 << 16)
         except ConnectionError:
@@ -84,7 +94,7 @@ class Worker:
         return bool(heard)
 
     def last_words(self) -> str:
-        """How it ended, in a line."""
+        """How the process ended, in a line."""
         if self.report is not None:
             return f"raised {self.report.error}"
         try:
@@ -94,7 +104,7 @@ class Worker:
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
 
     def cut(self) -> None:
-        """Cut the line, whoever has inherited copies of it: that ends the process."""
+        """Cut the line, including copies that others inherited: that ends the process."""
         with contextlib.suppress(OSError):
             self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()
@@ -124,16 +134,16 @@ class Workers:
             self._watcher = threading.Thread(target=self._watch, name="nanovllm", daemon=True)
             self._watcher.start()
             stack.callback(self._stop_watching)
-            self._resources = stack.pop_all()  # from here on close() is who closes
+            self._resources = stack.pop_all()  # from here on close() closes them
 
     def start(self, config: Config, model_config: ModelConfig, path: Path) -> None:
-        """Let every rank load its part of the model."""
+        """Make every rank load its part of the model."""
         self._writer.send(pickle.dumps((config, model_config, path, self.num_threads)))
 
     def connect(self) -> None:
-        """Wait until every rank has loaded its part, and meet them."""
+        """Wait until every rank has loaded its part, and connect to them."""
         self._wait_for(lambda: all(worker.ready for worker in self._workers))
-        self._writer.send(b"meet")
+        self._writer.send(b"connect")
         self.ranks.connect()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
@@ -143,9 +153,9 @@ class Workers:
 
     @contextlib.contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:
-        """Let the others compute a step that rank 0 computes in the block.
+        """Make the others compute the step that rank 0 computes in the block.
 
-        Ctrl-C waits for the end of it: ranks that do not make the same exchanges cannot go on.
+        Ctrl-C waits for the block's end: ranks that do not make the same exchanges cannot go on.
         """
         if os.getpid() != self._owner:
             raise RuntimeError("an LLM with several ranks can be used in the process that made it")
@@ -155,13 +165,13 @@ class Workers:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait in the block for what all have to compute; Ctrl-C has to wait, too."""
+        """A block in which rank 0 waits for the ranks' results; Ctrl-C waits for its end."""
         with holding_interrupts(), self.together():
             yield
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What rank 0 does with the others. If it raises, it is out of step: that is a failure."""
+        """A block that all ranks take part in. If it raises, the ranks cannot go on together."""
         try:
             yield
         except BaseException as error:
@@ -181,12 +191,12 @@ class Workers:
             raise RankError(f"{self.failure}{details}") from None
 
     def close(self) -> None:
-        """End the processes; nothing of them is left. Idempotent. Decode graphs must be gone."""
-        if os.getpid() == self._owner:  # a process that the caller forked has but copies
+        """End the processes and free what they used. Idempotent. Decode graphs must be gone."""
+        if os.getpid() == self._owner:  # a forked child of the caller has only copies
             self._resources.close()
 
     def _watch(self) -> None:
-        """Listen until `close`, or until a rank has ended; that one is to blame."""
+        """Listen until `close`, or until a rank has ended; then end the others."""
         try:
             if (worker := self._first_to_end()) is None:
                 return
@@ -224,24 +234,23 @@ class Workers:
         return self._who_was_first(cut)
 
     def _who_was_first(self, cut: list[Worker]) -> Worker:
-        """The worker to blame.
+        """The worker to blame: the first that raised, or else one that ended without a report.
 
-        One that raised by itself, or else one that ended without a word; an exchange that failed
-        is the others' doing.
+        A failed exchange counts last: another rank caused it.
         """
-        told = [(w.report.is_exchange, w.report.time, w) for w in self._workers if w.report]
+        reported = [(w.report.is_exchange, w.report.time, w) for w in self._workers if w.report]
         silent = [(False, math.inf, w) for w in cut if not w.report]
-        return min(told + silent, key=lambda entry: entry[:2])[2]
+        return min(reported + silent, key=lambda entry: entry[:2])[2]
 
     def _part(self) -> None:
-        """Take leave of the other ranks, where they still listen."""
+        """Disconnect from the other ranks; send the end if they still read."""
         together = self.failure is None and self._writer.room > MIN_ROOM
         if together:
             self._writer.send(b"")  # the end
         self.ranks.leave(together)
 
     def _end(self) -> None:
-        """Cut all lines; kill what does not end then."""
+        """Cut all lines, and kill the processes that do not end."""
         for worker in self._workers:
             worker.cut()
         deadline = time.monotonic() + END_SECONDS
@@ -255,7 +264,7 @@ class Workers:
     def _stop_watching(self) -> None:
         self._quit.shutdown(socket.SHUT_RDWR)
         self._quit.close()
-        if threading.current_thread() is not self._watcher:  # collection may strike in any thread
+        if threading.current_thread() is not self._watcher:  # collection may run in any thread
             self._watcher.join(END_SECONDS)
         self._quit_heard.close()
 
@@ -263,5 +272,5 @@ class Workers:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # those of real time have none
+    except ValueError:  # real-time signals have no names
         return f"signal {number}"

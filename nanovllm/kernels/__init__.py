@@ -1,1 +1,1 @@
-"""What runs below the layers: plain PyTorch definitions, and faster twins of them."""
+"""The operations below the layers, in three rooms with the same file names; `table` binds them."""

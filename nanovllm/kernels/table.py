@@ -1,4 +1,4 @@
-"""Which implementation of each operation the layers call: decided once, when the runner starts."""
+"""The table of kernels: for each implementation, which function computes which operation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,77 +6,106 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nanovllm.kernels import cuts, plain
-from nanovllm.kernels.cuts import Cuts
-from nanovllm.kernels.plain import Decoding, Rope, RowState
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain import (
+    draw,
+    experts,
+    norm_rope_store,
+    read_table,
+    rms_norm,
+    sample,
+    silu_and_mul,
+    store_kvcache,
+)
+from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.plain.norm_rope_store import Rope
+from nanovllm.kernels.plain.read_table import Decoding, TableState
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """A function for each operation, with the signature and the meaning of its twin in PLAIN.
+    """One function for each operation; its twin in PLAIN defines the signature and the result.
 
-    `few_rows` is another way through a layer, where it is faster; PLAIN has none.
+    `few_rows` gives kernels that fuse several operations of a layer, where they are faster; PLAIN
+    has none.
     """
 
     name: str
+    graph_safe: bool  # whether a CUDA graph can hold them: no function of a decode step syncs
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     norm_rope_store: Callable[
-        [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, Tensor, Tensor, Tensor],
+        [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, KVLayer, Tensor],
         tuple[Tensor, Tensor, Tensor],
     ]
+    store_kvcache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
-    read_rows: Callable[[RowState, int, int, int], Decoding]
+    read_table: Callable[[TableState, int, int, int], Decoding]
     few_rows: Callable[[list[Tensor | None]], "FewRows | None"] = lambda _: None
 
 
 PLAIN = Kernels(
     name="plain PyTorch",
-    rms_norm=plain.rms_norm,
-    add_rms_norm=plain.add_rms_norm,
-    silu_and_mul=plain.silu_and_mul,
-    norm_rope_store=plain.norm_rope_store,
-    sample=plain.sample,
-    draw=cuts.draw,
-    experts=plain.experts,
-    read_rows=plain.read_rows,
+    graph_safe=False,
+    rms_norm=rms_norm.rms_norm,
+    add_rms_norm=rms_norm.add_rms_norm,
+    silu_and_mul=silu_and_mul.silu_and_mul,
+    norm_rope_store=norm_rope_store.norm_rope_store,
+    store_kvcache=store_kvcache.store_kvcache,
+    sample=sample.sample,
+    draw=draw.draw,
+    experts=experts.experts,
+    read_table=read_table.read_table,
 )
 
 
 def triton_kernels() -> Kernels:
-    """The Triton kernels; an ImportError where there is no Triton."""
-    from nanovllm.kernels.draw import draw
-    from nanovllm.kernels.experts import experts
-    from nanovllm.kernels.few_rows import few_rows_for
-    from nanovllm.kernels.norm_rope_store import norm_rope_store
-    from nanovllm.kernels.read_rows import read_rows
-    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-    from nanovllm.kernels.sample import sample
-    from nanovllm.kernels.silu_and_mul import silu_and_mul
+    """The Triton kernels. An ImportError where Triton is not installed."""
+    from nanovllm.kernels.triton import (
+        draw,
+        experts,
+        few_rows,
+        norm_rope_store,
+        read_table,
+        rms_norm,
+        sample,
+        silu_and_mul,
+        store_kvcache,
+    )
 
     return Kernels(
-        "Triton", rms_norm, add_rms_norm, silu_and_mul, norm_rope_store, sample, draw, experts,
-        read_rows, few_rows_for,
-    )  # fmt: skip
+        name="Triton",
+        graph_safe=True,
+        rms_norm=rms_norm.rms_norm,
+        add_rms_norm=rms_norm.add_rms_norm,
+        silu_and_mul=silu_and_mul.silu_and_mul,
+        norm_rope_store=norm_rope_store.norm_rope_store,
+        store_kvcache=store_kvcache.store_kvcache,
+        sample=sample.sample,
+        draw=draw.draw,
+        experts=experts.experts,
+        read_table=read_table.read_table,
+        few_rows=few_rows.few_rows_for,
+    )
 
 
-def compiled_kernels() -> Kernels:
-    """The CPU's kernels in C++; a RuntimeError where they cannot be compiled."""
-    from nanovllm.kernels import cpu_kernels as cpu
+def cpu_kernels() -> Kernels:
+    """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
+    from nanovllm.kernels.cpu import norm_rope_store, read_table, rms_norm, sample, silu_and_mul
 
     return replace(
         PLAIN,
         name="C++",
-        rms_norm=cpu.rms_norm,
-        add_rms_norm=cpu.add_rms_norm,
-        silu_and_mul=cpu.silu_and_mul,
-        norm_rope_store=cpu.norm_rope_store,
-        sample=cpu.sample,
-        read_rows=cpu.read_rows,
+        rms_norm=rms_norm.rms_norm,
+        add_rms_norm=rms_norm.add_rms_norm,
+        silu_and_mul=silu_and_mul.silu_and_mul,
+        norm_rope_store=norm_rope_store.norm_rope_store,
+        sample=sample.sample,
+        read_table=read_table.read_table,
     )

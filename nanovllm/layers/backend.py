@@ -1,13 +1,29 @@
 """What a rank's layers compute with: an attention backend, and the kernels of all other layers."""
 
-from typing import NamedTuple
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from nanovllm.kernels.table import Kernels
-from nanovllm.layers.attention_backends import AttentionBackend, AttentionSpec, get_backend
+import torch
+
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.read_table import TableState
+from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.layers.attention.choice import (
+    build_attention,
+    check_needs,
+    fastest_first,
+    in_short,
+    refusal_on_error,
+)
+from nanovllm.layers.attention.torch_backend import TorchBackend
+
+logger = logging.getLogger("nanovllm")
 
 
 class Backend(NamedTuple):
-    """How attention is computed, and the kernels beside it. Layers take it by `bind`."""
+    """How attention is computed, and the kernels of the other layers. Layers take it by `bind`."""
 
     attention: AttentionBackend
     kernels: Kernels
@@ -15,10 +31,84 @@ class Backend(NamedTuple):
     @property
     def graph_safe(self) -> bool:
         """Whether a decode step reads all that changes from device tensors, and never syncs."""
-        return self.attention.graph_safe
+        return self.attention.graph_safe and self.kernels.graph_safe
 
 
 def choose_backend(name: str, spec: AttentionSpec) -> Backend:
-    """The backend `name` with its kernels; "auto" is the fastest that works there."""
-    attention = get_backend(name, spec)
-    return Backend(attention, attention.kernels)
+    """The backend `name` with its kernels; "auto" is the fastest one that works here."""
+    if name != "auto":
+        return build_backend(name, spec)
+    reasons = []
+    for fast in fastest_first(spec.device):
+        try:
+            return build_backend(fast, spec)
+        except ValueError as error:
+            logger.info("auto skips a backend: %s", error)
+            reasons.append(str(error))
+    level = logging.INFO if spec.device.type == "cpu" else logging.WARNING  # where it is slow
+    logger.log(level, "auto: all in plain PyTorch; %s", "; ".join(reasons))
+    return build_backend("torch", spec)
+
+
+def build_backend(name: str, spec: AttentionSpec) -> Backend:
+    """Build attention and kernels, and try both on a token; a ValueError says what fails."""
+    if name == "torch":
+        return Backend(TorchBackend(spec.block_size), PLAIN)
+    check_needs(name, spec)
+    with refusal_on_error(name):
+        kernels = KERNELS[name](spec)
+        return Backend(build_attention(name, spec), kernels)
+
+
+def _cpu_kernels(spec: AttentionSpec) -> Kernels:
+    return _tried(cpu_kernels(), spec)
+
+
+def _triton_kernels(spec: AttentionSpec) -> Kernels:
+    """Triton's kernels, if they are compiled for the device."""
+    from nanovllm.kernels.triton.common import INTERPRETED
+
+    if spec.device.type == "cuda" and INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, and kernels are interpreted on the CPU")
+    return _tried(triton_kernels(), spec)
+
+
+def _triton_kernels_or_plain(spec: AttentionSpec) -> Kernels:
+    """For attention that works without Triton."""
+    try:
+        return _triton_kernels(spec)
+    except Exception as error:
+        logger.warning("no Triton, and so no decode graphs: %s", in_short(error))
+        return PLAIN
+
+
+KERNELS: dict[str, Callable[[AttentionSpec], Kernels]] = {
+    "cpu": _cpu_kernels,
+    "triton": _triton_kernels,
+    "flash_attn": _triton_kernels_or_plain,
+}
+
+
+def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
+    """Run the kernels that every model uses on a token, to see that they compile here."""
+    options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
+    x = torch.zeros(1, 2 * spec.head_dim, **options)
+    weight = torch.ones(2 * spec.head_dim, **options)
+    kernels.rms_norm(x, weight, 1.0)
+    kernels.add_rms_norm(x, x, weight, 1.0)
+    kernels.silu_and_mul(x)
+    ones = torch.ones(1, device=spec.device)
+    kernels.sample(x, ones, ones.long())
+    one, word = ones.long(), ones.int()
+    kernels.read_table(TableState(one, one, word, ones, word - 1, word[None]), 1, 1, 2)
+    qkv = torch.zeros(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, **options)
+    angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
+    no_slot = torch.full((1,), -1, device=spec.device)
+    empty = KVLayer(qkv.new_empty(0), qkv.new_empty(0), 1.0, None)
+    kernels.norm_rope_store(qkv, spec.num_kv_heads, (angles, angles), None, 0.0, empty, no_slot)
+    matrix = torch.zeros(64, 64, **options)
+    if few_rows := kernels.few_rows([matrix]):
+        _, scaled = few_rows.add(matrix[:1], matrix, None, matrix[:1], matrix[0], 1.0)
+        few_rows.linear(scaled, matrix)
+        few_rows.gated(scaled, matrix)
+    return kernels

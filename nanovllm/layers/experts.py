@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from nanovllm.kernels import plain
-from nanovllm.kernels.packed_linear import can_pack, pack, packed_linear
+from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
+from nanovllm.kernels.plain.experts import experts as plain_experts
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import WHOLE, Layer, Loaded, check_shape, copy_into
@@ -103,7 +103,7 @@ class Experts(Layer):
         gate_up, down = self.gate_up_proj, self.down_proj
         if gate_up is None or down is None:
             return
-        if self.kernels.experts is plain.experts and can_pack(down):
+        if self.kernels.experts is plain_experts and can_pack(down):
             packed = [pack(weight) for weight in gate_up]
             self.gate_up_proj = gate_up = None
             self.packed = packed, [pack(weight) for weight in down]
@@ -117,7 +117,7 @@ class Experts(Layer):
             expert_ids = expert_ids - self.held.start
         if self.packed is not None:
             gate_up, down = self.packed
-            out = plain.experts(
+            out = plain_experts(
                 x, gate_up, down, expert_ids, shares, self.num_experts, packed_linear
             )
         else:

@@ -1,14 +1,14 @@
 """What narrows a row's choice before it is sampled: R rows that asked for it, V tokens.
 
 In this order: allowed ids, forbidden ids, biases, penalties, which `narrow` writes into logits, so
-that what may not come gets minus infinity; then, for rows that are drawn from, `cuts.draw`.
+that what may not come gets minus infinity; then, for rows that are drawn from, `draw`.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.cuts import Cuts
+from nanovllm.kernels.plain.draw import Cuts
 
 FORBIDDEN = -torch.inf
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.packed_linear import can_pack, pack, packed_linear
+from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import WHOLE, Layer, Loaded, copy_into, copy_whole
 from nanovllm.layers.ranks import ALONE, Ranks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.plain import Rope
+from nanovllm.kernels.plain.norm_rope_store import Rope
 
 Parameters = Mapping[str, Any]
 

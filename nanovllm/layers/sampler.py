@@ -10,9 +10,11 @@ from nanovllm.layers.filters import Filters, narrow
 
 
 class Sampler(nn.Module):
-    """Greedy and temperature rows in one batch; `kernels.plain.sample` says how they are drawn."""
+    """Draws greedy and temperature rows in one batch, as `kernels.plain.sample` defines."""
 
-    kernels: Kernels = PLAIN  # the runner binds others
+    def __init__(self, kernels: Kernels = PLAIN) -> None:
+        super().__init__()
+        self.kernels = kernels
 
     def forward(
         self,

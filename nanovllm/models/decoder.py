@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.kernels.plain import Rope, Scaled
+from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -30,7 +31,7 @@ from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
 
 
 class SelfAttention(nn.Module):
@@ -250,6 +251,11 @@ class CausalLM(nn.Module):
         """Hidden states [T, hidden] of a step's tokens, or of those `rows` of them alone."""
         hidden: torch.Tensor = self.model(input_ids, positions, rows)
         return hidden
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each decoder layer, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
 
     def bind(self, backend: Backend, few_rows: bool) -> None:
         """Take the kernels to call. `few_rows` allows those for decode steps of few rows."""

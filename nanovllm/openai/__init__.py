@@ -1,1 +1,8 @@
-"""The request and response formats of OpenAI's API."""
+"""The request and response bodies of OpenAI's API, for chats and completions.
+
+request.py      what a body asks for
+response.py     the body that answers it
+token_bytes.py  the bytes of a token, for logprobs
+
+It knows no files, batches or servers: these put their own envelopes around the bodies.
+"""

@@ -1,34 +1,21 @@
-"""What a line of the output looks like: OpenAI's batch output, an object for each request.
+"""Make the body that answers a request, as OpenAI's API has it.
 
-`id` holds the number of the input's line, which is how a job knows later what it has done.
+`stop_reason`, `token_ids` and `prompt_logprobs` are additions of ours.
 """
 
-import json
 import time
 from typing import Any
 
 from nanovllm.llm import LLM
-from nanovllm.openai.request import CHAT, BatchRequest
+from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.openai.token_bytes import token_bytes
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprob
 
-ID = "batch_req_"
-START = f'{{"id": "{ID}'.encode()  # of every record
-
-
-def result_record(
-    number: int, custom_id: str, request: BatchRequest, output: RequestOutput, llm: LLM
-) -> bytes:
-    """The record of a request that `llm` has computed."""
-    body = response_body(str(number), request, output, llm)
-    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
-    return _record(number, custom_id, response, None)
-
 
 def response_body(
-    name: str, request: BatchRequest, output: RequestOutput, llm: LLM
+    name: str, request: APIRequest, output: RequestOutput, llm: LLM
 ) -> dict[str, Any]:
-    """OpenAI's answer to a request that `llm` has computed; `name` becomes a part of its `id`."""
+    """The body that answers a request of `llm`; `name` becomes a part of its `id`."""
     if request.url == CHAT:
         body = _chat_body(name, output, request, llm.tokenizer)
     else:
@@ -49,19 +36,8 @@ def response_body(
     return body
 
 
-def error_record(number: int, custom_id: str, message: str) -> bytes:
-    """The record of a line that cannot be computed."""
-    error = {"code": "invalid_request", "message": f"line {number}: {message}", "line": number}
-    return _record(number, custom_id, None, error)
-
-
-def _record(number: int, custom_id: str, response: Any, error: Any) -> bytes:
-    record = dict(id=f"{ID}{number}", custom_id=custom_id, response=response, error=error)
-    return json.dumps(record).encode() + b"\n"
-
-
 def _chat_body(
-    name: str, output: RequestOutput, request: BatchRequest, tokenizer: Any
+    name: str, output: RequestOutput, request: APIRequest, tokenizer: Any
 ) -> dict[str, Any]:
     choices = [
         {
@@ -75,7 +51,7 @@ def _chat_body(
     return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices}
 
 
-def _completion_body(name: str, output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
+def _completion_body(name: str, output: RequestOutput, request: APIRequest) -> dict[str, Any]:
     choices = [
         {
             "index": sample["index"],
@@ -89,7 +65,7 @@ def _completion_body(name: str, output: RequestOutput, request: BatchRequest) ->
 
 
 def _ending(sample: CompletionOutput) -> dict[str, Any]:
-    """OpenAI's `finish_reason`, and what we have beside it."""
+    """OpenAI's `finish_reason`, with our additions."""
     return {
         "finish_reason": sample["finish_reason"],
         "stop_reason": sample["stop_reason"],
@@ -128,13 +104,13 @@ def _completion_logprobs(
 
 
 def _by_text(tokens: list[TokenLogprob]) -> dict[str, float]:
-    """Of tokens with equal texts, such as parts of characters, the first is told."""
-    told: dict[str, float] = {}
+    """Log-probabilities by text; of tokens with equal texts (parts of characters) the first's."""
+    by_text: dict[str, float] = {}
     for token in tokens:
-        told.setdefault(token["text"], token["logprob"])
-    return told
+        by_text.setdefault(token["text"], token["logprob"])
+    return by_text
 
 
 def _likeliest(likely: list[TokenLogprob], top: int | None) -> list[TokenLogprob]:
-    """The `top` ones, in order; the token that came stands first in `likely`, whatever its rank."""
+    """The `top` most likely tokens, in order; `likely` starts with the sampled one instead."""
     return sorted(likely, key=lambda token: token["rank"])[:top]

@@ -1,11 +1,11 @@
-"""What bytes a token stands for: that of a part of a character has no text, and still its bytes."""
+"""The bytes of a token. A token that is part of a character has bytes, but no text of its own."""
 
 from typing import Any
 
 from nanovllm.engine.requests.detokenizer import BYTE_TOKEN, REPLACEMENT
 
-# Byte-level tokenizers write a byte as a character: its own where that is printable, or the next
-# one from U+0100 on.
+# Byte-level tokenizers write each byte as one character: printable bytes as their own character,
+# the others as the characters from U+0100 on.
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 OTHERS = (byte for byte in range(256) if byte not in PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
@@ -14,7 +14,7 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
 
 
 def token_bytes(token_id: int, text: str, tokenizer: Any) -> list[int] | None:
-    """The bytes of a token whose text is `text`; None where the tokenizer does not tell."""
+    """The bytes of a token with this text; None if the tokenizer does not give them."""
     if REPLACEMENT not in text:
         return list(text.encode())
     token = str(tokenizer.convert_ids_to_tokens(token_id))

@@ -1,1 +1,1 @@
-"""What every floor uses: checks of arguments, and Ctrl-C put off."""
+"""Helpers for all of the package: checks of values, described options, deferred Ctrl-C."""

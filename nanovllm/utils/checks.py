@@ -1,4 +1,4 @@
-"""Checks of values that users pass: every error names the field, the range and the value."""
+"""Checks of values that users pass: every error gives the name, the allowed range and the value."""
 
 import difflib
 import math
@@ -7,29 +7,40 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
-# What can be iterated over, and yet is no list of token ids.
+# Types that can be iterated over, but are not lists of token ids.
 NOT_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
 _repr = reprlib.Repr()
 _repr.maxother = _repr.maxstring = 100
-shorten = _repr.repr  # a message holds a few items of a long value, not all of them
+shorten = _repr.repr  # an error shows the first items of a long value, not all of them
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """What to add to an error about `name`: the known name that it is most like, if any is."""
+    """A hint to append to an error: the known name closest to `name`, or "" if none is close."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.58)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def allowed_range(low: float, high: float | None, above: bool = False) -> str:
+    """A range in words that complete "must be"; `above` excludes `low` itself."""
+    if high is None or high == math.inf:
+        return f"{'>' if above else '>='} {low}"
+    return f"in {'(' if above else '['}{low}, {high}]"
+
+
+def allowed_choices(choices: Iterable[str]) -> str:
+    """Choices in words that complete "must be"."""
+    return f"one of {', '.join(map(repr, choices))}"
+
+
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int if it is one (numpy's count, bools do not) in `[low, high]`."""
-    bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
+    """Return `value` as an int if it is one (NumPy's are, bools are not) in `[low, high]`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an int {bounds}, got {shorten(value)}")
+        raise TypeError(f"{name} must be an int {allowed_range(low, high)}, got {shorten(value)}")
     number = int(value)
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {bounds}, got {shorten(value)}")
+        raise ValueError(f"{name} must be {allowed_range(low, high)}, got {shorten(value)}")
     return number
 
 
@@ -38,44 +49,44 @@ def check_float(
 ) -> float:
     """Return `value` as a float if it is a finite real number in `[low, high]`.
 
-    `above` leaves `low` itself out.
+    `above` excludes `low` itself.
     """
-    sign, bracket = (">", "(") if above else (">=", "[")
-    bounds = f"{sign} {low}" if high == math.inf else f"in {bracket}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number {bounds}, got {shorten(value)}")
+        allowed = allowed_range(low, high, above)
+        raise TypeError(f"{name} must be a number {allowed}, got {shorten(value)}")
     try:
         number = float(value)
     except OverflowError:  # an int that no float can hold
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high or (above and number == low):
-        raise ValueError(f"{name} must be finite and {bounds}, got {shorten(value)}")
+        allowed = allowed_range(low, high, above)
+        raise ValueError(f"{name} must be finite and {allowed}, got {shorten(value)}")
     return number
 
 
-def check_bool(name: str, value: Any) -> None:
-    """Raise unless `value` is True or False."""
+def check_bool(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shorten(value)}")
+    return value
 
 
-def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Raise unless `value` is one of `choices`."""
+def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """Return `value` if it is one of `choices`."""
     if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, got {shorten(value)}"
-        )
+        raise ValueError(f"{name} must be {allowed_choices(choices)}, got {shorten(value)}")
+    return str(value)
 
 
 def check_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Copy token ids out of the caller's container, so that it can be changed with no effect."""
+    """Copy token ids out of the caller's container: later changes to it have no effect."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of token ids, got {shorten(value)}")
     return tuple(check_int(name, token_id, 0) for token_id in value)
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise where `text` has halves of surrogate pairs, which no tokenizer takes."""
+    """Raise if `text` has an unpaired surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -97,7 +108,7 @@ def check_texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def as_list(name: str, value: Any, kind: str = "a str or a list of token ids") -> list[Any]:
-    """List the items of any list-like `value`; NumPy and PyTorch arrays count, text does not."""
+    """List the items of any list-like `value`: NumPy and PyTorch arrays are, text is not."""
     if hasattr(value, "tolist") and not isinstance(value, memoryview):
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, NOT_LISTS):

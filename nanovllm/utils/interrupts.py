@@ -1,4 +1,4 @@
-"""Ctrl-C, put off while something must not be left half done."""
+"""Defer Ctrl-C while something must not be left half done."""
 
 import contextlib
 import signal
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def holding_interrupts() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block; a second one does not, once Python runs again.
+    """Defer Ctrl-C until the end of the block. A second Ctrl-C is not deferred.
 
-    Python's signals are the main thread's; in another one there is nothing to hold.
+    Only the main thread receives Python's signals; in another thread this does nothing.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):

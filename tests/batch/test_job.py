@@ -1,4 +1,4 @@
-"""Batch jobs in one process: what a line may say, what its record says, what a journal holds."""
+"""Batch jobs in one process: lines, their records, and the journal."""
 
 import io
 import json
@@ -13,11 +13,13 @@ from reference import make_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import lines as batch_lines
+from nanovllm.batch.digests import Seen, digest_of
+from nanovllm.batch.envelope import parse_line, parse_request
 from nanovllm.batch.job import Job
-from nanovllm.batch.journal import Journal, Seen, digest_of
+from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import Line, count_lines, read_lines
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.openai.request import CHAT, COMPLETIONS, parse_line, parse_request
+from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.token_bytes import token_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +64,7 @@ def text_of(record: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def test_a_record_is_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:
+def test_records_have_openais_form(llm: LLM, tmp_path: Path) -> None:
     first, second = run(llm, tmp_path / "out", jsonl(completion("a"), chat("b")))
     assert set(first) == {"id", "custom_id", "response", "error"}
     assert (first["custom_id"], first["error"]) == ("a", None)
@@ -81,7 +83,7 @@ def test_a_record_is_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "46"}
 
 
-def test_a_plain_line_is_refused(llm: LLM, tmp_path: Path) -> None:
+def test_plain_lines_are_answered(llm: LLM, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "7+8="}]}]
     data = jsonl({"prompt": "12+34="}, {"messages": messages, "custom_id": "mine", "top_k": 1})
     first, second = run(llm, tmp_path / "out", data)
@@ -109,7 +111,7 @@ def test_a_plain_line_is_refused(llm: LLM, tmp_path: Path) -> None:
         (dict(user="me", metadata={"a": 1}), {}),
     ],
 )
-def test_a_field_means_something_else(body: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fields_become_sampling_params(body: dict[str, Any], expected: dict[str, Any]) -> None:
     line = {"prompt": "x", "max_tokens": None, **body}
     request = parse_request(line, {"max_tokens": 9})
     assert request.params == SamplingParams(**{"max_tokens": 9, **expected})
@@ -126,7 +128,7 @@ def test_a_field_means_something_else(body: dict[str, Any], expected: dict[str, 
         ({"prompt": "x", "stream": True}, "stream must be False here, got True"),
         ({"prompt": "x", "stream": 0}, "stream must be False here, got 0"),
         ({"prompt": "x", "best_of": True}, "best_of must be 1 here, got True"),
-        ({"prompt": ["x", "y"]}, "a line is one request"),
+        ({"prompt": ["x", "y"]}, "prompt must be one text or one list of token ids"),
         ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
         ({"prompt": "x", "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids as keys, got 'a'"),
@@ -140,7 +142,7 @@ def test_a_field_means_something_else(body: dict[str, Any], expected: dict[str, 
         ({**completion(), "url": CHAT}, "unknown field 'prompt'"),
     ],
 )
-def test_a_bad_field_is_taken(line: dict[str, Any], words: str) -> None:
+def test_a_bad_field_is_refused(line: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         parse_request(line, {})
     assert words in str(caught.value)
@@ -152,7 +154,7 @@ def test_a_bad_field_is_taken(line: dict[str, Any], words: str) -> None:
         (b'{"prompt": "12+34="', "line 2: the line is not valid JSON"),
         (b"[1, 2]", "line 2: a line must be a JSON object, got [1, 2]"),
         (b'{"prompt": "\xff"}', "line 2: the line is not valid UTF-8"),
-        (jsonl(completion("first"))[:-1], "custom_id 'first' is that of an earlier line"),
+        (jsonl(completion("first"))[:-1], "custom_id 'first' is already the id of an earlier line"),
         (jsonl({**completion(), "custom_id": 7})[:-1], "custom_id must be a text, got 7"),
         (jsonl(completion("b", prompt="1" * 100))[:-1], "prompt must have 1 to 63 tokens"),
         (jsonl(completion("b", prompt=""))[:-1], "prompt must have 1 to 63 tokens"),
@@ -162,7 +164,9 @@ def test_a_bad_field_is_taken(line: dict[str, Any], words: str) -> None:
         (b'{"custom_id": "\\ud800", "prompt": "\\ud800"}', "not valid Unicode"),
     ],
 )
-def test_a_bad_line_ends_the_job(llm: LLM, tmp_path: Path, bad: bytes, words: str) -> None:
+def test_a_bad_line_becomes_an_error_record(
+    llm: LLM, tmp_path: Path, bad: bytes, words: str
+) -> None:
     data = jsonl(completion("first")) + bad + b"\n" + jsonl(completion("last"))
     first, second, third = run(llm, tmp_path / "out", data)
     assert [text_of(first), text_of(third)] == ["46", "46"]
@@ -172,13 +176,13 @@ def test_a_bad_line_ends_the_job(llm: LLM, tmp_path: Path, bad: bytes, words: st
     assert len({record["custom_id"] for record in (first, second, third)}) == 3
 
 
-def test_a_strict_job_goes_on(llm: LLM, tmp_path: Path) -> None:
-    """It ends before the bad line; mended and begun again, it is done."""
+def test_a_strict_job_stops_at_a_bad_line(llm: LLM, tmp_path: Path) -> None:
+    """Nothing of the bad line or a later one is written; with a corrected input it resumes."""
     data = [jsonl(completion(f"r{i}")) for i in range(40)]
     bad = [*data[:30], b"{}\n", *data[31:]]
     with pytest.raises(ValueError, match="line 31: a line must have a prompt"):
         run(llm, tmp_path / "out", b"".join(bad), strict=True)
-    for request_id in list(llm._requests):
+    for request_id in list(llm.unfinished):
         llm.abort_request(request_id)
     done = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
     assert 0 < len(done) <= 30
@@ -196,12 +200,12 @@ def test_a_strict_job_goes_on(llm: LLM, tmp_path: Path) -> None:
         (b"{}\n{}", [1, 2]),
     ],
 )
-def test_line_ends_count_as_text(data: bytes, numbers: list[int]) -> None:
+def test_line_ends_and_blank_lines_are_skipped(data: bytes, numbers: list[int]) -> None:
     assert list(read_lines(io.BytesIO(data))) == [Line(number, b"{}") for number in numbers]
     assert count_lines(io.BytesIO(data)) == len(data.splitlines())
 
 
-def test_a_line_that_is_too_long_fills_the_memory(
+def test_a_line_that_is_too_long_is_an_error(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 200)
@@ -212,8 +216,8 @@ def test_a_line_that_is_too_long_fills_the_memory(
     assert "the line is too long" in third["error"]["message"]
 
 
-def test_all_lines_are_read_at_once(llm: LLM, tmp_path: Path) -> None:
-    """Of an endless input a job takes as much as keeps the engine busy."""
+def test_lines_are_read_as_there_is_room(llm: LLM, tmp_path: Path) -> None:
+    """From an endless input a job reads only what keeps the engine busy."""
     taken = 0
 
     def endless() -> Iterator[Line]:
@@ -229,12 +233,12 @@ def test_all_lines_are_read_at_once(llm: LLM, tmp_path: Path) -> None:
             assert sum(p.request.params.n for p in job._pending.values()) <= 16 + 2
             if tally.computed > 100:
                 break
-    for request_id in list(llm._requests):
+    for request_id in list(llm.unfinished):
         llm.abort_request(request_id)
 
 
-def test_a_job_repeats_what_is_done(llm: LLM, tmp_path: Path) -> None:
-    """Errors too, and lines without an id; a half-written last record is computed again."""
+def test_a_restarted_job_repeats_nothing(llm: LLM, tmp_path: Path) -> None:
+    """Nor errors or lines without an id; only a half-written last record is computed again."""
     data = jsonl(completion("a"), {"prompt": "7+8="}, completion("a"), [], chat("b"))
     output = tmp_path / "out"
     records = run(llm, output, data)
@@ -248,8 +252,8 @@ def test_a_job_repeats_what_is_done(llm: LLM, tmp_path: Path) -> None:
         assert output.read_bytes().count(b"\n") == 5
 
 
-def test_samples_hang_on_other_lines(llm: LLM, tmp_path: Path) -> None:
-    """And on when a job was begun: a line's own id is what its samples come from."""
+def test_samples_do_not_depend_on_other_lines(llm: LLM, tmp_path: Path) -> None:
+    """Nor on a restart of the job: they depend on the line's own id."""
     hot = [completion(f"r{i}", temperature=3.0, n=2) for i in range(20)]
     whole = run(llm, tmp_path / "whole", jsonl(*hot))
     run(llm, tmp_path / "parts", jsonl(*hot[:7]))
@@ -259,13 +263,13 @@ def test_samples_hang_on_other_lines(llm: LLM, tmp_path: Path) -> None:
         for records in (whole, parts)
     ]
     assert ids[0] == ids[1]
-    assert len({str(samples) for samples in ids[0]}) > 3, "one seed for all"
+    assert len({str(samples) for samples in ids[0]}) > 3, "all lines have the same seed"
 
 
-def test_another_inputs_results_are_mixed_in(llm: LLM, tmp_path: Path) -> None:
+def test_another_inputs_output_is_refused(llm: LLM, tmp_path: Path) -> None:
     output = tmp_path / "out"
     run(llm, output, jsonl(completion("a"), completion("b")))
-    with pytest.raises(ValueError, match="line 1 was not 'c' there; choose another output"):
+    with pytest.raises(ValueError, match="where line 1 is not 'c'; choose another output"):
         run(llm, output, jsonl(completion("c"), completion("b")))
 
 
@@ -277,16 +281,16 @@ def test_another_inputs_results_are_mixed_in(llm: LLM, tmp_path: Path) -> None:
         b'{"id": "batch_req_7", "x": 1}',
     ],
 )  # fmt: skip
-def test_another_file_is_overwritten(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_not_an_output_is_refused_unchanged(tmp_path: Path, data: bytes) -> None:
     output = tmp_path / "notes"
     output.write_bytes(data)
-    with pytest.raises(ValueError, match="line 1, is no record of a batch job"):
+    with pytest.raises(ValueError, match="line 1, is not a record of a batch job"):
         Journal(output)
     assert output.read_bytes() == data
 
 
-def test_a_record_cut_off_anywhere_is_another_tools(llm: LLM, tmp_path: Path) -> None:
-    """Wherever its beginning ends; later on nobody can tell."""
+def test_a_record_cut_off_anywhere_is_removed(llm: LLM, tmp_path: Path) -> None:
+    """However little of it is left."""
     output, data = tmp_path / "out", jsonl(completion("a"), completion("b"))
     run(llm, output, data)
     first, second = output.read_bytes().splitlines(keepends=True)
@@ -296,27 +300,27 @@ def test_a_record_cut_off_anywhere_is_another_tools(llm: LLM, tmp_path: Path) ->
         assert output.read_bytes() == first, second[:length]
 
 
-def test_a_name_twice_is_the_last_one(llm: LLM, tmp_path: Path) -> None:
+def test_a_repeated_name_is_an_error(llm: LLM, tmp_path: Path) -> None:
     data = b'{"prompt": "12+34=", "max_tokens": 1, "max_tokens": 8}\n'
     data += b'{"messages": [{"role": "user", "role": "user", "content": "x"}]}\n'
     first, second = run(llm, tmp_path / "out", data)
-    assert first["error"]["message"].endswith("not valid JSON: 'max_tokens' is there twice")
-    assert "'role' is there twice" in second["error"]["message"]
+    assert first["error"]["message"].endswith("not valid JSON: 'max_tokens' occurs twice")
+    assert "'role' occurs twice" in second["error"]["message"]
 
 
-def test_which_name_is_there_twice_takes_minutes() -> None:
-    """Biases of a vocabulary, one of which comes again at the end."""
+def test_a_repeated_name_is_found_quickly() -> None:
+    """Among the biases of a whole vocabulary, the last one is repeated."""
     names = [str(token) for token in range(30_000)]
     biases = ", ".join(f'"{name}": 1' for name in [*names, names[-1]])
     start = time.monotonic()
-    with pytest.raises(ValueError, match="'29999' is there twice"):
+    with pytest.raises(ValueError, match="'29999' occurs twice"):
         parse_line(f'{{"logit_bias": {{{biases}}}}}'.encode())
     assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("blanks", [b"\n", b"\n\n", b" \n", b"\r\n"])
-def test_a_blank_line_is_no_record(llm: LLM, tmp_path: Path, blanks: bytes) -> None:
-    """At the end, where editors leave one, and between records; it is not there afterwards."""
+def test_blank_lines_in_an_output_are_accepted(llm: LLM, tmp_path: Path, blanks: bytes) -> None:
+    """At the end, where editors add one and where it is removed, and between records."""
     output, data = tmp_path / "out", jsonl({"prompt": "1+1="}, {"prompt": "1+2="})
     run(llm, output, data)
     first, second = output.read_bytes().splitlines(keepends=True)
@@ -328,8 +332,8 @@ def test_a_blank_line_is_no_record(llm: LLM, tmp_path: Path, blanks: bytes) -> N
     assert [text_of(record) for record in run(llm, output, data)] == ["2", "3"]
 
 
-def test_log_probabilities_of_half_characters_are_another_ones(llm: LLM, tmp_path: Path) -> None:
-    """Tokens of one text, U+FFFD: the likeliest is told, and each has bytes of its own."""
+def test_parts_of_characters_have_their_own_logprobs_and_bytes(llm: LLM, tmp_path: Path) -> None:
+    """Their text is U+FFFD: completions have the most likely one, chats the bytes of each."""
     size = llm.model_config.vocab_size
     body = dict(allowed_token_ids=[0xE2, 0x82], max_tokens=1)  # of the euro sign, a byte each
     lines = (
@@ -343,40 +347,40 @@ def test_log_probabilities_of_half_characters_are_another_ones(llm: LLM, tmp_pat
     choice = second["response"]["body"]["choices"][0]
     (content,) = choice["logprobs"]["content"]
     assert content["token"] == "\ufffd" and content["bytes"] == choice["token_ids"]
-    told = sorted(token["bytes"] for token in content["top_logprobs"] if len(token["token"]) == 1)
-    assert told == [[byte] for byte in range(256)]
+    found = sorted(token["bytes"] for token in content["top_logprobs"] if len(token["token"]) == 1)
+    assert found == [[byte] for byte in range(256)]
 
 
 def test_bytes_of_a_token_are_those_of_its_text() -> None:
-    """Byte-level, byte fallback, and what is neither; a U+FFFD that is meant is one."""
+    """Byte-level tokens, byte fallback, neither of them, and a real U+FFFD."""
 
     class Named:
         def convert_ids_to_tokens(self, token_id: int) -> str:
             return ["âĤ", "<0xE2>", "ï¿½", "\ufffd", "ab"][token_id]
 
     texts = ["\ufffd", "\ufffd", "\ufffd", "\ufffd", "ab", "€"]
-    told = [token_bytes(token_id, text, Named()) for token_id, text in enumerate(texts)]
-    assert told[:4] == [[0xE2, 0x82], [0xE2], [0xEF, 0xBF, 0xBD], None]
-    assert told[4:] == [[97, 98], [0xE2, 0x82, 0xAC]]
+    found = [token_bytes(token_id, text, Named()) for token_id, text in enumerate(texts)]
+    assert found[:4] == [[0xE2, 0x82], [0xE2], [0xEF, 0xBF, 0xBD], None]
+    assert found[4:] == [[97, 98], [0xE2, 0x82, 0xAC]]
 
 
 def run_logprobs(llm: LLM, prompt: str) -> list[Any]:
-    """All tokens that might come first."""
+    """The logprobs of all possible first tokens."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=llm.model_config.vocab_size)
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     assert output["logprobs"] is not None
     return [*output["logprobs"][0]]
 
 
-def test_a_device_is_read_to_its_end() -> None:
+def test_an_output_that_is_a_device_is_refused() -> None:
     with pytest.raises(OSError, match="/dev/zero is not a regular file; choose another output"):
         Journal(Path("/dev/zero"))
 
 
-def test_a_job_without_a_chat_template_burns_its_lines(
+def test_a_missing_chat_template_ends_the_job(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What every line would fail for is no line's error: begun again, the job must go on."""
+    """It is not written as the error of a line, so the job can be restarted when it is there."""
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(RuntimeError, match="no chat template for 'a'"):
         run(llm, tmp_path / "out", jsonl(chat()))
@@ -385,21 +389,21 @@ def test_a_job_without_a_chat_template_burns_its_lines(
     assert len(run(llm, tmp_path / "out", jsonl(chat()))) == 1
 
 
-def test_an_id_comes_twice(llm: LLM, tmp_path: Path) -> None:
-    """The second line's own, which the first has taken, and one that an error has."""
+def test_ids_in_records_are_unique(llm: LLM, tmp_path: Path) -> None:
+    """The first line has the second line's default id: the first is an error with its own."""
     lines = [{"prompt": "1+1=", "custom_id": "line-2"}, {"prompt": "2+2="}]
     records = run(llm, tmp_path / "out", jsonl(*lines))
     assert sorted(record["custom_id"] for record in records) == ["line-1", "line-2"]
     assert [record["custom_id"] for record in records if record["error"]] == ["line-1"]
 
 
-def test_two_jobs_write_one_output(tmp_path: Path) -> None:
+def test_two_jobs_cannot_write_one_output(tmp_path: Path) -> None:
     with Journal(tmp_path / "out"), pytest.raises(OSError, match="another job is writing"):
         Journal(tmp_path / "out")
     Journal(tmp_path / "out").close()
 
 
-def test_the_page_shows_what_is_refused() -> None:
+def test_the_requests_on_the_page_are_valid() -> None:
     page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
     requests = [
         line for line in page.splitlines() if re.match(r'\{"(prompt|messages|custom)', line)
@@ -409,7 +413,7 @@ def test_the_page_shows_what_is_refused() -> None:
         parse_request(json.loads(line), {})
 
 
-def test_logprobs_are_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:
+def test_logprobs_have_openais_form(llm: LLM, tmp_path: Path) -> None:
     hot = dict(temperature=5.0, max_tokens=6, ignore_eos=True)
     data = jsonl(
         chat("a", logprobs=True, top_logprobs=2, **hot), completion("b", logprobs=2, **hot)
@@ -421,13 +425,13 @@ def test_logprobs_are_not_in_openais_form(llm: LLM, tmp_path: Path) -> None:
         assert bytes(token["bytes"]).decode(errors="replace") == token["token"]
         best, next_best = (other["logprob"] for other in token["top_logprobs"])
         assert best >= next_best and best >= token["logprob"]
-    told = second["response"]["body"]["choices"][0]["logprobs"]
-    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == 6
-    for top, logprob in zip(told["top_logprobs"], told["token_logprobs"], strict=True):
+    flat = second["response"]["body"]["choices"][0]["logprobs"]
+    assert len(flat["tokens"]) == len(flat["token_logprobs"]) == len(flat["top_logprobs"]) == 6
+    for top, logprob in zip(flat["top_logprobs"], flat["token_logprobs"], strict=True):
         assert len(top) <= 2 and max(top.values()) >= logprob
 
 
-def test_ids_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ids_are_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Seen, "MERGE", 7)
     seen = Seen()
     digests = [digest_of(str(i)) for i in range(100)]
@@ -435,7 +439,7 @@ def test_ids_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -
     assert not any(seen.add(digest) for digest in digests)
 
 
-def test_sums_are_wrong_in_a_job(llm: LLM, tmp_path: Path) -> None:
+def test_sums_are_right_in_a_job(llm: LLM, tmp_path: Path) -> None:
     problems = sample_problems(200)
     data = jsonl(*({"prompt": prompt} for prompt, _ in problems))
     records = run(llm, tmp_path / "out", data)

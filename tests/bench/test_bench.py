@@ -1,4 +1,4 @@
-"""The benchmark: what it counts, what it draws, and its command line."""
+"""The benchmark: the roofline's counts, the drawn requests, and the command line."""
 
 import dataclasses
 import importlib.util
@@ -32,8 +32,8 @@ def load_bench() -> ModuleType:
     spec = importlib.util.spec_from_file_location("bench", BENCH)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["bench"] = module  # dataclasses look their module up
-    sys.path.insert(0, str(BENCH.parent))  # as where the script is run
+    sys.modules["bench"] = module  # dataclasses look up their module
+    sys.path.insert(0, str(BENCH.parent))  # as when the script is run
     spec.loader.exec_module(module)
     return module
 
@@ -58,7 +58,7 @@ def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestCounts:
-    """A model small enough for pencil and paper."""
+    """A model small enough to count by hand."""
 
     config = ModelConfig(
         architecture="Qwen3ForCausalLM", vocab_size=10, hidden_size=4, intermediate_size=6,
@@ -96,8 +96,8 @@ class TestCounts:
         read = roofline.decode_kv_bytes(self.config, 2, [5, 9, 3], [4, 1, 2])
         assert read == 24 * (6 + 7 + 8 + 4)
 
-    def test_a_window_is_all_that_is_read(self) -> None:
-        """Of three layers one sees 7 tokens, and one 2."""
+    def test_only_windows_are_read(self) -> None:
+        """One of three layers sees 7 tokens, another one 2."""
         config = dataclasses.replace(self.config, sliding_windows=(None, 7, 2))
         read = roofline.decode_kv_bytes(config, 2, [5, 9, 3], [4, 1, 2])
         assert read == 8 * ((6 + 7 + 8 + 4) + (6 + 7 + 7 + 4) + 4 * 2)
@@ -110,7 +110,7 @@ class TestCounts:
         [
             (Machine(1.0, 1e12), 3 * 800.0),  # three steps read 800 bytes each
             (Machine(1e12, 1.0), 800.0 * (2 + 1 + 1)),  # each row of a step is 2 x 400 FLOPs
-            (Machine(1.0, 0.75), 3200 / 1.5 + 2 * 3200 / 3),  # both, by the step
+            (Machine(1.0, 0.75), 3200 / 1.5 + 2 * 3200 / 3),  # one step each way
         ],
     )
     def test_a_decode_step_is_bound_by_bytes_or_by_flops(
@@ -119,7 +119,7 @@ class TestCounts:
         floor = roofline.floor(self.config, 2, [5, 9, 3], [4, 1, 2], machine)
         assert floor.decode_gemm_seconds == pytest.approx(gemm)
 
-    def test_the_floor_is_its_parts(self) -> None:
+    def test_the_floor_is_the_sum_of_its_parts(self) -> None:
         machine = Machine(bytes_per_second=10.0, flops_per_second=5.0)
         floor = roofline.floor(self.config, 2, [3, 1], [2, 1], machine)
         assert floor.decode_kv_seconds == 4 * 24 / 10
@@ -134,7 +134,7 @@ class TestCounts:
 
 
 class TestExperts:
-    """The same, with a layer of five experts two of which a token takes, and two dense ones."""
+    """The same model, with two dense layers and one of five experts, of which a token uses two."""
 
     config = dataclasses.replace(
         TestCounts.config,
@@ -148,8 +148,8 @@ class TestExperts:
         assert roofline.decoder_params(self.config) == others + 2 * self.expert
         assert roofline.num_params(self.config) == others + 5 * self.expert + 40 + 3 * 12 + 4
 
-    def test_bytes_of_experts_that_somebody_takes(self) -> None:
-        """One row takes two of five; three miss any one of them in 0.6 x 0.6 x 0.6 of cases."""
+    def test_only_used_experts_are_read(self) -> None:
+        """One row uses two of five; three rows miss a given one in 0.6 x 0.6 x 0.6 of cases."""
         rest = 3 * self.attention + 2 * self.dense + self.router + 40
         for rows, touched in ((1, 2.0), (3, 5 * (1 - 0.6**3)), (1000, 5.0)):
             expected = 2 * (rest + touched * self.expert)
@@ -180,8 +180,8 @@ def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Pat
 
 
 class TestWorkload:
-    def test_it_is_nano_vllms(self) -> None:
-        """What Python's generator gives in that order of draws; a figure compares only then."""
+    def test_it_equals_nano_vllms(self) -> None:
+        """The same draws in the same order, so that figures can be compared."""
         random.seed(0)
         theirs = [
             [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)
@@ -205,7 +205,7 @@ class TestWorkload:
     def test_floor_of_the_classic_workload(
         self, name: str, seconds: float, tokens_per_second: float, tmp_path: Path
     ) -> None:
-        """Figures worked out independently, for one H200, in bfloat16."""
+        """Figures that were computed independently, for one H200, in bfloat16."""
         prompts, output_lens = draw()
         input_lens = [len(prompt) for prompt in prompts]
         floor = roofline.floor(shape(name, tmp_path), 2, input_lens, output_lens, H200)
@@ -252,7 +252,7 @@ class TestCommandLine:
     def test_repeats_do_not_find_their_prompts_in_the_cache(
         self, model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The second run of the same prompts would skip their prefill, and look fast."""
+        """A second run of the same prompts would skip their prefill."""
         cached: list[int] = []
 
         class SpyingLLM(LLM):
@@ -287,14 +287,14 @@ class TestCommandLine:
         assert result["workload"]["output_tokens"] == 2
         assert result["roofline"]["decode_gemm_seconds"] == 0  # prefill yields one token each
 
-    def test_a_profile_is_a_trace_of_steps_beside_the_measured_runs(
+    def test_a_profile_is_a_trace_of_steps_after_the_measured_runs(
         self,
         model_dir: Path,
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """A trace that viewers cannot open, or one whose steps are counted as measured ones."""
+        """Viewers can open it, and its steps are not counted as measured ones."""
         monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
         traced: list[dict[str, int]] = []
         write_trace = trace.write_trace
@@ -318,7 +318,7 @@ class TestCommandLine:
         assert steps == ["step 1: prefill", *(f"step {i}: decode" for i in range(2, 6))]
         assert any(name.startswith("aten::") for name in names)
         out = capsys.readouterr().out
-        # The figures come first, from runs that have been; then where the trace is, and its top.
+        # The figures of the runs come first, then the trace's file and its top operators.
         assert out.index("output tok/s,") < out.index(str(file)) < out.index("aten::")
         result = json.loads(out.splitlines()[-1])
         assert len(result["seconds"]) == 1
@@ -328,14 +328,14 @@ class TestCommandLine:
         # What the measured runs left in the prefix cache must not shorten the trace's prefill.
         assert after["prefill_tokens"] - before["prefill_tokens"] == lengths[0] + sum(lengths)
 
-    def test_a_slow_machine_is_told_of_smaller_options(
+    def test_a_slow_machine_gets_a_hint_at_smaller_options(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(1e10, 1e11))
         plan = make_plan({"device": "cpu"}, bench.SHAPE, Lengths(), tmp_path)
         measure.print_floor(measure.describe(plan))
         out = capsys.readouterr().out
-        assert "minutes at the very least" in out and "--shape qwen3-42m" in out
+        assert "a run takes 72 minutes or more" in out and "--shape qwen3-42m" in out
 
     def test_help_names_the_options_and_their_defaults(self) -> None:
         run = run_cli("--help")
@@ -344,7 +344,7 @@ class TestCommandLine:
             assert text in run.stdout
 
     @pytest.mark.parametrize("was_there", [False, True])
-    def test_a_run_that_fails_takes_the_last_result_with_it(
+    def test_a_failed_run_keeps_the_last_result(
         self, was_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         files = [tmp_path / "result.json", tmp_path / "trace.json"]
@@ -369,16 +369,16 @@ class TestCommandLine:
             (["--seed=-1"], 2, "seed must be >= 0, got -1"),
             (["--repeats=0"], 2, "must be at least 1, got 0"),
             (["--min-input-len=9", "--max-input-len=8"], 2, "8 is less than min_input_len=9"),
-            (["--json=x", "--profile=x"], 2, "--json and --profile are different files"),
+            (["--json=x", "--profile=x"], 2, "--json and --profile must be different files"),
             (["--max-input-len=4000"], 1, "add up to 5024"),
             (["--device=tpu"], 2, "device must be"),
             (["--json=/nowhere/result.json"], 1, "/nowhere"),
             (["--profile=/nowhere/trace.json"], 1, "/nowhere"),
-            (["--profile=trace.json", "--peers"], 2, "without --peers"),
-            (["--peer-path=vllm=."], 2, "are for --peers"),
+            (["--profile=trace.json", "--peers"], 2, "--profile and --peers exclude each other"),
+            (["--peer-path=vllm=."], 2, "need --peers"),
             (["--peers", "sglang"], 2, "nano-vllm, vllm, transformers; got sglang"),
             (["--peers", "--peer-python=vllm"], 2, "NAME=PATH with a NAME of nano-vllm"),
-            (["--peers", "--peer-python=vllm=/nowhere/python"], 1, "/nowhere/python is no program"),
+            (["--peers", "--peer-python=vllm=/nowhere/python"], 1, "python is not a program"),
             (["--peers", "--peer-path=vllm=/nowhere"], 1, "/nowhere is not a directory"),
             (["--peers", "vllm", "--peer-python=vllm=false"], 2, "finds no package 'vllm'"),
             (
@@ -409,8 +409,8 @@ class TestCommandLine:
 
 
 @pytest.mark.parametrize("command", [("-m", "nanovllm", "bench"), (str(BENCH),)])
-def test_an_installed_package_has_no_benchmark(command: tuple[str, ...], tmp_path: Path) -> None:
-    """The command, away from the checkout's folder; beside it the script, with its own model."""
+def test_the_benchmark_runs_outside_the_checkout(command: tuple[str, ...], tmp_path: Path) -> None:
+    """The command, and the script with a model of its own."""
     short = ("--num-seqs=2", "--max-input-len=100", "--max-output-len=100", "--repeats=1")
     options = [*short, "--device=cpu", "--engine-seed=3"]
     if command[0] != "-m":
@@ -427,8 +427,8 @@ def test_an_installed_package_has_no_benchmark(command: tuple[str, ...], tmp_pat
     assert (result["options"]["seed"], result["options"]["max_model_len"]) == (3, 4096)
 
 
-def test_whole_experts_are_shared_out_like_parts(tmp_path: Path) -> None:
-    """Refused where the engine would run them, and refused late where it would not."""
+def test_whole_experts_need_no_divisible_width(tmp_path: Path) -> None:
+    """A plan accepts and refuses expert parallelism as the engine does."""
     options = {"device": "cpu", "tensor_parallel_size": 4, "enable_expert_parallel": True}
     write_shape("qwen3-30b-a3b", tmp_path)
     file = tmp_path / "config.json"
@@ -439,13 +439,12 @@ def test_whole_experts_are_shared_out_like_parts(tmp_path: Path) -> None:
         make_plan(options, "qwen3-42m", Lengths(), tmp_path)
 
 
-def test_the_script_measures_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a model it is the classic shape, as it always was."""
+def test_the_scripts_default_is_the_classic_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[Any] = []
 
     def plan(options: Any, shape: Any, *_: Any) -> None:
         shapes.append(shape)
-        raise ValueError("no further")
+        raise ValueError("stop here")
 
     monkeypatch.setattr("nanovllm.bench.plan.make_plan", plan)
     assert bench.main([]) == bench.main(["--model=x"]) == bench.main(["--shape=qwen3-8b"]) == 1

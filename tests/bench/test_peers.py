@@ -1,4 +1,4 @@
-"""bench.py's comparison: other engines in processes of their own, on the same workload."""
+"""bench.py's comparison: engines in separate processes, on the same workload."""
 
 import json
 import os
@@ -62,7 +62,7 @@ class LLM:
 
 
 def fake_vllm(path: Path, extra: str = "") -> Path:
-    """A package of vLLM's name and interface in `path`; `extra` runs at each generate."""
+    """A package with vLLM's name and interface in `path`; `extra` runs in each generate."""
     package = path / "vllm"
     package.mkdir(parents=True)
     source = FAKE.replace("{EXTRA}", textwrap.indent(extra, " " * 8).strip() or "pass")
@@ -78,7 +78,7 @@ def calls(path: Path) -> list[dict[str, Any]]:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process ends soon; if not, end it."""
+    """Whether a process ends within seconds; otherwise kill it."""
     stat = Path(f"/proc/{pid}/stat")
     for _ in range(100):
         if not stat.exists() or stat.read_text().split()[2] == "Z":
@@ -98,7 +98,7 @@ def job(engine: str, model: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Options of a run that takes no time."""
+    """Options of a very short run."""
     monkeypatch.setitem(SHAPES, "qwen3-42m", TINY)
     monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -108,7 +108,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_engines_take_turns_on_the_identical_workload(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other prompts, lengths, types or weights, or one process for all rounds: no comparison."""
+    """All get the same prompts, lengths, type and weights, and a new process in each round."""
     path = fake_vllm(tmp_path)
     bench.main([*tiny, "--peers", "vllm", f"--peer-path=vllm={path}", "--repeats=2"])
     out = capsys.readouterr().out.splitlines()
@@ -132,16 +132,16 @@ def test_engines_take_turns_on_the_identical_workload(
     assert {"model.safetensors", "tokenizer.json"} <= set(measured["files"])
     assert measured["options"]["dtype"] == measured["config"]["torch_dtype"] == "bfloat16"
     assert measured["config"]["rope_theta"] == 1_000_000  # not in one version's own spelling
-    # What the command line does not say is left to the peer.
+    # Options that the command line does not set are the peer's.
     assert measured["options"]["max_model_len"] == 4096
     assert "max_num_seqs" not in measured["options"]
-    assert not str(measured["kernels"]).startswith(str(ROOT))  # packages of such names exist
+    assert not str(measured["kernels"]).startswith(str(ROOT))  # packages of this name exist
 
 
-def test_one_that_fails_is_shown_and_the_others_go_on(
+def test_a_failed_engine_is_shown_and_the_others_continue(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A crash that ends the comparison, or is not told, or is tried again in each round."""
+    """A crash does not end the comparison, is reported, and is not repeated in each round."""
     path = fake_vllm(tmp_path / "a", "if len(prompts) > 1: raise MemoryError('all of it is gone')")
     nano = tmp_path / "b"
     (nano / "nanovllm").mkdir(parents=True)
@@ -161,17 +161,17 @@ def test_one_that_fails_is_shown_and_the_others_go_on(
     assert {call["options"]["max_num_seqs"] for call in calls(path)} == {2}
 
 
-def test_without_names_those_that_are_found_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that nobody asked for, and is not there, is no error."""
+def test_without_names_the_peers_that_are_found_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing peer is only an error if it was requested."""
     there = {"transformers": Path("/lib/transformers.py"), "nano-vllm": ROOT / "nanovllm/a.py"}
     monkeypatch.setattr(peers.Engine, "find", lambda self: there.get(self.name))
     assert [it.name for it in peers.find_engines([], [], [])] == ["nanovllm", "transformers"]
-    with pytest.raises(ValueError, match=r"vllm: .* finds no package 'vllm'; say --peer-path"):
+    with pytest.raises(ValueError, match=r"vllm: .* finds no package 'vllm'; give --peer-path"):
         peers.find_engines([], [], [f"vllm={ROOT}"])
 
 
 def test_transformers_runs_the_same_job(model_dir: Path, tmp_path: Path) -> None:
-    """Its batch goes on to the longest output: what is too much must not count as output."""
+    """Its batch runs to the longest output: tokens beyond a row's length must not count."""
     (tmp_path / "transformers.json").write_text(json.dumps(job("transformers", model_dir)))
     engine = peers.Engine("transformers", "transformers")
     result = peers.run_engine(engine, tmp_path, {"OMP_NUM_THREADS": "1"})
@@ -190,15 +190,15 @@ def test_transformers_runs_the_same_job(model_dir: Path, tmp_path: Path) -> None
 def test_a_run_without_all_tokens_is_no_result(
     extra: str, message: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    """An engine that stops early would be the fastest of all."""
+    """An engine that stops early would be the fastest."""
     path = fake_vllm(tmp_path, extra)
     (tmp_path / "vllm.json").write_text(json.dumps(job("vllm", model_dir)))
     with pytest.raises(peers.PeerError, match=message):
         peers.run_engine(peers.Engine("vllm", "vllm", path=str(path)), tmp_path, {})
 
 
-def test_what_an_engine_leaves_running_ends_with_it(model_dir: Path, tmp_path: Path) -> None:
-    """A process of the last engine would take cores and memory from the next."""
+def test_processes_of_an_engine_end_with_it(model_dir: Path, tmp_path: Path) -> None:
+    """Otherwise they would take cores and memory from the next engine."""
     leave = """
         if len(prompts) > 1:
             import subprocess
@@ -212,7 +212,7 @@ def test_what_an_engine_leaves_running_ends_with_it(model_dir: Path, tmp_path: P
 
 
 def test_medians_and_ratios() -> None:
-    """Ratios the wrong way round, or of runs that were no neighbours."""
+    """Ratios are theirs to ours, and by round those of the same round."""
     runs = {
         "nanovllm": peers.Runs([1.0, 2.0, 4.0]),
         "vllm": peers.Runs([2.0, 3.0, 16.0], {"version": "1"}),
@@ -227,8 +227,8 @@ def test_medians_and_ratios() -> None:
     assert result["nano-vllm"] == {"seconds": [], "error": "no CUDA"}
 
 
-def test_engines_see_the_gpus_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers take the first GPUs that they see, whatever --device says."""
+def test_engines_see_only_the_selected_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers use the first GPUs that they see, whatever --device is."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert peers.visible_devices(torch.device("cpu"), 2) == {}
@@ -239,10 +239,10 @@ def test_engines_see_the_gpus_that_were_asked_for(monkeypatch: pytest.MonkeyPatc
     assert shown == {"CUDA_VISIBLE_DEVICES": "5"}
 
 
-def test_a_relative_python_is_found_from_here(
+def test_a_relative_python_becomes_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines are started elsewhere; and a link that is followed leaves its environment."""
+    """Engines run in another folder. Links are kept: a virtual environment's Python is one."""
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)
@@ -251,10 +251,8 @@ def test_a_relative_python_is_found_from_here(
     assert peers.folder(".") == str(tmp_path)
 
 
-def test_a_comparison_that_is_killed_leaves_nothing_running(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    """`timeout` and job schedulers send SIGTERM, at which Python unwinds nothing by itself."""
+def test_a_killed_comparison_leaves_nothing_running(model_dir: Path, tmp_path: Path) -> None:
+    """`timeout` and job schedulers send SIGTERM, which runs no `finally` by itself."""
     note_pid = "Path(__file__).with_name('pid').write_text(str(os.getpid()))"
     path = fake_vllm(tmp_path, f"{note_pid}\n__import__('time').sleep(600)")
     (tmp_path / "vllm.json").write_text(json.dumps(job("vllm", model_dir)))

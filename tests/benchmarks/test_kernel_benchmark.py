@@ -1,4 +1,4 @@
-"""The kernels' benchmark runs wherever Triton interprets, and times nothing that is wrong."""
+"""The kernels' benchmark runs in Triton's interpreter, and does not time wrong kernels."""
 
 import importlib.util
 import json
@@ -30,11 +30,11 @@ def run_cli(*options: str, interpret: bool = True) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    sys.path.insert(0, str(SCRIPT.parent))  # as where the script is run
+    sys.path.insert(0, str(SCRIPT.parent))  # as when the script is run
     spec = importlib.util.spec_from_file_location("kernel_benchmark", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -92,7 +92,7 @@ def test_a_wrong_kernel_is_not_timed(
     # One row of three is off by a twentieth.
     points = sys.modules["kernel_points"]
     scale = torch.tensor([[1.0], [1.05], [1.0]], dtype=points.DTYPE, device=points.DEVICE)
-    monkeypatch.setattr(points, "silu_and_mul", lambda x: points.plain.silu_and_mul(x) * scale)
+    monkeypatch.setattr(points, "silu_and_mul", lambda x: points.PLAIN.silu_and_mul(x) * scale)
     assert script.main(["--quick", "--only", "silu_and_mul"]) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The loading benchmark runs, loads what it has written, and leaves nothing behind."""
+"""The loading benchmark runs, loads the files that it has written, and removes them."""
 
 import json
 import os
@@ -19,7 +19,9 @@ def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("options", [(), ("--cold",)])
-def test_a_small_run_measures_or_leaves_files(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_small_run_measures_and_removes_its_files(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     done = run_cli(tmp_path, "--gb", "0.1", "--files", "3", "--repeats", "1", *options)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
@@ -32,8 +34,6 @@ def test_a_small_run_measures_or_leaves_files(tmp_path: Path, options: tuple[str
 
 
 @pytest.mark.parametrize("option", [("--gb", "0"), ("--files", "0"), ("--repeats", "0")])
-def test_a_size_that_cannot_be_is_an_error_of_usage(
-    tmp_path: Path, option: tuple[str, str]
-) -> None:
+def test_an_impossible_size_is_a_usage_error(tmp_path: Path, option: tuple[str, str]) -> None:
     done = run_cli(tmp_path, *option)
     assert done.returncode == 2 and option[0] in done.stderr and not done.stdout

@@ -1,4 +1,4 @@
-"""Conversations become the very prompts that the tokenizer's chat template makes of them."""
+"""Conversations become exactly the prompts that the tokenizer's chat template makes of them."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def llm(copy_of_model: Callable[[], Path]) -> LLM:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_the_trained_model_cannot_chat(several: bool) -> None:
+def test_the_trained_model_answers_chats(several: bool) -> None:
     with make_llm(EMBEDDED_MODEL, max_model_len=512) as llm:
         problems = sample_problems(20)
         conversations = [[user(prompt)] for prompt, _ in problems]
@@ -58,14 +58,12 @@ def test_the_trained_model_cannot_chat(several: bool) -> None:
         (dict(shout=True), "user:Hi;LOUD;assistant:"),
     ],
 )
-def test_a_template_does_not_see_its_options(
-    options: dict[str, Any], prompt: str, llm: LLM
-) -> None:
+def test_options_reach_the_template(options: dict[str, Any], prompt: str, llm: LLM) -> None:
     (out,) = llm.chat([user("Hi")], GREEDY, use_tqdm=False, **options)
     ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
     (expected,) = llm.generate([258, *ids], GREEDY, use_tqdm=False)
     assert out["token_ids"] == expected["token_ids"]
-    assert out["num_prompt_tokens"] == 1 + len(prompt), "the special token was written as text"
+    assert out["num_prompt_tokens"] == 1 + len(prompt), "the special token was encoded as text"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,7 @@ def test_a_template_does_not_see_its_options(
         ([{"content": "Hi"}], ValueError, 'a dict with a "role"'),
     ],
 )
-def test_what_is_no_conversation_is_taken(
+def test_bad_conversations_are_refused(
     messages: Any, error: type[Exception], words: str, llm: LLM
 ) -> None:
     with pytest.raises(error) as caught:
@@ -87,13 +85,13 @@ def test_what_is_no_conversation_is_taken(
     assert llm.is_finished()
 
 
-def test_a_template_that_fails_does_not_say_where(llm: LLM) -> None:
+def test_a_failing_template_is_an_error_with_its_place(llm: LLM) -> None:
     llm.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match=r"conversations\[0\]: the chat template fails: no system"):
         llm.chat([user("Hi")], GREEDY, use_tqdm=False)
 
 
-def test_a_tokenizer_without_a_template_makes_one_up(model_dir: Path) -> None:
+def test_chat_without_a_template_is_refused(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         with pytest.raises(ValueError, match="the tokenizer has no chat template; make prompts"):
             llm.chat([user("Hi")], GREEDY)

@@ -1,4 +1,4 @@
-"""The command as users have it: a process, its stdin, stdout and stderr, its status; a terminal."""
+"""The command as users run it: a process with its stdin, stdout, stderr and status; a terminal."""
 
 import contextlib
 import dataclasses
@@ -23,9 +23,11 @@ import pytest
 from nanovllm import SamplingParams, __version__
 from nanovllm.command import main as command_main
 from nanovllm.command import options
+from nanovllm.command.field_options import OTHER_NAMES, option_name
 from nanovllm.command.main import main, make_parser
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.utils.option import options_of
 
 LIMIT = 60
 COMMAND = [sys.executable, "-m", "nanovllm"]
@@ -39,7 +41,7 @@ def run(*argv: str, data: bytes = b"") -> Any:
 
 
 def in_process(capsys: Any, *argv: str) -> tuple[int, str, str]:
-    """The status, stdout and stderr of what needs no process."""
+    """The status, stdout and stderr of a command that runs in this process."""
     try:
         status = main(list(argv))
     except SystemExit as end:
@@ -47,8 +49,8 @@ def in_process(capsys: Any, *argv: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-def test_help_imports_torch() -> None:
-    """Seconds for a page of text."""
+def test_help_does_not_import_torch() -> None:
+    """That would take seconds for a page of text."""
     for argv in (
         "--help",
         "generate --help",
@@ -68,8 +70,8 @@ def test_help_imports_torch() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "info", "bench"])
-def test_a_field_is_no_option(capsys: Any, command: str) -> None:
-    """Of either class; each with its default."""
+def test_every_field_is_an_option(capsys: Any, command: str) -> None:
+    """With its help text and its default."""
     _, text, _ = in_process(capsys, command, "--help")
     text = " ".join(text.split())
     classes = [Config] if command in ("info", "bench") else [Config, SamplingParams]
@@ -77,18 +79,23 @@ def test_a_field_is_no_option(capsys: Any, command: str) -> None:
         for field in dataclasses.fields(kind):
             name = "engine_seed" if (kind, field.name) == (Config, "seed") else field.name
             assert f"--{name.replace('_', '-')} " in text
-            help_text = f"{options.HELP[name]} (default: "
-            assert " ".join(help_text.split()) in text
+            help_text = options_of(kind)[field.name].help.replace("`", "")
+            assert re.search(rf"{re.escape(help_text)}((?! --).)* \(default: ", text)
     assert "(default: 16384)" in text
     assert ("(default: 64)" in text) == (command in ("generate", "run-batch"))
 
 
-def test_an_option_of_a_field_that_is_gone_is_explained() -> None:
+def test_every_renamed_option_is_of_a_field() -> None:
+    for kind, name in OTHER_NAMES:
+        assert name in options_of(kind)
     fields = {field.name for kind in (Config, SamplingParams) for field in dataclasses.fields(kind)}
-    assert set(options.HELP) == fields | {"engine_seed"}
+    names = [
+        option_name(kind, name) for kind in (Config, SamplingParams) for name in options_of(kind)
+    ]
+    assert set(names) == fields | {"engine_seed"} and len(names) == len(set(names))
 
 
-def test_an_option_is_read_as_another_type() -> None:
+def test_options_are_read_as_the_fields_types() -> None:
     argv = """generate x --temperature 0.5 --top-k 3 --max-tokens none --stop a --stop b --n 2
         --stop-token-ids 1,2 --ignore-eos --no-skip-special-tokens --logit-bias 5=-100,6=1.5
         --bad-words q --seed 3 --engine-seed 4 --no-overlap --max-model-len 100 --device cpu"""
@@ -113,26 +120,26 @@ def test_an_option_is_read_as_another_type() -> None:
         ("generate x --max-num-seqs 0", 2, "max_num_seqs must be >= 1, got 0"),
         ("generate x --temp 1", 2, "unrecognized arguments: --temp 1"),
         ("generate x --lines", 2, "exclude each other"),
-        ("chat --n 2", 2, "n must be 1 in a conversation, got 2"),
+        ("chat --n 2", 2, "n must be 1 in a chat, got 2"),
         ("chat --chat-template-kwargs 5", 2, "must be a JSON object, got 5"),
         ("generate x --chat --chat-template-kwargs {", 2, "is not valid JSON"),
-        ("generate x --system y", 2, "are for --chat"),
-        ("generate x --chat-template-kwargs {}", 2, "are for --chat"),
+        ("generate x --system y", 2, "need --chat"),
+        ("generate x --chat-template-kwargs {}", 2, "need --chat"),
         ("run-batch x", 2, "the following arguments are required: -o/--output"),
         ("run-batch /nope/x -o y", 1, "No such file or directory: '/nope/x'"),
         ("generate -f /nope/x", 1, "No such file or directory: '/nope/x'"),
         ("info /nope", 1, "model directory '/nope' does not exist"),
     ],
 )
-def test_a_mistake_is_a_traceback(capsys: Any, argv: str, status: int, words: str) -> None:
+def test_a_mistake_is_one_line(capsys: Any, argv: str, status: int, words: str) -> None:
     got, out, err = in_process(capsys, *argv.split())
     assert (got, out) == (status, "")
     assert err.startswith("nanovllm: error: ") and err.count("\n") == 1
     assert words in err
 
 
-def test_an_option_before_the_command_is_refused(capsys: Any) -> None:
-    """Or after it, and then forgotten in the one place for what is said in the other."""
+def test_common_options_work_before_and_after_the_command(capsys: Any) -> None:
+    """The place where one is missing does not reset it."""
     for argv in (["--debug", "generate"], ["generate", "--debug"], ["--debug", "generate", "-v"]):
         assert "Traceback" in in_process(capsys, *argv, "-f", "/nope/x")[2]
     assert "Traceback" not in in_process(capsys, "-v", "generate", "-f", "/nope/x")[2]
@@ -141,8 +148,8 @@ def test_an_option_before_the_command_is_refused(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-06B", "./nope"])
-def test_a_tokenizer_that_is_not_there_is_asked_for_again_and_again(name: str) -> None:
-    """With what is wrong known at once, for 46 seconds: a port where nobody listens."""
+def test_a_missing_tokenizer_fails_quickly(name: str) -> None:
+    """At a port without a server, retries would take 46 seconds."""
     env = {**ENV, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     start = time.monotonic()
     argv = [*COMMAND, "generate", "x", "--tokenizer", name]
@@ -152,8 +159,8 @@ def test_a_tokenizer_that_is_not_there_is_asked_for_again_and_again(name: str) -
     assert time.monotonic() - start < 30
 
 
-def test_a_locale_without_an_answers_characters_ends_it() -> None:
-    """Random weights soon write what is no ASCII."""
+def test_characters_that_stdout_cannot_encode_are_escaped() -> None:
+    """Random weights soon generate text that is not ASCII."""
     argv = ("generate", "12+34=", "7+8=", "--load-format", "dummy", "--ignore-eos")
     env = {**ENV, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     done = subprocess.run([*COMMAND, *argv], capture_output=True, timeout=LIMIT, env=env)
@@ -161,14 +168,15 @@ def test_a_locale_without_an_answers_characters_ends_it() -> None:
     assert b"\\x" in done.stdout or b"\\u" in done.stdout
 
 
-def test_a_prompt_has_no_system_message(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its template no options of its own."""
-    told: list[Any] = []
+def test_generate_chat_passes_system_message_and_template_options(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[Any] = []
 
     class Recorder:
         def chat_prompts(self, conversations: Any, **options: Any) -> Any:
-            told.append((conversations, options))
-            raise ValueError("no further")
+            recorded.append((conversations, options))
+            raise ValueError("stop here")
 
     @contextlib.contextmanager
     def opened(_: Any) -> Iterator[Any]:
@@ -178,18 +186,18 @@ def test_a_prompt_has_no_system_message(capsys: Any, monkeypatch: pytest.MonkeyP
     argv = ("generate", "one", "two", "--chat", "--system", "be brief")
     assert in_process(capsys, *argv, "--chat-template-kwargs", '{"a": 1}')[0] == 1
     system = {"role": "system", "content": "be brief"}
-    ((conversations, options),) = told
+    ((conversations, options),) = recorded
     assert conversations == [[system, {"role": "user", "content": w}] for w in ("one", "two")]
     assert options == {"chat_template_kwargs": {"a": 1}}
 
 
-def test_debug_hides_the_traceback(capsys: Any) -> None:
+def test_debug_shows_the_traceback(capsys: Any) -> None:
     _, _, err = in_process(capsys, "generate", "--debug", "-f", "/nope/x")
     assert err.startswith("Traceback") and "nanovllm: error: " in err.splitlines()[-1]
 
 
-def test_a_bug_looks_like_a_mistake(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an error of the program itself the text alone says nothing."""
+def test_a_bug_is_reported_with_its_type(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a KeyError alone would say nothing."""
 
     def broken(*_: Any) -> None:
         raise KeyError("x")
@@ -197,32 +205,32 @@ def test_a_bug_looks_like_a_mistake(capsys: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(command_main.generate, "open_llm", broken)
     status, _, err = in_process(capsys, "generate", "x")
     assert status == 1
-    assert err == "nanovllm: error: KeyError: 'x' (--debug tells more)\n"
+    assert err == "nanovllm: error: KeyError: 'x' (--debug shows more)\n"
 
 
-def test_version_is_another(capsys: Any) -> None:
+def test_version_is_the_packages(capsys: Any) -> None:
     assert in_process(capsys, "--version")[:2] == (0, f"nanovllm {__version__}\n")
 
 
-def test_a_pipe_gets_more_than_the_answer() -> None:
+def test_a_pipe_gets_only_the_answer() -> None:
     done = run("generate", "--temperature", "0", data=b"12+34=\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"46\n", b"")
 
 
-def test_json_holds_less_than_an_output() -> None:
-    """And lines that Windows wrote are prompts without its line ends; -v tells of the engine."""
+def test_json_has_whole_outputs() -> None:
+    """Windows' line ends are not part of the prompts; -v logs what the engine does."""
     argv = ("generate", "--lines", "--json", "-v", "--temperature", "0", "--logprobs", "1")
     done = run(*argv, data=b"\xef\xbb\xbf12+34=\r\n7+8=\r\n")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(line["prompt"], line["text"]) for line in lines] == [("12+34=", "46"), ("7+8=", "15")]
     assert {"token_ids", "finish_reason", "logprobs", "metrics", "outputs"} <= set(lines[0])
-    told = done.stderr.decode()
-    assert re.search(r"nanovllm: Qwen3ForCausalLM on \w+ in \w+, 0\.\d+ GB loaded in", told)
-    assert re.search(r"nanovllm: KV cache: \d+ tokens in", told)
+    log = done.stderr.decode()
+    assert re.search(r"nanovllm: Qwen3ForCausalLM on \w+ in \w+, 0\.\d+ GB loaded in", log)
+    assert re.search(r"nanovllm: KV cache: \d+ tokens in", log)
 
 
-def test_a_reader_that_leaves_gets_a_traceback() -> None:
-    """More text than a pipe holds."""
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
+    """There is more text than a pipe holds."""
     argv = ["generate", *["12+34="] * 50, "--json", "--logprobs", "100", "--ignore-eos"]
     process = subprocess.Popen(
         [*COMMAND, *argv, "--temperature", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -235,8 +243,7 @@ def test_a_reader_that_leaves_gets_a_traceback() -> None:
     assert process.wait(LIMIT) == 141
 
 
-def test_info_loads_weights(capsys: Any, tmp_path: Path) -> None:
-    """Of a model without any it tells as much."""
+def test_info_needs_no_weights(capsys: Any, tmp_path: Path) -> None:
     config = json.loads((Path(EMBEDDED_MODEL) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     argv = ("info", str(tmp_path), "--device", "cpu", "--dtype", "float32")
@@ -256,7 +263,7 @@ def test_info_loads_weights(capsys: Any, tmp_path: Path) -> None:
 
 
 class Terminal:
-    """The command in a terminal of its own."""
+    """The command in a pseudo-terminal."""
 
     def __init__(self, *argv: str) -> None:
         self.pid, self.descriptor = pty.fork()
@@ -271,19 +278,19 @@ class Terminal:
         os.write(self.descriptor, text.encode())
 
     def wait_for(self, pattern: str) -> str:
-        """Read on until `pattern` comes; what came up to its end."""
+        """Read until `pattern` is found; return the text up to its end."""
         end = time.monotonic() + LIMIT
         while (found := re.search(pattern, self.text)) is None:
             assert select.select([self.descriptor], [], [], end - time.monotonic())[0], self.text
             try:
                 self.text += os.read(self.descriptor, 4096).decode(errors="replace")
             except OSError:  # the other end is closed
-                pytest.fail(f"it has ended: {self.text}")
+                pytest.fail(f"the command has ended: {self.text}")
         seen, self.text = self.text[: found.end()], self.text[found.end() :]
         return seen
 
     def status(self) -> int:
-        """How it ended; `text` has the rest of what it wrote."""
+        """The exit status; `text` has the rest of the output."""
         with contextlib.suppress(OSError):
             while data := os.read(self.descriptor, 4096):
                 self.text += data.decode(errors="replace")
@@ -309,7 +316,7 @@ def open_terminal() -> Iterator[Callable[..., Terminal]]:
         terminal.close()
 
 
-def test_a_conversation_ends_at_the_first_surprise(
+def test_a_chat_in_a_terminal(
     open_terminal: Callable[..., Terminal],
 ) -> None:
     """Ctrl-C in an answer and at the prompt, arrow keys, commands, Ctrl-D."""
@@ -317,12 +324,12 @@ def test_a_conversation_ends_at_the_first_surprise(
     terminal = open_terminal("chat", *options.split())
     terminal.wait_for(">>> ")
     terminal.write("12+34=\n")
-    terminal.wait_for(r"12\+34=\r\n46")  # and on and on, as the end of text is ignored
+    terminal.wait_for(r"12\+34=\r\n46")  # without end, as the end of text is ignored
     terminal.write("\x03")
     terminal.wait_for(r" \.\.\.\r\n>>> ")
     terminal.write("abc")
     terminal.wait_for("abc")
-    time.sleep(0.2)  # Python's `input` misses a signal just before it begins to wait
+    time.sleep(0.2)  # Python's `input` misses a signal just before it starts to wait
     terminal.write("\x03")
     terminal.wait_for(r"\n>>> ")
     terminal.write("/reset\n")
@@ -339,8 +346,8 @@ def test_a_conversation_ends_at_the_first_surprise(
     assert terminal.status() == 0
 
 
-def test_what_a_template_refuses_ends_the_conversation() -> None:
-    """Options that its call takes for its own too; and /quit is a command like no other."""
+def test_a_template_error_does_not_end_the_chat() -> None:
+    """The template's option clashes with an argument of its call. /quit ends the chat."""
     argv = ("chat", "--chat-template-kwargs", '{"messages": 1}', "--temperature", "0")
     done = run(*argv, data=b"12+34=\n12+34=\n/quit\n12+34=\n")
     assert (done.returncode, done.stdout) == (0, b"")
@@ -348,25 +355,25 @@ def test_what_a_template_refuses_ends_the_conversation() -> None:
     assert len(lines) == 2 and all("the chat template fails" in line for line in lines)
 
 
-def test_a_conversation_is_forgotten_at_each_line() -> None:
-    """What the model is told at each turn."""
+def test_a_chat_keeps_its_messages() -> None:
+    """The messages that the model gets at each turn."""
     from nanovllm.command.chat import Conversation
 
     class Recorder:
         def chat_prompts(self, conversations: list[list[dict[str, str]]], **_: Any) -> Any:
-            told.append([(message["role"], message["content"]) for message in conversations[0]])
+            turns.append([(message["role"], message["content"]) for message in conversations[0]])
             return conversations
 
         def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, str]]:
             yield {"text": "an "}
             yield {"text": "answer"}
 
-    told: list[Any] = []
+    turns: list[Any] = []
     talk = Conversation(Recorder(), SamplingParams(), {}, "be brief")  # type: ignore[arg-type]
     for line in ("one", "two", "/reset", "three", "/system", "four"):
-        talk.hear(line)
+        talk.handle(line)
     system, first = ("system", "be brief"), [("user", "one"), ("assistant", "an answer")]
-    assert told == [
+    assert turns == [
         [system, ("user", "one")],
         [system, *first, ("user", "two")],
         [system, ("user", "three")],
@@ -374,10 +381,8 @@ def test_a_conversation_is_forgotten_at_each_line() -> None:
     ]
 
 
-def test_a_batch_hides_how_far_it_is(
-    open_terminal: Callable[..., Terminal], tmp_path: Path
-) -> None:
-    """On a terminal; begun again, it counts what was done."""
+def test_a_batch_shows_its_progress(open_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """On a terminal."""
     (tmp_path / "in").write_text('{"prompt": "1+1="}\n{"prompt": 5}\n{"prompt": "1+2="}\n')
     terminal = open_terminal("run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
     terminal.wait_for(r"Batch: 100%.* 3/3 .*1 failed, \d+ tok/s")

@@ -1,6 +1,6 @@
-"""`nanovllm run-batch` in processes of its own, which are killed.
+"""`nanovllm run-batch` in separate processes, which are killed.
 
-A server forks them after PyTorch has been imported: what is killed is the work, not the imports.
+A server forks them after importing PyTorch, so that they are not killed while importing.
 """
 
 import json
@@ -21,7 +21,8 @@ from nanovllm.embedded import sample_problems
 NUM_REQUESTS = int(os.environ.get("NANOVLLM_KILL_REQUESTS", "300"))
 NUM_KILLS = int(os.environ.get("NANOVLLM_KILLS", "10"))
 LIMIT = 60.0
-# Few at a time, so that a job takes long enough to be killed; float32, so that batches round alike.
+# Few sequences, so that a job runs long enough to be killed; float32, so that all batches round
+# the same.
 OPTIONS = ["--max-num-seqs", "8", "--max-model-len", "64", "--dtype", "float32", "--device", "cpu"]
 
 forkserver = multiprocessing.get_context("forkserver")
@@ -29,7 +30,7 @@ forkserver.set_forkserver_preload(["nanovllm.batch.job", "transformers"])
 
 
 def work(argv: list[str], log: Path) -> None:
-    """What a process does."""
+    """Run the command in this process, with its output in `log`."""
     multiprocessing.set_start_method("fork", force=True)  # as in a process that a shell has started
     os.environ["OMP_NUM_THREADS"] = "1"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -42,7 +43,7 @@ def work(argv: list[str], log: Path) -> None:
 
 
 class Runs:
-    """Starts the command; `log` has what all runs have said."""
+    """Starts the command; `log` has the output of all runs."""
 
     def __init__(self, path: Path) -> None:
         self.input, self.output, self.log = path / "in.jsonl", path / "out.jsonl", path / "log"
@@ -61,7 +62,7 @@ class Runs:
             pytest.fail("the command does not end")
         return int(process.exitcode)
 
-    def said(self) -> str:
+    def printed(self) -> str:
         return self.log.read_text()
 
 
@@ -71,7 +72,7 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def write_requests(path: Path, count: int) -> None:
-    """Sums, some of them in several samples."""
+    """Sums, some of them with several samples."""
     with path.open("w") as file:
         for index, (prompt, _) in enumerate(sample_problems(count)):
             hot = dict(temperature=2.0, n=2) if index % 5 == 0 else dict(temperature=0)
@@ -81,7 +82,7 @@ def write_requests(path: Path, count: int) -> None:
 
 
 def answers(output: Path) -> dict[str, Any]:
-    """What each request came to; no id twice, and nothing that is no record."""
+    """The result of each request; every line must be a record, and ids unique."""
     answers: dict[str, Any] = {}
     for line in output.read_bytes().splitlines(keepends=True):
         assert line.endswith(b"\n")
@@ -99,18 +100,18 @@ def size(path: Path) -> int:
 
 
 def wait_for_growth(path: Path, growth: int, process: Any) -> None:
-    """Wait until the job has written so much."""
+    """Wait until the job has written `growth` bytes."""
     goal, end = size(path) + growth, time.monotonic() + LIMIT
     while size(path) < goal and process.is_alive():
         assert time.monotonic() < end, "the job writes nothing"
         time.sleep(0.0005)
 
 
-def test_a_killed_job_repeats_or_loses_a_request(runs: Runs) -> None:
-    """Killed at random moments, its last record sometimes cut in the middle, and begun again."""
+def test_a_killed_job_neither_repeats_nor_loses_a_request(runs: Runs) -> None:
+    """It is killed at random moments and restarted; sometimes its last record is cut in two."""
     write_requests(runs.input, NUM_REQUESTS)
     undisturbed = runs.output.with_name("undisturbed.jsonl")
-    assert runs.finish(runs.start(output=undisturbed)) == 0, runs.said()
+    assert runs.finish(runs.start(output=undisturbed)) == 0, runs.printed()
     rng, total, kills = random.Random(11), size(undisturbed), 0
     while kills < NUM_KILLS:
         process = runs.start()
@@ -118,62 +119,62 @@ def test_a_killed_job_repeats_or_loses_a_request(runs: Runs) -> None:
         time.sleep(rng.random() * 0.02)
         process.kill()
         process.join(LIMIT)
-        assert process.exitcode in (-signal.SIGKILL, 0), runs.said()
+        assert process.exitcode in (-signal.SIGKILL, 0), runs.printed()
         kills += 1
         if rng.random() < 0.5 and size(runs.output):
             last = runs.output.read_bytes().splitlines(keepends=True)[-1]
             os.truncate(runs.output, size(runs.output) - rng.randrange(1, len(last)))
     done = runs.output.read_bytes().count(b"\n")
     assert done > 0, "every kill came too soon"
-    assert runs.finish(runs.start()) == 0, runs.said()
+    assert runs.finish(runs.start()) == 0, runs.printed()
     got = answers(runs.output)
     assert got == answers(undisturbed)
     assert len(got) == NUM_REQUESTS
 
 
-def test_ctrl_c_loses_what_is_done(runs: Runs) -> None:
+def test_ctrl_c_keeps_what_is_done(runs: Runs) -> None:
     write_requests(runs.input, 200)
     process = runs.start()
     wait_for_growth(runs.output, 1000, process)
     os.kill(process.pid, signal.SIGINT)
-    assert runs.finish(process) == 130, runs.said()
-    assert "Traceback" not in runs.said()
+    assert runs.finish(process) == 130, runs.printed()
+    assert "Traceback" not in runs.printed()
     assert 0 < len(answers(runs.output)) < 200
-    assert runs.finish(runs.start()) == 0, runs.said()
+    assert runs.finish(runs.start()) == 0, runs.printed()
     assert len(answers(runs.output)) == 200
 
 
-def test_two_commands_write_one_output(runs: Runs) -> None:
+def test_two_commands_cannot_write_one_output(runs: Runs) -> None:
     write_requests(runs.input, 400)
     first = runs.start()
     wait_for_growth(runs.output, 1, first)
     assert runs.finish(runs.start()) == 1
-    assert "nanovllm: error: another job is writing" in runs.said()
-    assert runs.finish(first) == 0, runs.said()
+    assert "nanovllm: error: another job is writing" in runs.printed()
+    assert runs.finish(first) == 0, runs.printed()
     assert len(answers(runs.output)) == 400
 
 
-def test_the_output_is_the_input(runs: Runs) -> None:
+def test_the_input_is_refused_as_output(runs: Runs) -> None:
     runs.input.write_text('{"prompt": "1+1="}\n')
     os.link(runs.input, runs.output)
     assert runs.finish(runs.start()) == 2
-    assert runs.said() == "nanovllm: error: the output must not be the input\n"
+    assert runs.printed() == "nanovllm: error: the output must not be the input\n"
     assert runs.input.read_text() == '{"prompt": "1+1="}\n'
 
 
-def test_errors_are_no_failure(runs: Runs) -> None:
-    """Begun again, the job has still failed, though it computes nothing."""
+def test_errors_are_a_failure(runs: Runs) -> None:
+    """A restarted job still fails, though it computes nothing."""
     runs.input.write_text('{"prompt": "1+1="}\n{"prompt": 5}\n')
     assert runs.finish(runs.start("--strict")) == 1
-    assert "nanovllm: error: line 2: prompt must be" in runs.said()
+    assert "nanovllm: error: line 2: prompt must be" in runs.printed()
     assert runs.finish(runs.start()) == 1
-    assert "1 computed, 1 failed, 0 done before" in runs.said()
+    assert "1 computed, 1 failed, 0 done before" in runs.printed()
     assert runs.finish(runs.start()) == 1
-    assert "0 computed, 0 failed, 2 done before" in runs.said()
+    assert "0 computed, 0 failed, 2 done before" in runs.printed()
 
 
-def test_an_empty_input_is_a_failure(runs: Runs) -> None:
+def test_an_empty_input_is_no_failure(runs: Runs) -> None:
     runs.input.write_bytes(b"")
     assert runs.finish(runs.start()) == 0
     assert runs.output.read_bytes() == b""
-    assert runs.said().startswith("0 computed, 0 failed, 0 done before")
+    assert runs.printed().startswith("0 computed, 0 failed, 0 done before")

@@ -15,8 +15,9 @@ from conftest import LogitRecorder, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graph import Computed, batch_ladder
+from nanovllm.engine.cuda_graph import batch_ladder
 from nanovllm.engine.sequence import PENDING
+from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.transfer import upload_ahead
 from nanovllm.layers.context import Context
 
@@ -39,7 +40,9 @@ def make_llm(path: Path, **options: Any) -> LLM:
 
 def use_graphs(llm: LLM) -> list[int]:
     """Make decode run in padded batches; return a list that will hold the sizes."""
-    graphs = llm._runner.graphs = llm._runner.decode_graphs()
+    graphs = llm.model_runner.shard.graphs = llm.model_runner.shard.decode_graphs(
+        llm.config.max_num_running
+    )
     step, sizes = graphs.step, []
 
     def recording(size: int, out: torch.Tensor) -> Computed:
@@ -59,7 +62,7 @@ def generate(llm: LLM, num_prompts: int) -> list[list[int]]:
 def expected(model_dir: Path) -> list[list[int]]:
     """The output without graphs or padding."""
     with make_llm(model_dir) as llm:
-        assert llm._runner.graphs is None
+        assert llm.model_runner.shard.graphs is None
         return generate(llm, len(PROMPTS))
 
 
@@ -89,10 +92,12 @@ def test_the_runners_ladder_follows_its_config(
     max_num_seqs: int, top: int, model_dir: Path
 ) -> None:
     with make_llm(model_dir, max_num_seqs=max_num_seqs) as llm:
-        graphs = llm._runner.decode_graphs()
+        graphs = llm.model_runner.shard.decode_graphs(llm.config.max_num_running)
         assert graphs.max_batch_size == top == len(graphs.logits)
     with make_llm(model_dir, max_num_seqs=max_num_seqs, max_num_batched_tokens=2) as llm:
-        assert llm._runner.decode_graphs().max_batch_size == min(top, 2)
+        assert llm.model_runner.shard.decode_graphs(
+            llm.config.max_num_running
+        ).max_batch_size == min(top, 2)
 
 
 # Padded batches on the CPU
@@ -117,7 +122,7 @@ def test_a_batch_above_the_top_of_the_ladder_runs_without_graphs(
     """Until enough requests have finished."""
     with make_llm(model_dir, max_num_seqs=48) as llm:
         sizes = use_graphs(llm)
-        graphs = llm._runner.graphs
+        graphs = llm.model_runner.shard.graphs
         assert graphs is not None
         graphs.sizes = graphs.sizes[:4]
         assert graphs.max_batch_size == 8
@@ -212,9 +217,9 @@ def test_a_replay_uploads_only_what_has_changed(
 
 def watch_the_cache(llm: LLM) -> Callable[[], int]:
     """Check after every decode step which slots were written; return a counter of steps."""
-    runner = llm._runner
-    launch, block_size, steps = runner.launch, runner.block_size, 0
-    cache = runner.pool.cache
+    runner = llm.model_runner
+    launch, block_size, steps = runner.launch, runner.shard.block_size, 0
+    cache = runner.shard.pool.cache
     assert cache is not None
 
     @torch.inference_mode()
@@ -256,16 +261,16 @@ def test_padding_rows_do_not_write_to_the_cache(size: int, model_dir: Path) -> N
 @torch.inference_mode()
 def poison(llm: LLM) -> None:
     """Fill all unused rows and entries with what earlier sequences may have left."""
-    state, account = llm._runner.rows.state, llm._runner.account
+    state, ledger = llm.model_runner.shard.table.state, llm.model_runner.ledger
     num_rows, num_blocks = len(state.lengths), llm.scheduler.num_blocks
-    used = list(account._rows.values())
+    used = list(ledger._rows.values())
     stale = torch.ones(num_rows, dtype=torch.bool)
     stale[used] = False
     state.tokens[stale] = PENDING
     state.temperatures[stale] = 2.0
     tables = torch.randint(0, num_blocks, state.block_tables.shape, dtype=torch.int32)
     for row in used:
-        size = account._num_blocks[row]
+        size = ledger._num_blocks[row]
         tables[row, :size] = state.block_tables[row, :size]
     state.block_tables.copy_(tables)
     stale[-1] = False  # the unused row is never given to a sequence
@@ -280,7 +285,7 @@ def test_stale_rows_do_not_affect_a_smaller_batch(
     with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
         use_graphs(llm)
         num_steps = watch_the_cache(llm)
-        runner = llm._runner
+        runner = llm.model_runner
         launch = runner.launch
 
         def poisoned(batch: Batch) -> Any:
@@ -295,9 +300,10 @@ def test_stale_rows_do_not_affect_a_smaller_batch(
 def test_padding_rows_attend_to_nothing(model_dir: Path) -> None:
     """Their results are unused, but a stale length would cost time."""
     with make_llm(model_dir) as llm:
-        runner = llm._runner
+        runner = llm.model_runner
         use_graphs(llm)
-        plan, num_checked = runner.backend.plan, 0
+        attention = runner.shard.backend.attention
+        plan, num_checked = attention.plan, 0
 
         def checking_plan(context: Context) -> None:
             nonlocal num_checked
@@ -310,7 +316,7 @@ def test_padding_rows_attend_to_nothing(model_dir: Path) -> None:
                 num_checked += len(context.context_lens) > num_rows
             plan(context)
 
-        runner.backend.plan = checking_plan  # type: ignore[method-assign]
+        attention.plan = checking_plan  # type: ignore[method-assign]
         generate(llm, TOP)
         for size in (13, 3, 33):
             poison(llm)
@@ -433,7 +439,7 @@ def test_every_size_of_the_ladder_is_captured_and_replayed(wide_model: Path, fas
     """In a pool sized from the memory that the graphs leave."""
     sized: dict[str, Any] = dict(num_kvcache_blocks=None, gpu_memory_utilization=0.2)
     with device_llm(wide_model, attention_backend=fast, **sized) as llm:
-        graphs = llm._runner.graphs
+        graphs = llm.model_runner.shard.graphs
         assert graphs is not None and sorted(graphs.graphs) == batch_ladder(TOP)
         padded = graphs.replay
         sizes: list[int] = []

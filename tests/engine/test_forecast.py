@@ -16,7 +16,7 @@ def make(num_tokens: int, more: int, known: bool = True, n: int = 1) -> Sequence
     """A sequence of `num_tokens` that gets `more`, or at most `more` if its length is unknown."""
     params = SamplingParams(max_tokens=more, ignore_eos=True, stop_token_ids=None if known else [9])
     seq = Sequence([1] * num_tokens, params)
-    seq.followers = [Sequence([1] * num_tokens, params) for _ in range(n - 1)]
+    seq.siblings = [Sequence([1] * num_tokens, params) for _ in range(n - 1)]
     return seq
 
 

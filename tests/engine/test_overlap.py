@@ -141,13 +141,13 @@ def assert_alike(one: Any, other: Any) -> None:
 
 def count_rows(llm: LLM) -> list[int]:
     """Record how many tokens each step samples."""
-    launch, rows = llm._runner.launch, []
+    launch, rows = llm.model_runner.launch, []
 
     def counting(batch: Batch) -> Launched:
         rows.append(len(batch.sampling_seqs))
         return launch(batch)
 
-    llm._runner.launch = counting  # type: ignore[method-assign]
+    llm.model_runner.launch = counting  # type: ignore[method-assign]
     return rows
 
 
@@ -177,8 +177,8 @@ class SlowDevice:
     def __init__(self, llm: LLM, seconds: float) -> None:
         self.seconds = seconds
         self.free_at = 0.0
-        self.launch = llm._runner.launch
-        llm._runner.launch = self  # type: ignore[method-assign, assignment]
+        self.launch = llm.model_runner.launch
+        llm.model_runner.launch = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, batch: Batch) -> Any:
         launched = self.launch(batch)
@@ -242,7 +242,7 @@ def test_a_step_in_flight_is_dropped_after_an_error(
             llm.step()
         assert llm._launched is not None
         with monkeypatch.context() as patch:
-            patch.setattr(llm._runner, "launch", lambda *_: 1 / 0)
+            patch.setattr(llm.model_runner, "launch", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llm.generate([1], params, use_tqdm=False)
         outputs = []

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nanovllm.config import Config
+from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -25,8 +26,8 @@ serial = itertools.count(1000)
 def make_scheduler(
     num_blocks: int = 100, block_size: int = 4, window: int | None = None, **options: Any
 ) -> Scheduler:
-    config = Config("m", num_kvcache_blocks=num_blocks, kvcache_block_size=block_size, **options)
-    return Scheduler(config, window)
+    config = Config("m", kvcache_block_size=block_size, overlap=False, **options)
+    return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), window)
 
 
 def fresh(num_tokens: int) -> list[int]:

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from nanovllm.config import Config
 from nanovllm.engine import block_manager
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -47,10 +48,12 @@ class Simulation:
         self.overlap = overlap
         self.window = window or sys.maxsize
         self.on_its_way: tuple[Batch, list[int]] | None = None
-        self.config = Config("m", **options)
-        self.scheduler = Scheduler(self.config, window)
         self.block_size = size = options["kvcache_block_size"]
-        self.num_slots: int = options["num_kvcache_blocks"] * self.block_size
+        num_blocks: int = options["num_kvcache_blocks"]
+        self.num_slots = num_blocks * size
+        config = Config("m", overlap=overlap, **options)
+        self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
+        self.scheduler = Scheduler(self.config, window)
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
         self.most_held, self.longest = sys.maxsize, self.num_slots
@@ -74,7 +77,7 @@ class Simulation:
         asked = SamplingParams(**params)
         options: dict[str, Any] = dict(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
         seqs = [Sequence(prompt, asked, index=index, **options) for index in range(asked.n)]
-        seqs[0].followers = seqs[1:]
+        seqs[0].siblings = seqs[1:]
         self.scheduler.add(seqs[0])
         for seq in seqs:
             self.live.append(seq)
@@ -114,17 +117,17 @@ class Simulation:
             self.computed |= {seq: list(self.tokens[seq]) for seq in self.live}
 
     def abort(self, index: int) -> None:
-        seqs = [seq for seq in self.live if seq not in self.followers()]
+        seqs = [seq for seq in self.live if seq not in self.siblings()]
         seq = seqs[index % len(seqs)]
-        gone = [seq, *seq.followers]
+        gone = [seq, *seq.siblings]
         self.scheduler.abort(seq)
         for seq in gone:
             assert (seq.finish_reason, seq.token_ids) == ("abort", self.tokens[seq])
             self.live.remove(seq)
 
-    def followers(self) -> set[Sequence]:
+    def siblings(self) -> set[Sequence]:
         """Those that wait for another sequence to compute their prompt."""
-        return {follower for seq in self.live for follower in seq.followers}
+        return {sibling for seq in self.live for sibling in seq.siblings}
 
     def drain(self) -> None:
         """Every request finishes, and then every block is free.
@@ -209,7 +212,7 @@ class Simulation:
         scheduler.audit()  # audits each sequence, too
         queued = [*scheduler.running, *scheduler.waiting]
         assert sorted(queued, key=lambda seq: seq.seq_id) == [
-            seq for seq in self.live if seq not in self.followers()
+            seq for seq in self.live if seq not in self.siblings()
         ]
         if all((seq.params.n, seq.params.priority) == (1, 0) for seq in self.live):
             assert queued == sorted(queued, key=lambda seq: seq.seq_id), "not first come"

@@ -30,8 +30,8 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.engine import startup
 from nanovllm.engine import workers as workers_module
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.codec import encode
 from nanovllm.engine.ranks.nccl_ranks import MEETING, NcclRanks
 from nanovllm.engine.ranks.shared_ranks import SharedRanks
@@ -211,24 +211,25 @@ def solve(llm: LLM, start: int = 0) -> None:
 
 
 def processes_of(llm: LLM) -> list["subprocess.Popen[bytes]"]:
-    return [worker.process for worker in llm._runner.workers._workers]
+    return [worker.process for worker in llm.model_runner.workers._workers]
 
 
 def at_forward(llm: LLM, is_prefill: bool, act: Callable[[], object]) -> None:
     """Make rank 0 act just before it computes a step, which the others have begun."""
-    compute = llm._runner.compute
+    compute = llm.model_runner.shard.compute
 
     def acting(inputs: StepInputs, *rest: Any) -> Any:
         if (inputs.prefill is not None) == is_prefill:
             act()
         return compute(inputs, *rest)
 
-    llm._runner.compute = acting  # type: ignore[method-assign]
+    llm.model_runner.shard.compute = acting  # type: ignore[method-assign]
 
 
 def between_layers(llm: LLM, act: Callable[[], object]) -> None:
     """Make rank 0 act in the middle of the model, after ranks have exchanged tensors."""
-    llm._runner.model.model.layers[1].register_forward_pre_hook(lambda *_: act() and None)
+    layer = llm.model_runner.shard.model.model.layers[1]
+    layer.register_forward_pre_hook(lambda *_: act() and None)
 
 
 def assert_closed(llm: LLM, reason: str) -> None:
@@ -314,7 +315,7 @@ def test_a_killed_rank_raises_rank_error(
         assert str(caught.value) == reason
         assert_one_error(caught.value)
         assert_closed(llm, reason)
-        assert not llm.is_finished() and pending in llm._requests
+        assert not llm.is_finished() and pending in llm.unfinished
         for process in processes:
             with pytest.raises(ProcessLookupError):
                 os.kill(process.pid, 0)
@@ -344,7 +345,7 @@ def test_the_next_call_reports_a_rank_killed_while_idle(
 
 def test_a_stopped_rank_ends_with_the_caller() -> None:
     """A stopped process handles no signal except SIGKILL."""
-    with running("llm = make()\ntell(llm._runner.workers)\ntime.sleep(100)") as process:
+    with running("llm = make()\ntell(llm.model_runner.workers)\ntime.sleep(100)") as process:
         pids = read_pids(process)
         os.kill(pids[0], signal.SIGSTOP)
         process.kill()
@@ -355,8 +356,8 @@ def test_a_stopped_rank_ends_with_the_caller() -> None:
 def test_ranks_import_the_callers_nanovllm(tmp_path: Path) -> None:
     """Also if a relative path in `sys.path` means another folder by now."""
     shutil.copytree(Path(nanovllm.__file__).parent, tmp_path / "lib" / "nanovllm")
-    worker = tmp_path / "lib" / "nanovllm" / "engine" / "worker.py"
-    worker.write_text(worker.read_text() + "\nprint('the copy', flush=True)\n")
+    shard = tmp_path / "lib" / "nanovllm" / "engine" / "shard.py"
+    shard.write_text(shard.read_text() + "\nprint('the copy', flush=True)\n")
     code = (
         f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, 'lib')\n"
         "from nanovllm import LLM; os.chdir('/')\n" + PREAMBLE
@@ -371,13 +372,13 @@ def test_ranks_import_the_callers_nanovllm(tmp_path: Path) -> None:
 def test_a_rank_killed_after_its_last_message_is_reported(model_dir: Path) -> None:
     """Rank 0 can finish this step; the next one must not wait for the dead rank."""
     llm = make_llm(model_dir)
-    sample = llm._runner._sample
+    draw = llm.model_runner.shard.draw
 
-    def killing(*arguments: Any) -> torch.Tensor:
+    def killing(*arguments: Any) -> Any:
         processes_of(llm)[0].kill()
-        return sample(*arguments)
+        return draw(*arguments)
 
-    llm._runner._sample = killing  # type: ignore[method-assign]
+    llm.model_runner.shard.draw = killing  # type: ignore[method-assign]
     with within(), pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         generate(llm)
 
@@ -391,7 +392,7 @@ def test_a_message_longer_than_the_ring_does_not_wait_for_a_dead_rank(model_dir:
         process.send_signal(signal.SIGSTOP)
         killer = threading.Timer(1.0, process.kill)
         killer.start()
-        workers = llm._runner.workers
+        workers = llm.model_runner.workers
         with within(), pytest.raises(RankError, match="by SIGKILL"), workers.together():
             workers._writer.send(bytes(1 << 24))
         killer.join()
@@ -500,13 +501,13 @@ def test_ranks_may_load_at_different_speeds(
 ) -> None:
     """A rank on a cold file system may take longer than the timeout for connecting."""
     warm_up(device, model_dir)
-    load = ModelRunner._build
+    load = startup.load_shard
 
-    def slow(self: ModelRunner, *arguments: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         time.sleep(MEETING.total_seconds() + 1.0)
-        return load(self, *arguments)
+        return load(*arguments)
 
-    monkeypatch.setattr(ModelRunner, "_build", slow)  # rank 0's
+    monkeypatch.setattr(startup, "load_shard", slow)  # rank 0's
     with make_llm(model_dir, device) as llm:
         generate(llm)
 
@@ -745,7 +746,7 @@ def assert_gone(pids: list[int]) -> None:
 def test_ranks_end_with_the_caller(work: str) -> None:
     """A killed caller closes nothing, and a process that it forked keeps its sockets open."""
     before = shared_memory()
-    with running(f"llm = make()\nsolve(llm)\ntell(llm._runner.workers)\n{work}") as process:
+    with running(f"llm = make()\nsolve(llm)\ntell(llm.model_runner.workers)\n{work}") as process:
         assert process.stdout is not None and process.stdout.readline() == "True\n"
         pids = read_pids(process)
         forked = read_pids(process) if "fork" in work else []
@@ -808,7 +809,7 @@ def test_the_engine_works_after_ctrl_c() -> None:
     """The terminal sends it to the whole group; only the caller acts on it, once."""
     with running("""
 llm = make()
-tell(llm._runner.workers)
+tell(llm.model_runner.workers)
 for turn in range(3):
     try:
         while True:
@@ -854,9 +855,8 @@ def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
 @pytest.mark.parametrize("how", ["file", "command", "stdin"])
 def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
     """Ranks do not run the script, which would start ranks again."""
-    code = (
-        f"{PREAMBLE}print('begin', flush=True)\nllm = make()\nsolve(llm)\ntell(llm._runner.workers)"
-    )
+    code = f"{PREAMBLE}print('begin', flush=True)\nllm = make()\nsolve(llm)\n"
+    code += "tell(llm.model_runner.workers)"
     file = tmp_path / "script.py"
     file.write_text(code)
     arguments = dict(file=[str(file)], command=["-c", code], stdin=["-"])[how]
@@ -887,7 +887,7 @@ def test_the_interpreter_exits_with_an_open_engine(end: str) -> None:
     """The engine is in the middle of a request."""
     with running(f"""
 llm = make()
-tell(llm._runner.workers)
+tell(llm.model_runner.workers)
 solve(llm)
 llm.add_request([1, 2, 3])
 llm.step()

@@ -1,9 +1,9 @@
-"""Compile kernels for GPUs that are not there, as a launch on such a GPU would.
+"""Compile kernels for GPUs that are absent, as a launch on one of them would.
 
 A case calls a kernel's wrapper with tensors as the engine makes them. Triton's own launcher
-compiles it for the GPU that a driver of ours names, and stops before the launch: types, constants,
-alignment hints and options are those of the call, and none is written down twice. Only the
-tensors' types, strides and alignment count; they stay empty and on the CPU.
+compiles it for the GPU that a driver of ours names, and stops before the launch. So types,
+constants, alignment hints and options are those of the call. Only the tensors' types, strides and
+alignment matter; they stay empty and on the CPU.
 
 It runs in a process of its own, as Triton must be imported without TRITON_INTERPRET; one line of
 JSON for each kernel: `python tests/kernels/ahead_of_time.py [part of a case's name]`.
@@ -28,9 +28,11 @@ from unittest import mock
 
 import torch
 
+from nanovllm.kernels.kv_layer import KVLayer
+
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
-HOPPER = 90  # where tiles are copied: for `few_rows`, and for attention, but not for all of it
+HOPPER = 90  # where tiles are copied: for `few_rows`, and for a part of attention
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Case:
     capabilities: tuple[int, ...]
 
 
-# What the models have: query heads, KV heads, head_dim.
+# The models' heads: query heads, KV heads, head_dim.
 Heads = tuple[int, int, int]
 QWEN3_SMALL, QWEN3_8B = (16, 8, 128), (32, 8, 128)  # Llama-3-8B's heads are Qwen3-8B's
 HEADS = {
@@ -56,11 +58,11 @@ ATTENTION_HEADS = HEADS | {
 }  # fmt: skip
 BLOCKS, BLOCK_SIZE, TOKENS, ROWS, EPS = 64, 16, 512, 64, 1e-6
 bf16 = partial(torch.empty, dtype=torch.bfloat16)
-int32 = partial(torch.zeros, dtype=torch.int32)  # zeros, where PyTorch computes with them
+int32 = partial(torch.zeros, dtype=torch.int32)  # zeros, as PyTorch computes with them
 
 
 def projected(heads: Heads, tokens: int = TOKENS) -> list[torch.Tensor]:
-    """Queries, keys and values: views into the fused projection, as the layer hands them over."""
+    """Queries, keys and values: views into the fused projection, as the layer passes them."""
     num_heads, num_kv_heads, head_dim = heads
     qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
     return list(qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1))
@@ -71,36 +73,36 @@ def caches(heads: Heads, block_size: int = BLOCK_SIZE) -> torch.Tensor:
 
 
 def store_kvcache(heads: Heads) -> None:
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     _, k, v = projected(heads)
     store_kvcache(k, v, *caches(heads), torch.empty(TOKENS, dtype=torch.long))
 
 
-def read_rows(rows: int, width: int) -> None:
-    from nanovllm.kernels.plain import RowState
-    from nanovllm.kernels.read_rows import read_rows
+def read_table(rows: int, width: int) -> None:
+    from nanovllm.kernels.plain.read_table import TableState
+    from nanovllm.kernels.triton.read_table import read_table
 
     longs = torch.zeros(2, ROWS, dtype=torch.long)
-    state = RowState(*longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640))
-    read_rows(state, rows, width, BLOCK_SIZE)
+    state = TableState(*longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640))
+    read_table(state, rows, width, BLOCK_SIZE)
 
 
 def rms_norm(size: int) -> None:
-    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
 
     rms_norm(bf16(TOKENS, size), bf16(size), EPS)
     add_rms_norm(bf16(TOKENS, size), bf16(TOKENS, size), bf16(size), EPS)
 
 
 def silu_and_mul(size: int) -> None:
-    from nanovllm.kernels.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
 
     silu_and_mul(bf16(TOKENS, 2 * size))
 
 
 def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: int) -> None:
-    from nanovllm.kernels.experts import experts
+    from nanovllm.kernels.triton.experts import experts
 
     ids = torch.zeros(tokens, per_token, dtype=torch.long)
     weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
@@ -111,7 +113,7 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
 def few_rows(
     hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
 ) -> None:
-    from nanovllm.kernels import few_rows
+    from nanovllm.kernels.triton import few_rows
 
     def layer(size_out: int, size_in: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return bf16(size_out, size_in), bf16(size_out) if bias else None
@@ -125,42 +127,47 @@ def few_rows(
 
 
 def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:
-    from nanovllm.kernels.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
 
     num_heads, num_kv_heads, head_dim = heads
     qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
     cos, sin = torch.empty(tokens, 2, (rotated or head_dim) // 2).unsqueeze(2).unbind(1)
     norms = (bf16(head_dim), bf16(head_dim)) if norm else None
     slots = torch.empty(tokens, dtype=torch.long)
-    norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, *caches(heads), slots)
+    kv = KVLayer(*caches(heads), 1.0)
+    norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, kv, slots)
 
 
 def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False
 ) -> None:
-    from nanovllm.kernels.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
     q = bf16(ROWS, heads[0], heads[2])
     plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1], copies_tiles=not eager)
-    decode_attention(q, *caches(heads, block_size), plan, 0.125, window)
+    decode_attention(q, KVLayer(*caches(heads, block_size), 0.125, window), plan)
 
 
 def prefill_attention(
     heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS
 ) -> None:
-    """A block size of 0: no part of a sequence is in the cache."""
-    from nanovllm.kernels.prefill_attention import plan_prefill, prefill_attention, tile_queries
+    """With block size 0, no part of a sequence is in the cache."""
+    from nanovllm.kernels.triton.prefill_attention import (
+        plan_prefill,
+        prefill_attention,
+        tile_queries,
+    )
 
     q, (_, k, v) = bf16(tokens, heads[0], heads[2]), projected(heads, tokens)
     tables = int32(ROWS, BLOCKS) if block_size else None
     ends = int32(ROWS + 1)
     queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
     plan = plan_prefill(ends, ends, tables, tokens, queries)
-    prefill_attention(q, k, v, *caches(heads, block_size), plan, 0.125, window)
+    prefill_attention(q, k, v, KVLayer(*caches(heads, block_size), 0.125, window), plan)
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
-    from nanovllm.kernels.sample import sample
+    from nanovllm.kernels.triton.sample import sample
 
     logits = torch.empty(ROWS, 151936, dtype=dtype)
     if race:
@@ -170,8 +177,8 @@ def sample(race: bool, dtype: torch.dtype) -> None:
 
 
 def draw(dtype: torch.dtype) -> None:
-    from nanovllm.kernels.cuts import Cuts
-    from nanovllm.kernels.draw import draw
+    from nanovllm.kernels.plain.draw import Cuts
+    from nanovllm.kernels.triton.draw import draw
 
     column = partial(torch.empty, ROWS, 1)
     inputs = torch.empty(ROWS, 151936, dtype=dtype), column(), column(dtype=torch.long)
@@ -179,7 +186,7 @@ def draw(dtype: torch.dtype) -> None:
     draw(*inputs, Cuts(top_k=column(dtype=torch.long), top_p=column()))
 
 
-# A case for each binary: sizes that make no other one are left out.
+# A case for each binary: sizes that make no new one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
     **{f"rms_norm, hidden {n}": partial(rms_norm, n) for n in (1024, 4096)},
@@ -238,8 +245,8 @@ CALLS: dict[str, Callable[[], object]] = {
         for name in ("race", "greedy")
         for dtype in (torch.bfloat16, torch.float32)
     },
-    "read_rows, of a graph": partial(read_rows, ROWS, 640),
-    "read_rows, as wide as it must be": partial(read_rows, 7, 13),
+    "read_table, of a graph": partial(read_table, ROWS, 640),
+    "read_table, as wide as it must be": partial(read_table, 7, 13),
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
@@ -258,12 +265,12 @@ SPILLS = {
 
 
 def max_spill(name: str) -> int:
-    """What a case may spill, in bytes: nothing, but for the table."""
+    """The bytes that a case may spill: 0, except in the table."""
     return max((n for prefix, n in SPILLS.items() if name.startswith(prefix)), default=0)
 
 
 def capabilities(name: str) -> tuple[int, ...]:
-    """Where its kernels are used, and are others than those of another case."""
+    """The GPUs where its kernels are used, and differ from those of another case."""
     alone = name.startswith("few_rows") or "eager" in name or "many tokens" in name
     return (HOPPER,) if alone else tuple(CAPABILITIES)
 
@@ -290,11 +297,11 @@ class AbsentGPU:
 
 
 def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
-    """What each kernel of a case takes of the GPU, or the error that there was."""
+    """The resources of each kernel of a case, or the error of its compilation."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from nanovllm.kernels import common
+    from nanovllm.kernels.triton import common
 
     run, kernels = JITFunction.run, {}
 
@@ -306,7 +313,7 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     known = mock.patch.object(common, "capability", return_value=capability)
     place = {"case": name, "capability": capability}
     try:
-        # What Triton prints on an error must not stand between the lines of JSON.
+        # Triton's error output must not mix with the lines of JSON.
         with (
             known,
             redirect_stdout(sys.stderr),
@@ -342,7 +349,7 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 
 def compile_all(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Every case for all its capabilities, over the cores; Triton is imported once for all."""
+    """Every case for all its capabilities, on all cores; Triton is imported once."""
     import triton.runtime.jit  # noqa: F401
 
     tasks = [(name, capability) for name in names for capability in CASES[name].capabilities]

@@ -1,4 +1,4 @@
-"""Every kernel compiled for three GPUs, none of which is needed for that. `CASES` is the table."""
+"""Every kernel compiled for three GPUs, without a GPU. `CASES` is the table."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 @pytest.mark.parametrize(
     ("name", "capability"), [(n, c) for n, case in CASES.items() for c in case.capabilities]
 )
-def test_kernel_does_not_compile_spills_or_does_not_fit(
+def test_every_kernel_compiles_fits_and_spills_little(
     name: str, capability: int, compiled: Compiled
 ) -> None:
     """A spilled register costs two trips to memory; too much shared memory fails at the launch."""
@@ -53,11 +53,11 @@ def test_kernel_does_not_compile_spills_or_does_not_fit(
 
 
 def caches_reached(ir: str) -> set[str]:
-    """The pointers that what is read at `slots_ptr` or `tables_ptr` is added to, in 64 bits.
+    """The pointers to which values read at `slots_ptr` or `tables_ptr` are added, in 64 bits.
 
     A pass over Triton's IR in its order: `base` has the argument that a pointer comes from, and
-    `cached` the numbers that come from a slot or a block. None may be smaller when it grows, but
-    for tokens: of these no cache has 2^31, and where a copied tile begins is told in tokens.
+    `cached` the numbers that come from a slot or a block. None may be narrower when it grows,
+    except counts of tokens: no cache has 2^31, and copied tiles are addressed in tokens.
     """
     base: dict[str, str] = {}
     cached: set[str] = set()
@@ -88,7 +88,7 @@ def caches_reached(ir: str) -> set[str]:
     return reached
 
 
-# The block size 0 is for no cache.
+# Block size 0 means no cache.
 CACHED = ("store_kvcache", "norm_rope_store", "decode_attention", "prefill_attention")
 
 
@@ -101,10 +101,8 @@ CACHED = ("store_kvcache", "norm_rope_store", "decode_attention", "prefill_atten
         if name.startswith(CACHED) and not name.endswith("block size 0")
     ],
 )
-def test_place_in_the_cache_is_computed_in_32_bits(
-    name: str, capability: int, compiled: Compiled
-) -> None:
-    """A cache above 2 GiB, where a token goes to another's slot or outside of the cache."""
+def test_offsets_in_the_cache_have_64_bits(name: str, capability: int, compiled: Compiled) -> None:
+    """In a cache above 2 GiB, a 32-bit offset is another token's, or outside of the cache."""
     kernel = compiled[name, capability][-1]  # what plans the attention comes before it
     if "error" in kernel:
         pytest.fail("it does not compile")
@@ -125,7 +123,7 @@ GROWING = {
 
 
 def narrow_accesses(ir: str) -> list[str]:
-    """Loads and stores of what grows, at places to which only 32-bit numbers were added."""
+    """Loads and stores of memory that grows, at offsets computed in 32 bits."""
     root: dict[str, str] = {}
     wide: set[str] = set()
     narrow = []
@@ -145,10 +143,10 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# Of `few_rows` there are 256 at most.
+# `few_rows` takes 256 rows at most.
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("few_rows")])
-def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled) -> None:
-    """Row times stride above 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
+def test_row_offsets_of_a_large_batch_have_64_bits(name: str, compiled: Compiled) -> None:
+    """Row times stride exceeds 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
     for kernel in compiled[name, 90]:
         if "error" in kernel or kernel["kernel"] == "_first_best_kernel":  # a number for each row
             continue
@@ -157,18 +155,16 @@ def test_row_of_a_large_batch_is_found_in_32_bits(name: str, compiled: Compiled)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_rows_are_read_by_another_kernel_as_tables_widen(
-    capability: int, compiled: Compiled
-) -> None:
-    """Without graphs a step is as wide as its longest table: a run would stop to compile."""
-    (widest,) = compiled["read_rows, of a graph", capability]
-    (narrow,) = compiled["read_rows, as wide as it must be", capability]
+def test_one_binary_reads_tables_of_any_width(capability: int, compiled: Compiled) -> None:
+    """Without graphs a step is as wide as its longest table; a new width must not compile."""
+    (widest,) = compiled["read_table, of a graph", capability]
+    (narrow,) = compiled["read_table, as wide as it must be", capability]
     assert narrow["folder"] == widest["folder"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_merge_reads_what_others_have_not_written(capability: int, compiled: Compiled) -> None:
-    """The parts of a row: written, then all threads' writes before the count that publishes them;
+def test_a_merge_reads_after_all_parts_are_written(capability: int, compiled: Compiled) -> None:
+    """All threads' writes of a part come before the count that publishes them;
     the count, then all threads' reads, past the cache of their multiprocessor."""
     (kernel,) = (k for k in compiled["decode_attention, Qwen3-0.6B, block size 64", capability]
                  if k["kernel"] == "_decode_kernel")  # fmt: skip
@@ -182,7 +178,7 @@ def test_merge_reads_what_others_have_not_written(capability: int, compiled: Com
     assert len(reads) >= 2 and all(read.startswith("ld.global.cg") for read in reads)
 
 
-# Those that begin while the kernel before them ends: a case of each.
+# The kernels that start while the one before them ends: a case of each.
 EARLY_CASES = {
     "_linear_kernel": "few_rows, Qwen3-0.6B, 64 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
@@ -191,10 +187,10 @@ EARLY_CASES = {
 
 
 @pytest.mark.parametrize("kernel", EARLY_CASES)
-def test_kernel_that_begins_early_touches_memory_before_it_may(
+def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
     kernel: str, compiled: Compiled
 ) -> None:
-    """Its inputs are being written then, and what it writes is being read."""
+    """Its inputs may still be written then, and its outputs may still be read."""
     found = [line for line in compiled[EARLY_CASES[kernel], 90] if line["kernel"] == kernel]
     assert found
     for line in found:
@@ -206,8 +202,8 @@ def test_kernel_that_begins_early_touches_memory_before_it_may(
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few_rows")])
-def test_tiles_are_brought_by_hand(name: str, compiled: Compiled) -> None:
-    """The tensor memory accelerator brings them, to where `wgmma` reads them."""
+def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
+    """By the tensor memory accelerator, into the memory that `wgmma` reads."""
     for line in compiled[name, HOPPER]:
         ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
@@ -225,10 +221,10 @@ def test_tiles_are_brought_by_hand(name: str, compiled: Compiled) -> None:
         ("prefill_attention, Qwen3-8B and Llama-3-8B, block size 64", False),
     ],
 )
-def test_keys_are_copied_or_loaded_where_it_should_be_the_other(
+def test_keys_are_copied_exactly_where_that_is_faster(
     name: str, copied: bool, compiled: Compiled
 ) -> None:
-    """Where neither a graph nor enough work hides it, the host would launch slowly."""
+    """Elsewhere, neither a graph nor enough work hides the slow launches."""
     kernel = compiled[name, HOPPER][-1]
     assert "error" not in kernel, "it does not compile"
     ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()

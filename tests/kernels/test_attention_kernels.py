@@ -1,8 +1,8 @@
 """The Triton attention against its twins: on a device, or interpreted where there is none.
 
-What belongs to no sequence is NaN: blocks that nobody owns, the slots behind a context's end,
-memory that a kernel was given to write and did not. What leaks shows. The twins get zeros there,
-and more precision: what is left is the kernel's own error.
+Memory that belongs to no sequence is NaN: free blocks, the slots after a context's end, and outputs
+that a kernel did not write. So every read of it is found. The twins get zeros there, and more
+precision: the difference is the kernel's own error.
 """
 
 import itertools
@@ -16,7 +16,9 @@ from conftest import kernel_settings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels import paged_attention
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain import decode_attention as plain_decode
+from nanovllm.kernels.plain import prefill_attention as plain_prefill
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SETTINGS = kernel_settings(25)
@@ -25,7 +27,7 @@ TILE = 64  # where a context's length matters to the kernels
 
 @pytest.fixture(autouse=True, scope="module")
 def uninitialized_memory_is_nan() -> Iterator[None]:
-    """Else `torch.empty` gives back the last call's results, and a row left out looks right."""
+    """Else `torch.empty` may return the last call's results, and a missing row looks right."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1).isnan()
     yield
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch. Prefill: the last `queries` of each context ask. Decode: one query a context."""
+    """A batch. Prefill: the last `queries` tokens of each context. Decode: one query each."""
 
     contexts: list[int]
     queries: list[int] | None = None
@@ -63,7 +65,7 @@ class Shape:
 
 
 class Paged:
-    """Random tensors of a shape, in a cache whose blocks stand in random order."""
+    """Random tensors of a shape, in a cache with blocks in random order."""
 
     def __init__(self, shape: Shape, device: str, num_blocks: int | None = None) -> None:
         torch.manual_seed(shape.seed)
@@ -73,15 +75,15 @@ class Paged:
         asking = shape.queries or [1] * len(shape.contexts)
         counts = [-(-n // size) for n in shape.contexts]
         order = torch.randperm(num_blocks or shape.num_blocks).int()
-        # Entries that no key needs name a block of nobody.
+        # Entries that no key needs name a free block.
         self.tables = order[-1].repeat(len(counts), max(counts) + 2)
         self.caches = torch.full((2, len(order), size, *kv), torch.nan, **options)
         qkv = torch.randn(sum(asking), shape.kv_heads * (shape.group + 2), shape.head_dim)
         q, self.k, self.v = qkv.to(**options).split(
             (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads), dim=1
         )
-        # Tokens that look at all keys alike find one too many or too few; those with a favourite
-        # find a maximum or a merge that is wrong.
+        # Equal weights show a missing or an extra key; one large weight shows a wrong maximum or
+        # merge.
         q *= torch.tensor([0.1, 1.0, 4.0])[torch.randint(3, (len(q), 1, 1))].to(**options)
         self.q = q if shape.strided else q.contiguous()
         ends = itertools.accumulate(asking)
@@ -91,7 +93,7 @@ class Paged:
             slots = (blocks[row][:, None] * size + torch.arange(size)).flatten()[:n]
             keys_values = torch.randn(2, n, *kv, device=device).to(shape.dtype)
             self.caches.flatten(1, 2)[:, slots.to(device)] = keys_values
-            if shape.window:  # a block that no query sees has been given back
+            if shape.window:  # a block that no query sees has been freed
                 self.tables[row, : max(0, n - new + 1 - shape.window) // size] = order[-1]
             if shape.queries:
                 self.k[end - new : end], self.v[end - new : end] = keys_values[:, n - new :]
@@ -102,11 +104,14 @@ class Paged:
             for n in (asking, shape.contexts)
         )
 
+    def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
+        return KVLayer(k_cache, v_cache, self.shape.scale, self.shape.window)
+
     # The kernels.
 
     def decode(self) -> torch.Tensor:
-        """Two layers with one plan, of which the second finds what the first left behind."""
-        from nanovllm.kernels import decode_attention as kernels
+        """Two layers with one plan: the second one reads the counters that the first one reset."""
+        from nanovllm.kernels.triton import decode_attention as kernels
 
         with pytest.MonkeyPatch.context() as patch:
             heads = self.shape.kv_heads
@@ -116,54 +121,46 @@ class Paged:
         assert len(plan.starts) == self.shape.programs
         outs = []
         for _ in range(2):
-            outs.append(
-                kernels.decode_attention(
-                    self.q, *self.caches, plan, self.shape.scale, self.shape.window
-                )
-            )
-            assert not plan.arrivals.any(), "the next layer finds programs that are not there"
-        assert not outs[0].isnan().any(), "read what is nobody's, or left a result out"
+            outs.append(kernels.decode_attention(self.q, self.layer(*self.caches), plan))
+            assert not plan.arrivals.any(), "the counters are not reset for the next layer"
+        assert not outs[0].isnan().any(), "it read unowned memory, or did not write a result"
         assert torch.equal(*outs), "the second layer differs from the first"
         return outs[0]
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
-        """As the runner calls it: fresh keys beside the queries, or everything in the cache."""
-        from nanovllm.kernels import prefill_attention as kernels
-        from nanovllm.kernels.common import can_copy_tiles
+        """As the runner calls it: with the step's own keys, or with everything in the cache."""
+        from nanovllm.kernels.triton import prefill_attention as kernels
+        from nanovllm.kernels.triton.common import can_copy_tiles
 
         tables = self.tables if use_cache else None
         tile = kernels.tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
         plan = kernels.plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
-            keys = (unread, unread, *self.caches)
+            keys = (unread, unread, self.layer(*self.caches))
         else:
             assert self.shape.queries == self.shape.contexts
-            keys = (self.k, self.v, torch.empty(0), torch.empty(0))
+            keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
         if not use_cache and can_copy_tiles(self.q.device):  # however few tokens there are
             plan.copies_tiles = self.shape.copies_tiles
-        return kernels.prefill_attention(self.q, *keys, plan, self.shape.scale, self.shape.window)
+        return kernels.prefill_attention(self.q, *keys, plan)
 
     # The twins.
 
     def twin_decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """A few rows at a time, which bounds the memory."""
-        size, scale = self.shape.block_size, self.shape.scale
-        outs = []
+        size, kv, outs = self.shape.block_size, self.layer(k, v), []
         for rows in torch.arange(len(q), device=self.device).split(8):
-            plan = paged_attention.plan_decode(self.lens[rows], self.tables[rows], size)
-            outs.append(
-                paged_attention.decode_attention(q[rows], k, v, plan, scale, self.shape.window)
-            )
+            plan = plain_decode.plan_decode(self.lens[rows], self.tables[rows], size)
+            outs.append(plain_decode.decode_attention(q[rows], kv, plan))
         return torch.cat(outs)
 
     def twin_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """From the cache, which has the fresh keys too, in slices that bound the memory."""
-        size, scale = self.shape.block_size, self.shape.scale
-        plan = paged_attention.plan_prefill(self.cu_q, self.cu_k, self.tables, size)
+        """From the cache, which has the new keys too, in slices that bound the memory."""
+        plan = plain_prefill.plan_prefill(self.cu_q, self.cu_k, self.tables, self.shape.block_size)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paged_attention, "MAX_MASK_ELEMENTS", 1 << 21)
-            return paged_attention.prefill_attention(q, q, q, k, v, plan, scale, self.shape.window)
+            patch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", 1 << 21)
+            return plain_prefill.prefill_attention(q, q, q, self.layer(k, v), plan)
 
 
 Twin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -194,7 +191,7 @@ def assert_near(out: torch.Tensor, twin: Twin, paged: Paged) -> None:
 
 def assert_decodes_as_its_twin(shape: Shape, device: str, make: type[Paged] = Paged) -> None:
     paged = make(shape, device)
-    paged.q[paged.lens == 0] = torch.nan  # what an earlier batch left there
+    paged.q[paged.lens == 0] = torch.nan  # left by an earlier batch
     out = paged.decode()
     paged.q[paged.lens == 0] = 0
     assert not out[paged.lens == 0].any(), "a row without keys is not zero"
@@ -240,14 +237,14 @@ def batches(draw: st.DrawFn) -> list[int]:
 
 @SETTINGS
 @given(st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **HEADS))
-def test_decode_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
+def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
-def test_decode_sees_past_its_window(kernel_device: str, window: int, block_size: int) -> None:
-    """Shares that lie before the window whole, and windows that begin or end at a tile."""
+def test_decode_sees_only_its_window(kernel_device: str, window: int, block_size: int) -> None:
+    """Shares that are before the window entirely, and windows that begin or end at a tile."""
     contexts = [640, 1, 0, 64, 65, 129, 700]
     for programs in (1, 5, 13):
         shape = Shape(contexts, programs=programs, window=window, block_size=block_size)
@@ -260,23 +257,23 @@ LARGE_HEADS: dict[str, Any] = dict(kv_heads=3, head_dim=128, dtype=BF16)
 @pytest.mark.parametrize("block_size", [64, 256])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("group", [2, 16])
-def test_copied_tiles_are_those_of_others(
+def test_decode_with_copied_tiles_equals_its_twin(
     kernel_device: str, group: int, window: int | None, block_size: int
 ) -> None:
-    """Of what is behind a context's end, or another row's or head's."""
+    """Tiles after a context's end, or of another row or head, must not be copied."""
     shape = Shape([130, 0, 64, 500, 63], group=group, window=window, **LARGE_HEADS)
     assert_decodes_as_its_twin(replace(shape, block_size=block_size), kernel_device)
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_copied_tiles_are_those_of_other_prompts(kernel_device: str, group: int) -> None:
+def test_prefill_with_copied_tiles_equals_its_twin(kernel_device: str, group: int) -> None:
     lens = [300, 1, 64, 130]
     assert_prefills_as_its_twin(Shape(lens, lens, group=group, **LARGE_HEADS), False, kernel_device)
 
 
-def test_short_steps_and_cached_keys_are_launched_slowly(kernel_device: str) -> None:
-    from nanovllm.kernels.common import can_copy_tiles
-    from nanovllm.kernels.prefill_attention import plan_prefill
+def test_short_steps_and_cached_keys_do_not_copy_tiles(kernel_device: str) -> None:
+    from nanovllm.kernels.triton.common import can_copy_tiles
+    from nanovllm.kernels.triton.prefill_attention import plan_prefill
 
     ends = torch.tensor([0, 5000], dtype=torch.int32, device=kernel_device)
     tables = torch.zeros(1, 100, dtype=torch.int32, device=kernel_device)
@@ -287,8 +284,8 @@ def test_short_steps_and_cached_keys_are_launched_slowly(kernel_device: str) -> 
 
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
-def test_prefill_sees_past_its_window(kernel_device: str, window: int, use_cache: bool) -> None:
-    """Queries to which the first tile of their neighbours shows nothing."""
+def test_prefill_sees_only_its_window(kernel_device: str, window: int, use_cache: bool) -> None:
+    """Some queries see no key of the first tile that their neighbours see."""
     queries = [200, 1, 64, 130]
     contexts = [n + 170 * i for i, n in enumerate(queries)] if use_cache else queries
     assert_prefills_as_its_twin(Shape(contexts, queries, window=window), use_cache, kernel_device)
@@ -304,7 +301,7 @@ def test_prefill_sees_past_its_window(kernel_device: str, window: int, use_cache
     ],
     ids=str,
 )  # fmt: skip
-def test_decode_loses_a_row_or_a_share(
+def test_decode_computes_every_row_and_share(
     kernel_device: str, contexts: list[int], programs: int, block_size: int
 ) -> None:
     shape = Shape(contexts, programs=programs, kv_heads=1, group=3, block_size=block_size)
@@ -312,9 +309,9 @@ def test_decode_loses_a_row_or_a_share(
 
 
 @pytest.mark.parametrize("batch_size", [1, 511, 512, 513, 1100])
-def test_shares_overlap_or_do_not_meet(kernel_device: str, batch_size: int) -> None:
-    """Batches above what the plan looks at in one go; a row without keys counts as a tile."""
-    from nanovllm.kernels import decode_attention as kernels
+def test_shares_cover_the_contexts_without_overlap(kernel_device: str, batch_size: int) -> None:
+    """For batches larger than the plan reads at once; a row without keys counts as a tile."""
+    from nanovllm.kernels.triton import decode_attention as kernels
 
     torch.manual_seed(batch_size)
     lens = torch.randint(0, 200, (batch_size,), dtype=torch.int32)
@@ -331,7 +328,7 @@ def test_shares_overlap_or_do_not_meet(kernel_device: str, batch_size: int) -> N
     assert all(row >= batch_size for row, *_ in starts[-(-len(line) // share) :])
 
 
-def test_decode_takes_programs_for_finished_by_their_order(
+def test_programs_may_finish_in_any_order(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interpreter runs one program after the other, here in random order."""
@@ -353,10 +350,10 @@ def test_decode_takes_programs_for_finished_by_their_order(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
-def test_programs_leave_a_part_of_the_batch_out(kernel_device: str, kv_heads: int) -> None:
-    """As many as the device has room for, and one where it has room for none."""
-    from nanovllm.kernels.common import num_multiprocessors
-    from nanovllm.kernels.decode_attention import (
+def test_any_number_of_programs_covers_the_batch(kernel_device: str, kv_heads: int) -> None:
+    """As many programs as the device has room for, and one where it has room for none."""
+    from nanovllm.kernels.triton.common import num_multiprocessors
+    from nanovllm.kernels.triton.decode_attention import (
         PROGRAMS_PER_MULTIPROCESSOR,
         decode_attention,
         plan_decode,
@@ -370,7 +367,7 @@ def test_programs_leave_a_part_of_the_batch_out(kernel_device: str, kv_heads: in
         assert plan.arrivals.shape == (len(plan.starts), heads) and not plan.arrivals.any()
     paged = Paged(Shape([150, 0, 3, 321], kv_heads=kv_heads), kernel_device)
     plan = plan_decode(paged.lens, paged.tables, kv_heads, True)
-    out = decode_attention(paged.q, *paged.caches, plan, paged.shape.scale)
+    out = decode_attention(paged.q, paged.layer(*paged.caches), plan)
     assert_near(out, paged.twin_decode, paged)
 
 
@@ -379,7 +376,7 @@ def test_programs_leave_a_part_of_the_batch_out(kernel_device: str, kv_heads: in
 
 @st.composite
 def prefills(draw: st.DrawFn, fresh: bool) -> Shape:
-    """Sequences of a few tiles of queries, of which each has the more the fewer heads share it."""
+    """Sequences of a few tiles; a tile has more queries if fewer heads share a key head."""
     shape = draw(st.builds(Shape, contexts=st.just([]), **HEADS | {"kv_heads": st.integers(1, 2)}))
     block_q = TILE // (1 << (shape.group - 1).bit_length())
     full_tiles = st.sampled_from([block_q - 1, block_q, block_q + 1, 2 * block_q + 1])
@@ -394,7 +391,7 @@ def prefills(draw: st.DrawFn, fresh: bool) -> Shape:
 @given(prefills(fresh=True))
 @example(Shape([1], [1]))
 @example(Shape([1, 200, 1, 64, 1], [1, 200, 1, 64, 1], group=1))
-def test_fresh_prefill_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
+def test_fresh_prefill_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, False, kernel_device)
 
 
@@ -402,19 +399,17 @@ def test_fresh_prefill_differs_from_its_twin(kernel_device: str, shape: Shape) -
 @given(prefills(fresh=False))
 @example(Shape([1], [1]))
 @example(Shape([500, 1, 64, 129, 65], [1, 1, 64, 65, 64], group=1))
-@example(Shape([63, 130, 190], [1, 68, 64], group=1))  # a first query before a tile's last key
+@example(Shape([63, 130, 190], [1, 68, 64], group=1))  # a first query before the last key of a tile
 @example(Shape([64, 65, 127, 128, 129, 130], [1, 2, 63, 64, 1, 66], group=16))
-def test_prefill_from_the_cache_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
+def test_prefill_from_the_cache_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, True, kernel_device)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 64))
-def test_queries_are_in_no_tile_or_in_two(
-    kernel_device: str, queries: list[int], tile: int
-) -> None:
-    """Programs above the tiles that there are do nothing."""
-    from nanovllm.kernels.prefill_attention import plan_prefill
+def test_every_query_is_in_one_tile(kernel_device: str, queries: list[int], tile: int) -> None:
+    """Surplus programs do nothing."""
+    from nanovllm.kernels.triton.prefill_attention import plan_prefill
 
     ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     ends = ends.to(kernel_device)
@@ -430,7 +425,7 @@ def test_queries_are_in_no_tile_or_in_two(
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> list[float]:
-    """One query [D] looks up one key after the other."""
+    """One query [D] attends to one key after the other."""
     weights = [sum(a * b for a, b in zip(q, key, strict=True)).exp() for key in keys]
     columns = zip(*values, strict=True)
     return [
@@ -440,8 +435,8 @@ def by_hand(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> list[f
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])
-def test_kernel_and_twin_are_wrong_alike(kernel_device: str, is_prefill: bool) -> None:
-    """Causality, grouped heads and blocks, without a line of theirs."""
+def test_kernel_and_twin_equal_the_formula(kernel_device: str, is_prefill: bool) -> None:
+    """Causality, grouped heads and blocks, computed independently."""
     shape = Shape([21, 2], [4, 2] if is_prefill else None, group=3)
     paged = Paged(shape, kernel_device)
     out = paged.prefill(use_cache=True) if is_prefill else paged.decode()
@@ -468,7 +463,7 @@ REAL_HEADS = pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (8, 4)])
 
 
 def real_lengths(batch_size: int, longest: int) -> list[int]:
-    """More short ones than long ones, and the longest at the end."""
+    """Mostly short ones, and the longest at the end."""
     lengths = (torch.rand(batch_size - 1) ** 3 * longest).long() + 1
     return [*lengths.tolist(), longest]
 
@@ -477,7 +472,7 @@ def real_lengths(batch_size: int, longest: int) -> list[int]:
 @REAL_HEADS
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_decode_replays_what_was_captured(
+def test_a_graph_decodes_the_lengths_of_its_replay(
     kv_heads: int, group: int, block_size: int, dtype: torch.dtype
 ) -> None:
     """Lengths, tables, queries and caches change in place; the plan is made within the graph."""
@@ -510,7 +505,7 @@ def replay_other_batches(device: str, batch_size: int, longest: int, **options: 
         paged.q[paged.lens == 0] = torch.nan
         for name in ("q", "caches", "lens"):
             getattr(static, name).copy_(getattr(paged, name))
-        # As the engine does, which leaves behind what an earlier batch had in its rows.
+        # As in the engine, rows keep the entries of an earlier batch after their own.
         static.tables[:, : paged.tables.shape[1]] = paged.tables
         out, again, arrivals = step()
         assert not arrivals.any() and torch.equal(out, again)
@@ -520,14 +515,12 @@ def replay_other_batches(device: str, batch_size: int, longest: int, **options: 
 
 
 def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Two layers of a decode step and its plan; on the CPU, where nothing captures, a call."""
-    from nanovllm.kernels.decode_attention import decode_attention, plan_decode
+    """Two layers of a decode step and its plan: a graph, or a function on the CPU."""
+    from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
     def step() -> tuple[torch.Tensor, ...]:
         plan = plan_decode(static.lens, static.tables, static.shape.kv_heads, True)
-        outs = [
-            decode_attention(static.q, *static.caches, plan, static.shape.scale) for _ in range(2)
-        ]
+        outs = [decode_attention(static.q, static.layer(*static.caches), plan) for _ in range(2)]
         return *outs, plan.arrivals
 
     if static.device == "cpu":
@@ -545,8 +538,8 @@ def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     return replay
 
 
-def test_decode_computes_what_other_lengths_need(kernel_device: str) -> None:
-    """The same, small enough for the interpreter."""
+def test_one_decode_step_computes_batches_of_other_lengths(kernel_device: str) -> None:
+    """Without a graph, and small enough for the interpreter."""
     replay_other_batches(kernel_device, 5, 300, kv_heads=2, group=3)
 
 
@@ -554,7 +547,7 @@ def test_decode_computes_what_other_lengths_need(kernel_device: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("contexts", [[131072, 1], [70_001, 60_000]], ids=str)
-def test_decode_loses_a_share_of_a_long_context(
+def test_decode_of_a_long_context_equals_its_twin(
     contexts: list[int], block_size: int, dtype: torch.dtype
 ) -> None:
     shape = Shape(
@@ -577,7 +570,7 @@ LARGE_PREFILLS = {
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("name", LARGE_PREFILLS)
-def test_large_prefill_differs_from_its_twin(
+def test_large_prefill_equals_its_twin(
     name: str, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     contexts, queries = LARGE_PREFILLS[name]
@@ -593,15 +586,15 @@ def test_large_prefill_differs_from_its_twin(
 @pytest.mark.cuda
 @REAL_HEADS
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_differ_from_flash_attention(kv_heads: int, group: int, head_dim: int) -> None:
-    """A second witness, of which the bound is the same."""
+def test_kernels_equal_flash_attention(kv_heads: int, group: int, head_dim: int) -> None:
+    """An independent implementation, with the same bound."""
     flash_attn = pytest.importorskip("flash_attn")
     options = dict(kv_heads=kv_heads, group=group, head_dim=head_dim, block_size=256, dtype=BF16)
 
     torch.manual_seed(0)
     paged = Paged(Shape(real_lengths(64, 4096), **options), "cuda")
     out = paged.decode()
-    k, v = paged.caches.nan_to_num_()  # flash attention reads behind a context's end
+    k, v = paged.caches.nan_to_num_()  # flash-attn reads after a context's end
     theirs = flash_attn.flash_attn_with_kvcache(
         paged.q[:, None], k, v, cache_seqlens=paged.lens, block_table=paged.tables,
         softmax_scale=paged.shape.scale, causal=True,

@@ -1,4 +1,4 @@
-"""The CPU's compiled attention against its twins, as Triton's is tested, NaN and all."""
+"""The CPU's compiled attention against its twins, with the shapes and NaNs of Triton's tests."""
 
 from dataclasses import replace
 
@@ -17,7 +17,9 @@ from test_attention_kernels import (
     uninitialized_memory_is_nan,  # noqa: F401  (for this module too)
 )
 
-from nanovllm.kernels import cpu_kernels
+from nanovllm.kernels.cpu import attention
+from nanovllm.kernels.cpu.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.cpu.prefill_attention import plan_prefill, prefill_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread", "compiler")
 
@@ -31,24 +33,20 @@ class Compiled(Paged):
         return self.shape.group, self.shape.head_dim
 
     def decode(self) -> torch.Tensor:
-        plan = cpu_kernels.plan_decode(self.lens, self.tables, *self.heads())
-        out = cpu_kernels.decode_attention(
-            self.q, *self.caches, plan, self.shape.scale, self.shape.window
-        )
-        assert not out.isnan().any(), "read what is nobody's, or left a result out"
+        plan = plan_decode(self.lens, self.tables, *self.heads())
+        out = decode_attention(self.q, self.layer(*self.caches), plan)
+        assert not out.isnan().any(), "it read unowned memory, or did not write a result"
         return out
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
         tables = self.tables if use_cache else None
-        plan = cpu_kernels.plan_prefill(self.cu_q, self.cu_k, tables, *self.heads())
+        plan = plan_prefill(self.cu_q, self.cu_k, tables, *self.heads())
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
-            keys = (unread, unread, *self.caches)
+            keys = (unread, unread, self.layer(*self.caches))
         else:
-            keys = (self.k, self.v, torch.empty(0), torch.empty(0))
-        return cpu_kernels.prefill_attention(
-            self.q, *keys, plan, self.shape.scale, self.shape.window
-        )
+            keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
+        return prefill_attention(self.q, *keys, plan)
 
 
 HEADS = dict(
@@ -72,15 +70,15 @@ SPLITS = st.sampled_from([5, 32, 100, 1024])
 @example(Shape([700, 0, 40, 31, 33], window=33, block_size=1), 1024)
 @example(Shape([700, 64, 65], group=24, window=1, block_size=7), 32)
 @example(Shape([700, 64, 65], group=2, window=100), 32)
-def test_decode_differs_from_its_twin(shape: Shape, split: int) -> None:
+def test_decode_equals_its_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "SPLIT_KEYS", split)
+        patch.setattr(attention, "SPLIT_KEYS", split)
         assert_decodes_as_its_twin(shape, "cpu", Compiled)
 
 
 @st.composite
 def prefills(draw: st.DrawFn, cached: bool) -> Shape:
-    """New tokens behind what is cached; among them sequences of one, as in a mixed step."""
+    """New tokens after cached ones; some sequences have one, as in a mixed step."""
     queries = draw(st.lists(st.integers(1, 5) | st.integers(1, 90), min_size=1, max_size=6))
     prefix = st.integers(0, 20) | st.integers(0, 150)
     before = [draw(prefix) if cached else 0 for _ in queries]
@@ -94,7 +92,7 @@ def prefills(draw: st.DrawFn, cached: bool) -> Shape:
 @example(Shape([200, 1, 65, 64, 33], [200, 1, 65, 64, 33], group=7, dtype=BF16))
 @example(Shape([200, 1, 65, 64, 33], [200, 1, 65, 64, 33], window=1))
 @example(Shape([200, 1, 65, 64, 33], [200, 1, 65, 64, 33], group=7, window=33))
-def test_fresh_prefill_differs_from_its_twin(shape: Shape) -> None:
+def test_fresh_prefill_equals_its_twin(shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, False, "cpu", Compiled)
 
 
@@ -103,21 +101,21 @@ def test_fresh_prefill_differs_from_its_twin(shape: Shape) -> None:
 @example(Shape([97, 200, 31, 33, 153], [1, 200, 16, 17, 3], group=8, head_dim=128), 32)
 @example(Shape([97, 200, 31, 33, 153], [1, 200, 16, 17, 3], block_size=1, window=9), 5)
 @example(Shape([200], [16], group=1, window=2), 5)  # parts of which a query sees nothing
-@example(Shape([40], [8], group=2), 5)  # as many rows as go without a tile
+@example(Shape([40], [8], group=2), 5)  # the most rows without a tile
 @example(Shape([40], [9], group=2), 5)
-def test_chunks_and_prefixes_differ_from_their_twin(shape: Shape, split: int) -> None:
+def test_chunks_and_prefixes_equal_their_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "SPLIT_KEYS", split)
+        patch.setattr(attention, "SPLIT_KEYS", split)
         assert_prefills_as_its_twin(shape, True, "cpu", Compiled)
 
 
 @pytest.mark.parametrize("window", [None, 1500])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("group", [2, 16, 24])
-def test_neighbours_or_threads_change_a_decode(
+def test_a_decode_does_not_depend_on_neighbours_or_threads(
     group: int, dtype: torch.dtype, window: int | None
 ) -> None:
-    """To the last bit: 2,500 keys are split where the sequence is alone too, on one thread too."""
+    """To the last bit: 2,500 keys are split in any batch, and on one thread too."""
     contexts = [1, 2500, 33, 0, 1024, 1025, 64]
     paged = Compiled(Shape(contexts, group=group, dtype=dtype, window=window), "cpu")
     together = paged.decode()
@@ -134,8 +132,10 @@ def test_neighbours_or_threads_change_a_decode(
 
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_where_a_chunk_begins_changes_its_attention(dtype: torch.dtype, window: int | None) -> None:
-    """A lane of a tile never looks at another: chunks of one prompt agree to the last bit."""
+def test_attention_does_not_depend_on_where_a_chunk_begins(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    """Lanes of a tile are independent: chunks of one prompt agree to the last bit."""
     whole = Compiled(Shape([300], [300], group=4, dtype=dtype, window=window), "cpu")
     expected = whole.prefill(use_cache=True)
     assert torch.equal(whole.prefill(use_cache=False), expected)
@@ -144,12 +144,12 @@ def test_where_a_chunk_begins_changes_its_attention(dtype: torch.dtype, window: 
         chunk = Compiled(replace(whole.shape, contexts=[end], queries=[end - start]), "cpu")
         chunk.caches, chunk.tables = whole.caches, whole.tables
         chunk.q, chunk.k = whole.q[start:end], whole.k[start:end]
-        if end - start > 4:  # so many rows that it takes tiles
+        if end - start > 4:  # enough rows for tiles
             assert torch.equal(chunk.prefill(use_cache=True), expected[start:end])
 
 
-def test_stale_tables_are_read_behind_a_context() -> None:
-    """As wide as the longest context that there can ever be, and full of an earlier step's ids."""
+def test_tables_are_not_read_after_a_context() -> None:
+    """Tables are as wide as the longest possible context, and full of an earlier step's ids."""
     paged = Compiled(Shape([3, 70, 20], block_size=4), "cpu")
     expected = paged.decode()
     stale = torch.full((3, 200), 2**31 - 1, dtype=torch.int32)
@@ -160,7 +160,7 @@ def test_stale_tables_are_read_behind_a_context() -> None:
     assert torch.equal(paged.decode(), expected)
 
 
-def test_weights_are_rounded_to_16_bits() -> None:
+def test_weights_are_not_rounded_to_16_bits() -> None:
     """257 equal values of 1: weights of 1/257 that bf16 rounded would not add up to 1 again."""
     paged = Compiled(Shape([257], dtype=BF16), "cpu")
     paged.caches[1] = 1.0

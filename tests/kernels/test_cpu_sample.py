@@ -1,16 +1,19 @@
-"""The CPU's compiled sampler against its twin `plain.sample`."""
+"""The CPU's compiled sampler against its twin."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels import cpu_kernels, plain
+from nanovllm.kernels.cpu.sample import sample
+from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
+from nanovllm.kernels.plain.sample import first_max
+from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread", "compiler")
 
 INF, NAN = float("inf"), float("nan")
-TIE = 1e-5  # the hash is one; logarithms and the scores' sums differ in their last bits
+TIE = 1e-5  # hashes are equal; logarithms and sums of scores differ in their last bits
 TEMPERATURES = [0.0, 0.0, 0.01, 0.7, 1.0, 2.0, 100.0]
 PIECE = 1 << 14
 
@@ -18,7 +21,7 @@ PIECE = 1 << 14
 def make(
     rows: int, vocab_size: int, dtype: torch.dtype, num_values: int = 0, seed: int = 0
 ) -> torch.Tensor:
-    """Strided logits; with `num_values`, so many different ones."""
+    """Strided logits; with `num_values`, that many different ones."""
     torch.manual_seed(seed)
     wide = torch.randn(rows, vocab_size + 3) * 3
     if num_values:
@@ -34,63 +37,63 @@ def make(
     st.sampled_from([0, 0, 1, 3]),
     st.integers(0, 2**31),
 )
-def test_compiled_sampler_draws_other_tokens_than_its_twin(
+def test_the_sampler_draws_its_twins_tokens(
     temperatures: list[float], vocab_size: int, dtype: torch.dtype, num_values: int, seed: int
 ) -> None:
     """Greedy rows are equal; in others a token may lose to the twin's by TIE."""
     logits = make(len(temperatures), vocab_size, dtype, num_values, seed)
     keys = torch.randint(-(2**63), 2**63 - 1, (len(temperatures),))
     heat = torch.tensor(temperatures)
-    tokens, twin = cpu_kernels.sample(logits, heat, keys), plain.sample(logits, heat, keys)
+    tokens, twin = sample(logits, heat, keys), PLAIN.sample(logits, heat, keys)
     assert tokens.dtype == torch.long and tokens.shape == twin.shape
-    ids = torch.arange(vocab_size, dtype=torch.int32).mul_(plain.GOLDEN)
+    ids = torch.arange(vocab_size, dtype=torch.int32).mul_(GOLDEN)
     for row in (tokens != twin).nonzero()[:, 0].tolist():
         assert temperatures[row] > 0, "a greedy row is not its first maximum"
-        times = plain.log_exponential(keys[row : row + 1], ids)[0]
+        times = log_exponential(keys[row : row + 1], ids)[0]
         scores = logits[row].float() - heat[row] * times
         lost = float(scores[twin[row]] - scores[tokens[row]])
         assert abs(lost) <= TIE * max(1, temperatures[row])
-    assert torch.equal(cpu_kernels.sample(logits, None, None), plain.first_max(logits))
-    flipped = cpu_kernels.sample(logits.flip(0), heat.flip(0), keys.flip(0)).flip(0)
+    assert torch.equal(sample(logits, None, None), first_max(logits))
+    flipped = sample(logits.flip(0), heat.flip(0), keys.flip(0)).flip(0)
     assert torch.equal(flipped, tokens), "a draw depends on its neighbours"
 
 
-def test_ties_go_to_a_later_token() -> None:
-    """Within a chunk, in two of them, and in two pieces that threads take."""
+def test_ties_go_to_the_first_token() -> None:
+    """Within a chunk, in two chunks, and in two threads' pieces."""
     logits = torch.zeros(4, 2 * PIECE)
     pairs = [(3, 9), (5, 600), (700, PIECE + 1), (PIECE, 2 * PIECE - 1)]
     for row, (first, second) in enumerate(pairs):
         logits[row, [first, second]] = 7.0
-    assert cpu_kernels.sample(logits, None, None).tolist() == [first for first, _ in pairs]
+    assert sample(logits, None, None).tolist() == [first for first, _ in pairs]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1e4])
 @pytest.mark.parametrize("token", [0, 3, PIECE + 5])
-def test_infinite_logits_do_not_win_or_lose(token: int, temperature: float) -> None:
+def test_infinite_logits_win_or_lose(token: int, temperature: float) -> None:
     logits = make(3, PIECE + 6, torch.float32)
     logits[0, token] = INF
     logits[1] = -INF
     logits[1, token] = -5.0
     heat, keys = torch.full((3,), temperature), torch.tensor([1, 2**40, -7])
-    assert cpu_kernels.sample(logits, heat, keys)[:2].tolist() == [token] * 2
+    assert sample(logits, heat, keys)[:2].tolist() == [token] * 2
 
 
 @pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
 @pytest.mark.parametrize("vocab_size", [1, 5, PIECE + 1])
-def test_rows_without_an_answer_give_an_id_outside_the_vocabulary(
+def test_rows_without_an_answer_give_an_id_of_the_vocabulary(
     vocab_size: int, values: tuple[float, ...]
 ) -> None:
     logits = torch.tensor(values).repeat(vocab_size)[:vocab_size].expand(2, -1)
     for heat in (None, torch.tensor([0.0, 1.0])):
-        tokens = cpu_kernels.sample(logits, heat, torch.tensor([5, 6]))
+        tokens = sample(logits, heat, torch.tensor([5, 6]))
         assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
-def test_times_differ_from_their_definition() -> None:
-    """A race of two tokens, at the logits that make it a tie: the winner turns around there."""
+def test_arrival_times_equal_their_definition() -> None:
+    """Two tokens race at the logits that make them tie: there the winner changes."""
     keys = torch.randint(-(2**63), 2**63 - 1, (2000,))
-    times = plain.log_exponential(keys, torch.arange(2, dtype=torch.int32).mul_(plain.GOLDEN))
+    times = log_exponential(keys, torch.arange(2, dtype=torch.int32).mul_(GOLDEN))
     ones, gap = torch.ones(len(keys)), times[:, 1] - times[:, 0]
     for nudge, winner in ((-2 * TIE, 0), (2 * TIE, 1)):
         logits = torch.stack([torch.zeros(len(keys)), gap + nudge], dim=1)
-        assert bool((cpu_kernels.sample(logits, ones, keys) == winner).all())
+        assert bool((sample(logits, ones, keys) == winner).all())

@@ -1,14 +1,14 @@
-"""The Triton draw against its twin, on a device or interpreted; `test_cuts` has the twin's own."""
+"""The Triton draw against its twin, which test_plain_draw.py tests; on a device or interpreted."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import kernel_settings
+from conftest import kernel_settings, sampler_inputs
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_cuts import (
+from test_plain_draw import (
     DTYPES,
     INF,
     NAN,
@@ -21,7 +21,6 @@ from test_cuts import (
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.draw_inputs import sampling_inputs
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.sampler import Sampler
 
@@ -34,8 +33,8 @@ SIZES = st.sampled_from([1, 5, 64, 200, 640, 1300])
 
 
 def kernels(lanes: int) -> Kernels:
-    """The plain ones, but for the draw."""
-    from nanovllm.kernels import draw
+    """Plain kernels, except the draw."""
+    from nanovllm.kernels.triton import draw
 
     def with_lanes(*inputs: Any) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
@@ -57,11 +56,11 @@ def kernels(lanes: int) -> Kernels:
 @example([dict(top_k=20, top_p=0.9)] * 6, 640, torch.float32, [-INF] * 9 + [1.0], 1.0, 64, 0)
 @example([dict(top_p=1e-46)] * 2, 640, torch.float32, [-3.0, 1.0], 1.0, 64, 0)
 @example([dict(top_k=1, top_p=0.9)] * 6, 5, torch.float32, [-INF, INF], 1.0, 64, 0)
-def test_kernel_draws_other_tokens_than_its_twin(
+def test_the_kernel_draws_its_twins_tokens(
     kernel_device: str, rows: list[dict[str, Any]], size: int, dtype: torch.dtype,
     distinct: list[float], spread: float, lanes: int, seed: int,
 ) -> None:  # fmt: skip
-    """With a bound from the lanes for top_k or without one, searched for where top_p needs it."""
+    """top_k with a bound from the lanes and without one, and with the search that top_p needs."""
     torch.manual_seed(seed)
     logits = some_logits(len(rows), size, dtype, distinct, spread).to(kernel_device)
     tokens, expected = tokens_of(logits, rows, seed, kernels=kernels(lanes))
@@ -70,7 +69,7 @@ def test_kernel_draws_other_tokens_than_its_twin(
 
 @kernel_settings(10)
 @given(rows=ROWS, dtype=DTYPES, num_values=st.sampled_from([0, 3, 50]), seed=st.integers(0, 2**31))
-def test_a_kernels_draw_hangs_on_its_neighbours(
+def test_a_kernels_draw_does_not_depend_on_its_neighbours(
     kernel_device: str, rows: list[dict[str, Any]], dtype: torch.dtype, num_values: int, seed: int
 ) -> None:
     """Alone or in another order, in a row of a wider matrix: the same token."""
@@ -90,7 +89,7 @@ def test_a_kernels_draw_hangs_on_its_neighbours(
 
 @pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
 @pytest.mark.parametrize("size", [5, 200])
-def test_a_row_without_an_answer_never_ends_or_breaks_another(
+def test_a_row_without_an_answer_ends_and_changes_no_other(
     kernel_device: str, values: tuple[float, ...], size: int
 ) -> None:
     rows = [dict(top_p=0.5), dict(top_k=2), dict(top_k=150, top_p=0.9), dict(min_p=0.5),
@@ -113,9 +112,9 @@ CHOICES: list[dict[str, Any]] = [
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_decides_often_in_a_large_batch(dtype: torch.dtype) -> None:
-    """Of 2,048 draws with the sizes that the engine has, flat and peaked, hardly one may differ."""
-    from nanovllm.kernels.draw import draw
+def test_rounding_decides_rarely_in_a_large_batch(dtype: torch.dtype) -> None:
+    """Of 2,048 draws at the engine's sizes, flat and peaked, almost none differs."""
+    from nanovllm.kernels.triton.draw import draw
 
     torch.manual_seed(0)
     rows = [dict(temperature=(0.5, 1.0, 2.0)[i % 3]) | CHOICES[i % 8] for i in range(256)]
@@ -128,8 +127,8 @@ def test_rounding_decides_often_in_a_large_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
-def test_narrowing_waits_for_the_device() -> None:
-    """Whatever narrows: the host may go on, which is what overlapping steps live on."""
+def test_a_draw_does_not_sync() -> None:
+    """With any filter: overlapping steps depend on it."""
     from nanovllm.kernels.table import triton_kernels
 
     sampler = Sampler()
@@ -142,7 +141,7 @@ def test_narrowing_waits_for_the_device() -> None:
     ]
     logits = torch.randn(len(seqs), 20_000, device="cuda")
     for _ in range(2):  # the first time kernels are compiled, and memory is taken
-        inputs = sampling_inputs(seqs, 20_000, logits.device)
+        inputs = sampler_inputs(seqs, 20_000, logits.device)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -14,16 +14,16 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels import plain
+from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens that take K of E experts; `favourites` of them are taken by all tokens alike.
+    """T tokens that take K of E experts; all tokens take `favourites` of them.
 
-    The first experts, as many as `below`, and the last, `above`, are elsewhere.
+    The first `below` and the last `above` experts belong to other ranks.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 def make(shape: Shape, device: str) -> Inputs:
-    """Rows, both weights, which experts the rows take in which shares, and how many there are."""
+    """Rows, both weights, the rows' experts and shares, and the number of experts."""
     torch.manual_seed(shape.seed)
     e, hidden, inside = shape.num_experts, shape.hidden, shape.inside
     here = slice(shape.below, e - shape.above)
@@ -74,7 +74,7 @@ def one_by_one(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor,
     shares: torch.Tensor, num_experts: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The definition, in float64: every token by itself, each of its experts that is here."""
+    """The definition, in float64: one token and one of its experts at a time."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     x, gate_up, down, shares = (t.cpu().double() for t in (x, gate_up, down, shares))
     for row in range(len(x)):
@@ -87,34 +87,34 @@ def one_by_one(
 
 def assert_near(out: torch.Tensor, inputs: Inputs) -> None:
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
-    error = 1e-4 if out.dtype == torch.float32 else 5e-2  # bfloat16: two roundings on the way
+    error = 1e-4 if out.dtype == torch.float32 else 5e-2  # bfloat16: two roundings
     torch.testing.assert_close(out.cpu().double(), one_by_one(*inputs), rtol=error, atol=error)
 
 
 @kernel_settings(30)
 @given(SHAPES)
 @example(Shape(1, 1, 1))
-@example(Shape(130, 2, 4, favourites=True))  # tiles of 64, several to an expert
+@example(Shape(130, 2, 4, favourites=True))  # tiles of 64, several for each expert
 @example(Shape(64, 2, 4, dtype=torch.bfloat16))
 @example(Shape(3, 8, 128, hidden=16, inside=8))
 @example(Shape(70, 4, 4, below=1, above=1))
-@example(Shape(5, 2, 8, below=7))  # most tokens have nothing here
-def test_experts_differ_from_their_definition(kernel_device: str, shape: Shape) -> None:
-    from nanovllm.kernels.experts import experts
+@example(Shape(5, 2, 8, below=7))  # most tokens have no expert of this rank
+def test_experts_equal_their_definition(kernel_device: str, shape: Shape) -> None:
+    from nanovllm.kernels.triton.experts import experts
 
     inputs = make(shape, kernel_device)
     before = [t.clone() for t in inputs[:-1]]
-    assert_near(plain.experts(*inputs), inputs)
+    assert_near(PLAIN.experts(*inputs), inputs)
     assert_near(experts(*inputs), inputs)
     assert all(map(torch.equal, before, inputs[:-1])), "inputs were changed"
 
 
 @pytest.mark.parametrize("name", ["plain", "triton"])
-def test_a_token_depends_on_its_neighbours(name: str, kernel_device: str) -> None:
-    """A row of another token, or of none, in a tile; more than the rounding of another shape."""
-    from nanovllm.kernels.experts import experts
+def test_a_token_does_not_depend_on_its_neighbours(name: str, kernel_device: str) -> None:
+    """Tiles have rows of other tokens; a row changes only by the rounding of another shape."""
+    from nanovllm.kernels.triton.experts import experts
 
-    function = plain.experts if name == "plain" else experts
+    function = PLAIN.experts if name == "plain" else experts
     x, gate_up, down, ids, shares, e = make(Shape(40, 3, 8), kernel_device)
     whole = function(x, gate_up, down, ids, shares, e)
     for rows in (slice(0, 1), slice(7, 8), slice(10, 35)):
@@ -127,11 +127,11 @@ def test_a_token_depends_on_its_neighbours(name: str, kernel_device: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["plain", "triton"])
-def test_an_expert_that_nobody_takes_is_read(name: str, kernel_device: str) -> None:
-    """The cost would not be that of the active ones; NaN shows what is touched."""
-    from nanovllm.kernels.experts import experts
+def test_an_unused_expert_is_not_read(name: str, kernel_device: str) -> None:
+    """The cost is that of the active ones; NaN shows every other read."""
+    from nanovllm.kernels.triton.experts import experts
 
-    function = plain.experts if name == "plain" else experts
+    function = PLAIN.experts if name == "plain" else experts
     x, gate_up, down, ids, shares, e = make(Shape(20, 2, 8, favourites=True), kernel_device)
     expected = function(x, gate_up, down, ids, shares, e)
     for expert in set(range(8)) - set(ids.flatten().tolist()):
@@ -141,13 +141,11 @@ def test_an_expert_that_nobody_takes_is_read(name: str, kernel_device: str) -> N
 
 @pytest.mark.parametrize("name", ["plain", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_the_experts_do_not_add_up(
-    name: str, dtype: torch.dtype, kernel_device: str
-) -> None:
-    """Those of two ranks, which hold three and five; where a token has nobody, it gets zeros."""
-    from nanovllm.kernels.experts import experts
+def test_parts_of_the_experts_add_up(name: str, dtype: torch.dtype, kernel_device: str) -> None:
+    """Parts of two ranks, with three and five experts; a token without any gets zeros."""
+    from nanovllm.kernels.triton.experts import experts
 
-    function = plain.experts if name == "plain" else experts
+    function = PLAIN.experts if name == "plain" else experts
     whole = make(Shape(33, 3, 8, dtype=dtype), kernel_device)
     x, gate_up, down, ids, shares, e = whole
     first, last = (
@@ -155,16 +153,16 @@ def test_parts_of_the_experts_do_not_add_up(
         for part in (slice(0, 3), slice(3, 8))
     )
     assert_near(first + last, whole)
-    nobody = function(x, gate_up[:2], down[:2], ids + 100, shares, e)
-    assert torch.equal(nobody, torch.zeros_like(x))
-    assert torch.equal(function(x, gate_up[:2], down[:2], ids - 100, shares, e), nobody)
+    unused = function(x, gate_up[:2], down[:2], ids + 100, shares, e)
+    assert torch.equal(unused, torch.zeros_like(x))
+    assert torch.equal(function(x, gate_up[:2], down[:2], ids - 100, shares, e), unused)
 
 
-def test_pairs_that_are_elsewhere_cost_work(
+def test_pairs_of_other_ranks_cost_no_work(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows made for them, or read: what memory held before shows both."""
-    from nanovllm.kernels.experts import experts
+    """Neither written nor read: the memory's earlier values show both."""
+    from nanovllm.kernels.triton.experts import experts
 
     inputs = make(Shape(20, 3, 8, below=3, above=2), kernel_device)
     made: list[torch.Tensor] = []
@@ -185,9 +183,9 @@ def test_pairs_that_are_elsewhere_cost_work(
         assert bool((rows[~here] == 77).all()) and not bool((rows[here] == 77).any())
 
 
-def test_tiles_are_large_for_the_few_pairs_of_an_expert(kernel_device: str) -> None:
-    """Chosen as if all pairs were those of the experts that are here."""
-    from nanovllm.kernels.experts import group
+def test_tiles_are_small_for_few_pairs_of_an_expert(kernel_device: str) -> None:
+    """Chosen by all pairs, as if they were those of this rank's experts."""
+    from nanovllm.kernels.triton.experts import group
 
     ids = make(Shape(64, 2, 32), kernel_device)[3]
     assert group(ids, 32, 32).block_m == group(ids - 4, 4, 32).block_m == 16
@@ -197,11 +195,11 @@ def test_tiles_are_large_for_the_few_pairs_of_an_expert(kernel_device: str) -> N
 @pytest.mark.parametrize("tokens", [1, 5, 64, 200])
 @pytest.mark.parametrize("favourites", [False, True])
 @pytest.mark.parametrize("elsewhere", [(0, 0), (3, 0), (2, 3)])
-def test_tiles_do_not_cover_the_pairs(
+def test_tiles_cover_all_pairs(
     tokens: int, favourites: bool, elsewhere: tuple[int, int], kernel_device: str
 ) -> None:
-    """The grid is chosen before anyone knows how the pairs fall: it must never be too small."""
-    from nanovllm.kernels.experts import group
+    """The grid is chosen before the pairs' experts are known, and must be large enough for any."""
+    from nanovllm.kernels.triton.experts import group
 
     below, above = elsewhere
     shape = Shape(tokens, 2, 7, favourites=favourites, below=below, above=above)
@@ -218,9 +216,9 @@ def test_tiles_do_not_cover_the_pairs(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("above", [0, 100])
-def test_a_graph_replays_the_experts_of_its_capture(above: int) -> None:
-    """Other rows go to other experts: what is replayed must look again."""
-    from nanovllm.kernels.experts import experts
+def test_a_graph_computes_the_experts_of_its_replay(above: int) -> None:
+    """Rows take other experts in the replay."""
+    from nanovllm.kernels.triton.experts import experts
 
     shape = Shape(16, 8, 128, 2048, 768, torch.bfloat16, above=above)
     first, other = make(shape, "cuda"), make(replace(shape, seed=1), "cuda")
@@ -233,4 +231,4 @@ def test_a_graph_replays_the_experts_of_its_capture(above: int) -> None:
     for target, source in zip(static, other[:-1], strict=True):
         target.copy_(source)
     graph.replay()
-    torch.testing.assert_close(out, plain.experts(*other), rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(out, PLAIN.experts(*other), rtol=5e-2, atol=5e-2)

@@ -17,12 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import few_rows as module
-from nanovllm.kernels import plain
-from nanovllm.kernels.common import ROOM, rows_with_room
-from nanovllm.kernels.few_rows import FewRows, few_rows_for
-from nanovllm.kernels.plain import Scaled
-from nanovllm.kernels.table import triton_kernels
+from nanovllm.kernels.plain.few_rows import Scaled, add_linear, scaled_gated, scaled_linear
+from nanovllm.kernels.table import PLAIN, triton_kernels
+from nanovllm.kernels.triton import few_rows as module
+from nanovllm.kernels.triton.common import ROOM, rows_with_room
+from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
 from nanovllm.layers import linear
 from nanovllm.models.decoder import MLP, Decoder, SparseMLP
 
@@ -32,7 +31,7 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
         reason="tiles are copied on Hopper GPUs alone",
     ),
-    # Of what stands behind the rows, interpreted; nobody reads the results.
+    # Interpreted, of memory after the rows; the results are not used.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
 
@@ -42,7 +41,7 @@ bf16 = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def four_processors() -> Iterator[None]:
-    """On a GPU too: small products fill so few with tiles of either width."""
+    """On a GPU too: small products fill four processors with tiles of both widths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "num_multiprocessors", lambda device: 4)
         yield
@@ -50,7 +49,7 @@ def four_processors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows, and the sizes of a linear layer. The input's squares come in so many parts."""
+    """Rows, the sizes of a linear layer, and the number of parts of the input's squares."""
 
     rows: int
     size_in: int
@@ -61,7 +60,7 @@ class Shape:
     seed: int = 0
 
 
-# Of four processors: tiles of all sizes, side by side and alone.
+# For four processors: tiles of all sizes, alone and two on a processor.
 SHAPES = st.builds(
     Shape,
     rows=st.sampled_from([1, 2, 15, 16, 17, 40, 64, 65, 128, 129, 256]),
@@ -79,7 +78,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def weight_of(shape: Shape, rows: int, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A matrix whose products are about as large as what it multiplies, and its bias."""
+    """A matrix that keeps the size of what it multiplies, and its bias."""
     weight = random(shape.seed + 1, rows, shape.size_in) / shape.size_in**0.5
     bias = random(shape.seed + 2, rows).to(device, bf16) if shape.bias else None
     return weight.to(device, bf16), bias
@@ -100,7 +99,7 @@ def made(*weights: torch.Tensor) -> FewRows:
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Rounded once, of sums in another order: off by a rounding, or by what the sums' terms are."""
+    """Rounded once, of sums in another order: off by one rounding, or by rounding of the terms."""
     assert out.dtype == expected.dtype and out.shape == expected.shape
     size = expected.float().abs()
     bound = 2.0**-7 * size + 2.0**-16 * (1 + size.amax(dim=-1, keepdim=True))
@@ -110,20 +109,20 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 @kernel_settings(60)
 @given(SHAPES)
 @example(Shape(128, 1024, 256, bias=True, parts=40))
-def test_normed_rows_differ_from_the_twin(kernel_device: str, shape: Shape) -> None:
+def test_normed_rows_equal_their_twin(kernel_device: str, shape: Shape) -> None:
     x = scaled_of(shape, kernel_device)
     weight, bias = weight_of(shape, shape.size_out, kernel_device)
-    expected = plain.scaled_linear(x, weight, bias)
+    expected = scaled_linear(x, weight, bias)
     assert_close(made(weight).linear(x, weight, bias), expected)
 
 
 @kernel_settings(60)
 @given(SHAPES)
 @example(Shape(128, 1024, 256, bias=True, parts=40))
-def test_gated_rows_differ_from_the_twin(kernel_device: str, shape: Shape) -> None:
+def test_gated_rows_equal_their_twin(kernel_device: str, shape: Shape) -> None:
     x = scaled_of(shape, kernel_device)
     weight, bias = weight_of(shape, 2 * shape.size_out, kernel_device)
-    expected = plain.scaled_gated(x, weight, bias)
+    expected = scaled_gated(x, weight, bias)
     assert_close(made(weight).gated(x, weight, bias), expected)
 
 
@@ -131,13 +130,13 @@ def test_gated_rows_differ_from_the_twin(kernel_device: str, shape: Shape) -> No
 @given(SHAPES)
 @example(Shape(1, 1024, 64, bias=True))
 @example(Shape(128, 1024, 256))
-def test_sums_differ_from_the_twin(kernel_device: str, shape: Shape) -> None:
+def test_sums_equal_their_twin(kernel_device: str, shape: Shape) -> None:
     x = random(shape.seed, shape.rows, shape.size_in).to(kernel_device, bf16)
     residual = (random(shape.seed + 4, shape.rows, shape.size_out) * shape.scale).to(x)
     norm = (random(shape.seed + 3, shape.size_out) + 2).to(x)
     weight, bias = weight_of(shape, shape.size_out, kernel_device)
     before = residual.clone()
-    expected, _ = plain.add_linear(x, weight, bias, residual, norm, EPS)
+    expected, _ = add_linear(x, weight, bias, residual, norm, EPS)
     total, scaled = made(weight).add(x, weight, bias, residual, norm, EPS)
     assert_close(total, expected)
     assert torch.equal(scaled.product, total * norm) and scaled.eps == EPS
@@ -147,8 +146,8 @@ def test_sums_differ_from_the_twin(kernel_device: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(("rows", "whole"), [(1, 128), (17, 128), (65, 128), (129, 256)])
-def test_what_stands_behind_the_rows_is_seen(kernel_device: str, rows: int, whole: int) -> None:
-    """Tiles are read whole where there is memory; without it, as far as there are rows."""
+def test_memory_after_the_rows_changes_nothing(kernel_device: str, rows: int, whole: int) -> None:
+    """Tiles are read whole if memory follows the rows; else up to the last row."""
     shape = Shape(rows, 256, 64)
     x, (weight, _) = scaled_of(shape, kernel_device), weight_of(shape, 64, kernel_device)
     roomy = rows_with_room(rows, 256, x.product)
@@ -161,7 +160,7 @@ def test_what_stands_behind_the_rows_is_seen(kernel_device: str, rows: int, whol
     assert torch.equal(out, few.linear(x, weight)) and bool(out.isfinite().all())
 
 
-def test_the_factor_is_not_that_of_the_norm(kernel_device: str) -> None:
+def test_the_factor_is_that_of_the_norm(kernel_device: str) -> None:
     shape = Shape(5, 256, 64, scale=30.0)
     x = (random(0, 5, 256) * 30).to(kernel_device, bf16)
     norm = (random(3, 256) + 2).to(x)
@@ -169,7 +168,7 @@ def test_the_factor_is_not_that_of_the_norm(kernel_device: str) -> None:
     scaled = Scaled(x * norm, squares, EPS)
     weight, _ = weight_of(shape, 64, kernel_device)
     out = made(weight).linear(scaled, weight)
-    expected = plain.rms_norm(x.float(), norm.float(), EPS) @ weight.float().T
+    expected = PLAIN.rms_norm(x.float(), norm.float(), EPS) @ weight.float().T
     assert float((out.float() - expected).abs().max() / expected.abs().max()) < 2.0**-7
 
 
@@ -183,14 +182,16 @@ def test_the_factor_is_not_that_of_the_norm(kernel_device: str) -> None:
     ],
     ids=["float16", "float32", "a size of 72", "packed"],
 )
-def test_what_it_cannot_do_is_tried(kernel_device: str, weights: list[torch.Tensor | None]) -> None:
+def test_layers_that_it_cannot_compute_are_refused(
+    kernel_device: str, weights: list[torch.Tensor | None]
+) -> None:
     weights = [None if weight is None else weight.to(kernel_device) for weight in weights]
     assert few_rows_for(weights) is None
     assert few_rows_for([torch.zeros(64, 64, dtype=bf16, device=kernel_device)]) is not None
 
 
-def test_all_tiles_are_tried() -> None:
-    """By the shapes above, lest they test one way alone."""
+def test_every_kind_of_tile_is_tested() -> None:
+    """The shapes above test both kinds of tiles."""
     sizes = [(t, k, n) for t in (1, 17, 64, 256) for k in (16, 1024) for n in (16, 96, 256, 512)]
     made = [module._tiles(*size, gated, 4) for size in sizes for gated in (False, True)]
     assert {tiles.rows for tiles in made} == {16, 32, 64, 128}
@@ -200,15 +201,15 @@ def test_all_tiles_are_tried() -> None:
 
 
 @pytest.mark.parametrize(("size", "most"), [(2048, 256), (65536, 128), (131072, 64)])
-def test_large_layers_leave_more_rows_to_others(
+def test_large_layers_take_fewer_rows(
     size: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "can_copy_tiles", lambda _: True)
     assert few_rows_for([torch.zeros(1024, size, dtype=bf16, device="meta")]) == FewRows(most)
 
 
-def test_tiles_take_turns(kernel_device: str) -> None:
-    """Two of gate and up on each of four processors do not."""
+def test_all_tiles_run_at_once(kernel_device: str) -> None:
+    """Except for two of gate and up on each of four processors."""
     sizes = (2 * 64 * 8, 2 * 64 * 8 + 16)
     found = [
         few_rows_for([torch.zeros(size, 64, dtype=bf16, device=kernel_device)]) for size in sizes
@@ -217,12 +218,12 @@ def test_tiles_take_turns(kernel_device: str) -> None:
 
 
 PROMPTS = [[3, 14, 15, 92, 65, 35], [89, 79, 32], list(range(100, 170))]
-# The token is given, so that all compute the same; what is said of it is said before.
+# The token is fixed, so that all compute the same; its logprobs come from before the choice.
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=0, allowed_token_ids=[7])
 
 
-def told(path: Path, device: str, **options: Any) -> list[float]:
-    """What an engine says of the tokens that it decodes."""
+def reported(path: Path, device: str, **options: Any) -> list[float]:
+    """The logprobs that an engine reports for the tokens that it decodes."""
     with LLM(path, device=device, max_model_len=128, num_kvcache_blocks=40, **options) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [entry[0]["logprob"] for out in outputs for entry in out["logprobs"][1:]]
@@ -232,16 +233,16 @@ BIASES = dict(attention_bias=True, mlp_bias=True)
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("Qwen3", {}), ("Llama", BIASES), ("Qwen2", {})])
-def test_a_model_computes_something_else(
+def test_a_model_computes_the_same(
     family: str,
     overrides: dict[str, Any],
     tmp_path: Path,
     kernel_device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Next to float32, whose rounding is far below that of bfloat16."""
+    """Compared with float32, whose rounding is far below bfloat16's."""
     path = make_model(tmp_path, family=family, **overrides)
-    exact = told(path, kernel_device, dtype="float32", attention_backend="torch")
+    exact = reported(path, kernel_device, dtype="float32", attention_backend="torch")
     options: dict[str, Any] = dict(dtype="bfloat16", attention_backend="triton")
     monkeypatch.setattr(linear, "can_pack", lambda _: False)  # as on a GPU
     calls: list[int] = []
@@ -257,18 +258,18 @@ def test_a_model_computes_something_else(
         return roomy
 
     monkeypatch.setattr(module, "_with_room", note)
-    few = told(path, kernel_device, **options)
-    assert max(calls) > 1 and all(whole), "tiles reach over the end of memory"
+    few = reported(path, kernel_device, **options)
+    assert max(calls) > 1 and all(whole), "tiles extend over the end of memory"
     calls.clear()
-    ordinary = told(path, kernel_device, enforce_eager=True, **options)
+    ordinary = reported(path, kernel_device, enforce_eager=True, **options)
     assert max(calls, default=0) <= 1, "not the probe alone"
     assert 0 < math.dist(few, exact) < 1.3 * math.dist(ordinary, exact)
 
 
-def test_a_step_that_is_no_such_step_goes_that_way(
+def test_only_decode_steps_of_few_rows_take_these_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, and three rows where two are few."""
+    """Not prompts, nor three rows where at most two count as few."""
     sizes: list[int] = []
 
     def forward_few(self: Decoder, few_rows: FewRows, x: torch.Tensor, rope: Any) -> torch.Tensor:
@@ -277,7 +278,7 @@ def test_a_step_that_is_no_such_step_goes_that_way(
 
     monkeypatch.setattr(Decoder, "_forward_few", forward_few)
     with LLM(make_model(tmp_path), device="cpu", overlap=False, num_kvcache_blocks=10) as llm:
-        llm._runner.model.model.few_rows = FewRows(2)
+        llm.model_runner.shard.model.model.few_rows = FewRows(2)
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 2, 2)]
         llm.generate([[5], [6], [7]], params, use_tqdm=False)
         llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -285,8 +286,10 @@ def test_a_step_that_is_no_such_step_goes_that_way(
 
 
 @pytest.mark.parametrize("why", ["two ranks", "experts"])
-def test_a_model_that_it_cannot_compute_goes_that_way(why: str, kernel_device: str) -> None:
-    """Two ranks, each of which has a part of a sum; experts, whose weights are others."""
+def test_models_that_it_cannot_compute_do_not_take_these_kernels(
+    why: str, kernel_device: str
+) -> None:
+    """Two ranks, each with a part of a sum; experts, with other weights."""
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
 
     def decoder(why: str) -> Any:

@@ -1,6 +1,6 @@
-"""Norm, activation and norm_rope_store as kernels, against their twins in `plain`.
+"""Norm, activation and norm_rope_store of the Triton and CPU rooms, against their twins.
 
-Triton's on a device, or interpreted where there is none; and those that are compiled for the CPU.
+Triton's kernels run on a device, or interpreted where there is none.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from conftest import kernel_settings
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels import plain
-from nanovllm.kernels.table import Kernels, compiled_kernels, triton_kernels
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # what NumPy says
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,7 +26,7 @@ FLOAT32_SLACK = 2.0**-20  # sums in another order, fused multiply-adds, another 
 
 @dataclass(frozen=True)
 class Implementation:
-    """Kernels, where their tensors stand, and the types that they have."""
+    """Kernels, the device of their tensors, and their types."""
 
     kernels: Kernels
     device: str
@@ -40,7 +40,7 @@ def on_triton(kernel_device: str) -> Implementation:
 
 @pytest.fixture(scope="session")
 def compiled(compiler: None) -> Implementation:
-    return Implementation(compiled_kernels(), "cpu", DTYPES[:2])
+    return Implementation(cpu_kernels(), "cpu", DTYPES[:2])
 
 
 @pytest.fixture(scope="session", params=["on_triton", "compiled"])
@@ -52,7 +52,7 @@ def tested(request: pytest.FixtureRequest) -> Implementation:
 def assert_rounded_alike(
     out: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | float = 0.0
 ) -> None:
-    """Computed in float32 both, and rounded once: to neighbours at most, and that rarely.
+    """Both computed in float32 and rounded once: rarely to neighbouring numbers, never further.
 
     Float32's last bits move a value over the boundary between two numbers of 16 bits about once in
     a thousand times; a rounding too many, or too few, does it in every fourth. `slack` is for
@@ -72,7 +72,7 @@ def assert_rounded_alike(
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one size; with a stride that is larger they are a view into wider ones."""
+    """Rows of one size; with `strided`, a view into wider ones."""
 
     rows: int
     size: int
@@ -82,7 +82,7 @@ class Rows:
     seed: int = 0
 
     def make(self, device: str, part: int = 0) -> torch.Tensor:
-        """Random rows, the first one zeros; `part` tells inputs of one call apart."""
+        """Random rows, the first one zeros; `part` makes a call's inputs differ."""
         torch.manual_seed(self.seed + part)
         wide = torch.randn(self.rows, self.size + (3 + part if self.strided else 0)) * self.scale
         wide[0] = 0
@@ -111,9 +111,9 @@ def assert_norms_as_its_twin(shape: Rows, tested: Implementation) -> None:
     x, residual = shape.make(device), shape.make(device, part=1)
     weight = make_weight(shape.size, shape.dtype, device)
     before = [t.clone() for t in (x, residual, weight)]
-    assert_rounded_alike(kernels.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
+    assert_rounded_alike(kernels.rms_norm(x, weight, EPS), PLAIN.rms_norm(x, weight, EPS))
     normed, total = kernels.add_rms_norm(x, residual, weight, EPS)
-    expected, expected_total = plain.add_rms_norm(x, residual, weight, EPS)
+    expected, expected_total = PLAIN.add_rms_norm(x, residual, weight, EPS)
     assert total.is_contiguous() and torch.equal(total, expected_total), "the sum is exact"
     assert_rounded_alike(normed, expected)
     assert all(map(torch.equal, before, (x, residual, weight))), "inputs were changed"
@@ -123,12 +123,12 @@ def assert_norms_as_its_twin(shape: Rows, tested: Implementation) -> None:
 @given(ROWS)
 @example(Rows(1, 1))
 @example(Rows(40, 3072, torch.float16, strided=True))
-def test_norm_differs_from_its_twin(tested: Implementation, shape: Rows) -> None:
+def test_norm_equals_its_twin(tested: Implementation, shape: Rows) -> None:
     assume(shape.dtype in tested.dtypes)
     assert_norms_as_its_twin(shape, tested)
 
 
-def test_norm_squares_in_16_bits(on_triton: Implementation) -> None:
+def test_norm_squares_in_float32(on_triton: Implementation) -> None:
     """65,504 is float16's largest: the square of 300 is more."""
     x = torch.full((2, 80), 300.0, dtype=torch.float16, device=on_triton.device)
     ones = torch.ones_like(x)
@@ -140,7 +140,7 @@ def test_norm_squares_in_16_bits(on_triton: Implementation) -> None:
 def assert_activates_as_its_twin(shape: Rows, tested: Implementation) -> None:
     x = shape.make(tested.device)
     before = x.clone()
-    out, expected = tested.kernels.silu_and_mul(x), plain.silu_and_mul(x)
+    out, expected = tested.kernels.silu_and_mul(x), PLAIN.silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     # `silu(gate)` is rounded to the type before the product, and may have gone to its neighbour;
     # where it is a subnormal number, neighbours are far apart for their size. A GPU takes exp(g) by
@@ -156,12 +156,12 @@ def assert_activates_as_its_twin(shape: Rows, tested: Implementation) -> None:
 @given(ROWS.filter(lambda shape: shape.size % 2 == 0))
 @example(Rows(1, 2))
 @example(Rows(40, 2 * 3072, torch.float16, strided=True))
-def test_activation_differs_from_its_twin(tested: Implementation, shape: Rows) -> None:
+def test_activation_equals_its_twin(tested: Implementation, shape: Rows) -> None:
     assume(shape.dtype in tested.dtypes)
     assert_activates_as_its_twin(shape, tested)
 
 
-def test_activation_of_a_huge_gate_is_no_number(tested: Implementation) -> None:
+def test_activation_of_a_huge_gate_is_finite(tested: Implementation) -> None:
     """exp(300) is infinite in float32; at -300, silu must be 0 and not inf / inf."""
     for dtype in tested.dtypes:
         gate = torch.tensor([[-300.0, 300.0, -88.8, 0.0]], dtype=dtype, device=tested.device)
@@ -209,7 +209,7 @@ HEADS = st.builds(
 def assert_norms_rotates_and_stores_as_its_twin(
     shape: Heads, tested: Implementation, cached: bool = True
 ) -> None:
-    """All of the caches' memory is compared, and a block at either end that is no part of them."""
+    """Compares all of the caches' memory, and a block before and after them."""
     device = tested.device
     tokens, num_kv, head_dim = len(shape.has_slot), shape.kv_heads, shape.head_dim
     num_q = num_kv * shape.group
@@ -233,19 +233,19 @@ def assert_norms_rotates_and_stores_as_its_twin(
         slots = torch.randperm(blocks * shape.block_size)[:tokens]
         slots[~torch.tensor(shape.has_slot)] = -1
     slots = slots.to(device)
-    # Without a cache its tensors have no elements.
+    # Without a cache, its tensors have no elements.
     inputs = (qkv, cos, sin, *norms, slots)
     before, expected_caches = [t.clone() for t in inputs], caches.clone()
 
     def call(function: object, caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k_cache, v_cache = caches[:, 1:-1]
-        return function(qkv, num_kv, rope, weights, EPS, k_cache, v_cache, slots)  # type: ignore
+        return function(qkv, num_kv, rope, weights, EPS, KVLayer(k_cache, v_cache, 1.0), slots)  # type: ignore
 
     with pytest.MonkeyPatch.context() as patch:
         if shape.many and tested.kernels.name == "Triton":
-            patch.setattr("nanovllm.kernels.norm_rope_store.FEW_TOKENS", 0)
+            patch.setattr("nanovllm.kernels.triton.norm_rope_store.FEW_TOKENS", 0)
         q, k, v = call(tested.kernels.norm_rope_store, caches)
-    twins = call(plain.norm_rope_store, expected_caches)
+    twins = call(PLAIN.norm_rope_store, expected_caches)
 
     # Rounding of a pair's norms, then of their products; sums that cancel leave it as it was.
     eps = torch.finfo(shape.dtype).eps if shape.norm else FLOAT32_SLACK
@@ -260,7 +260,7 @@ def assert_norms_rotates_and_stores_as_its_twin(
         rows = expected_caches[:, 1:-1].flatten(1, 2)
         kept = slots >= 0
         assert torch.equal(rows[1][slots[kept]], v[kept]), "the twin itself stores no values"
-        rows[0][slots[kept]] = k[kept]  # what attention is given, and what the cache is, are one
+        rows[0][slots[kept]] = k[kept]  # attention and the cache get the same keys
     assert torch.equal(caches[0], expected_caches[0]), "stored keys differ"
     assert torch.equal(caches[1], expected_caches[1]), "stored values differ"
     assert all(map(torch.equal, before, inputs)), "inputs were changed"
@@ -274,15 +274,15 @@ def assert_norms_rotates_and_stores_as_its_twin(
 @example(Heads([True] * 3, 2, 2, 80, rotated=0.25, dtype=torch.float32), True)
 @example(Heads([False] * 5, 4, 7, 128, dtype=torch.float16, strided=True), True)
 @example(Heads([True, False] * 20, 1, 32, 256, dtype=torch.float32, many=True), True)
-def test_norm_rope_store_differs_from_its_twin(
+def test_norm_rope_store_equals_its_twin(
     tested: Implementation, shape: Heads, cached: bool
 ) -> None:
     assume(shape.dtype in tested.dtypes)
     assert_norms_rotates_and_stores_as_its_twin(shape, tested, cached)
 
 
-def test_norm_of_heads_squares_in_16_bits(on_triton: Implementation) -> None:
-    """Unturned, a head of equal numbers becomes ones, and zeros stay zeros."""
+def test_norm_of_heads_squares_in_float32(on_triton: Implementation) -> None:
+    """Without rotation, a head of equal numbers becomes ones, and zeros stay zeros."""
     device = on_triton.device
     qkv = torch.full((2, 3, 80), 300.0, dtype=torch.float16, device=device)
     qkv[1] = 0
@@ -291,7 +291,7 @@ def test_norm_of_heads_squares_in_16_bits(on_triton: Implementation) -> None:
     cache = qkv.new_zeros(1, 16, 1, 80)
     slots = torch.tensor([3, 4], device=device)
     q, k, _ = on_triton.kernels.norm_rope_store(
-        qkv, 1, (ones, zeros), (weight, weight), EPS, cache, cache.clone(), slots
+        qkv, 1, (ones, zeros), (weight, weight), EPS, KVLayer(cache, cache.clone(), 1.0), slots
     )
     for out in (q, k, cache[0, 3:5]):
         assert torch.equal(out[:, 0], torch.stack([weight, torch.zeros_like(weight)]))
@@ -304,17 +304,15 @@ MODELS = {"Qwen3-0.6B": (1024, 3072, 8, 2), "Qwen3-8B": (4096, 12288, 8, 4)}
 @pytest.mark.cuda
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [1, 64, 256, 16384])
-def test_kernels_differ_from_their_twins_in_a_model(
+def test_kernels_equal_their_twins_in_a_model(
     tokens: int, model: str, on_triton: Implementation
 ) -> None:
     assert_as_their_twins_in_a_model(tokens, model, on_triton)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300])
-def test_compiled_kernels_differ_from_their_twins_in_a_model(
-    tokens: int, compiled: Implementation
-) -> None:
-    """On two threads, among which the larger of these are shared out."""
+def test_cpu_kernels_equal_their_twins_in_a_model(tokens: int, compiled: Implementation) -> None:
+    """On two threads, which share the larger of these."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.ranking import most_likely
+from nanovllm.kernels.plain.ranking import most_likely
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     distinct=st.integers(1, 50), seed=st.integers(0, 10**6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_a_likely_token_is_missed(
+def test_the_most_likely_tokens_are_found(
     size: int, number: int, distinct: int, seed: int, dtype: torch.dtype
 ) -> None:
-    """Few distinct values: of many equal tokens the first must come, from whichever block.
+    """With few distinct values: of many equal tokens the first ones are found, in any block.
 
-    Zeros of both signs are equal, infinities have their places.
+    Zeros of both signs are equal, and infinities are ordered.
     """
     rng = np.random.default_rng(seed)
     few = [*rng.normal(size=distinct), -np.inf, np.inf, 0.0, -0.0, 1e-30, -1e-30]

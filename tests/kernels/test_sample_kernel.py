@@ -1,4 +1,4 @@
-"""The Triton sampler against its twin `plain.sample`: on a device, or interpreted without one."""
+"""The Triton sampler against its twin: on a device, or interpreted without one."""
 
 from dataclasses import dataclass, replace
 
@@ -8,29 +8,31 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels import plain
+from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
+from nanovllm.kernels.plain.sample import first_max
+from nanovllm.kernels.table import PLAIN
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from nanovllm.kernels.sample import _log_exponential  # noqa: E402
+from nanovllm.kernels.triton.noise import log_exponential as triton_log_exponential  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 LARGEST, SMALLEST = 2**63 - 1, -(2**63)
-TIE = 1e-4  # the hash is one; logarithms and the scores' sums differ in their last bits
+TIE = 1e-4  # hashes are equal; logarithms and sums of scores differ in their last bits
 
 
 @dataclass(frozen=True)
 class Step:
-    """A batch with greedy and temperature rows, and how the kernel cuts the vocabulary up."""
+    """A batch with greedy and temperature rows, and how the kernel divides the vocabulary."""
 
     temperatures: list[float]
     vocab_size: int
     dtype: torch.dtype = torch.float32
-    num_values: int = 0  # how many different logits there are; 0 for any
+    num_values: int = 0  # number of different logits; 0 for any
     strided: bool = False
     block: int = 64
     programs: int = 16
@@ -49,7 +51,7 @@ class Step:
         return logits, torch.tensor(self.temperatures, device=device), keys.to(device)
 
     def draw(self, *inputs: torch.Tensor | None) -> torch.Tensor:
-        from nanovllm.kernels import sample
+        from nanovllm.kernels.triton import sample
 
         logits = inputs[0]
         assert logits is not None
@@ -68,13 +70,13 @@ class Step:
 def assert_draws_as_its_twin(
     tokens: torch.Tensor, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
 ) -> int:
-    """Greedy rows are equal; in others a token may lose to the twin's by TIE. How many do?"""
-    twin = plain.sample(logits, temperatures, keys)
+    """Greedy rows are equal; in others a token may lose to the twin's by TIE: returns how many."""
+    twin = PLAIN.sample(logits, temperatures, keys)
     differ = (tokens != twin).nonzero()[:, 0]
     assert bool((temperatures[differ] > 0).all()), "a greedy row is not its first maximum"
     if len(differ):
         ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-        times = plain.log_exponential(keys[differ], ids.mul_(plain.GOLDEN))
+        times = log_exponential(keys[differ], ids.mul_(GOLDEN))
         scores = logits[differ].float() - temperatures[differ, None] * times
         lost = scores.gather(1, twin[differ, None]) - scores.gather(1, tokens[differ, None])
         bound = TIE * temperatures[differ, None].clamp(min=1)
@@ -82,7 +84,7 @@ def assert_draws_as_its_twin(
     return len(differ)
 
 
-# Vocabularies, with blocks that cut them into several, but for the smallest.
+# Vocabularies, and block sizes that divide all but the smallest into several.
 SIZES = [(1, 16), (5, 16), (63, 16), (64, 16), (257, 64), (1000, 256), (1000, 2048), (4097, 1024)]
 STEPS = st.builds(
     lambda size, **options: Step(vocab_size=size[0], block=size[1], **options),
@@ -100,8 +102,8 @@ STEPS = st.builds(
 
 @pytest.mark.parametrize("programs", [1, 100, 1000])
 @pytest.mark.parametrize("vocab_size", [47, 48, 49])
-def test_a_token_is_in_no_piece(kernel_device: str, vocab_size: int, programs: int) -> None:
-    """Each row has another best token; they are cut into one piece, two and three."""
+def test_every_token_is_in_a_piece(kernel_device: str, vocab_size: int, programs: int) -> None:
+    """Each row has another best token; rows are one piece, two or three."""
     step = Step([1.0] * vocab_size, vocab_size, block=16, programs=programs)
     _, *others = step.inputs(kernel_device)
     logits = torch.eye(vocab_size, device=kernel_device) * 1000
@@ -114,20 +116,20 @@ def test_a_token_is_in_no_piece(kernel_device: str, vocab_size: int, programs: i
 @example(Step([0.0], 1))
 @example(Step([1.0], 1, strided=True))
 @example(Step([0.0, 1.0, 0.0, 0.5, 2.0, 0.0], 4097, torch.bfloat16, 3, True, 256, 60))
-def test_kernel_draws_other_tokens_than_its_twin(kernel_device: str, step: Step) -> None:
+def test_the_kernel_draws_its_twins_tokens(kernel_device: str, step: Step) -> None:
     inputs = step.inputs(kernel_device)
     tokens = step.draw(*inputs)
     assert assert_draws_as_its_twin(tokens, *inputs) <= len(tokens) // 4
     for greedy in ((inputs[0], None, None), (inputs[0], None, inputs[2])):
-        assert torch.equal(step.draw(*greedy), plain.first_max(inputs[0]))
+        assert torch.equal(step.draw(*greedy), first_max(inputs[0]))
 
 
 @kernel_settings(20)
 @given(STEPS, st.sampled_from([64, 512]), st.sampled_from([1, 5, 512]))
-def test_draw_depends_on_neighbours_or_on_how_work_is_cut(
+def test_a_draw_does_not_depend_on_neighbours_or_pieces(
     kernel_device: str, step: Step, block: int, programs: int
 ) -> None:
-    """A request must draw the same in any company: its scores are computed the same way."""
+    """A request draws the same in any batch: its scores are computed in the same way."""
     logits, temperatures, keys = step.inputs(kernel_device)
     together = step.draw(logits, temperatures, keys)
     otherwise = replace(step, block=block, programs=programs)
@@ -140,7 +142,7 @@ def test_draw_depends_on_neighbours_or_on_how_work_is_cut(
         assert torch.equal(token, together[alone])
 
 
-def test_ties_go_to_a_later_token(kernel_device: str) -> None:
+def test_ties_go_to_the_first_token(kernel_device: str) -> None:
     """By hand: maxima within a block, in two blocks of a program, and in two programs' pieces."""
     step = Step([0.0] * 5, 64, torch.bfloat16, block=16, programs=10)  # two pieces of 32 tokens
     logits = torch.zeros(5, 64, dtype=torch.bfloat16, device=kernel_device)
@@ -151,15 +153,15 @@ def test_ties_go_to_a_later_token(kernel_device: str) -> None:
     zeros = torch.zeros(5, device=kernel_device)
     for inputs in ((logits, None, None), (logits, zeros, zeros.long())):
         assert step.draw(*inputs).tolist() == firsts
-    # What float32 tells apart, a sum in bfloat16 would not.
+    # Distinct in float32, equal in bfloat16.
     logits[:, 62] = 7.0 + 2**-5
     assert step.draw(logits, None, None).tolist() == [62] * 5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_vocabulary_of_a_large_model(kernel_device: str, dtype: torch.dtype) -> None:
-    """With the sizes that the engine cuts it into; 151936 is Qwen3's."""
-    from nanovllm.kernels import sample
+    """In pieces of the engine's sizes; 151936 is Qwen3's."""
+    from nanovllm.kernels.triton import sample
 
     temperatures = [0.0, 1.0, 0.6]
     for vocab_size in (151936, 128256 + 1):
@@ -174,17 +176,17 @@ def test_vocabulary_of_a_large_model(kernel_device: str, dtype: torch.dtype) -> 
 def _times_kernel(keys_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     n = tl.arange(0, N)
-    tl.store(out_ptr + row * N + n, _log_exponential(tl.load(keys_ptr + row), n))
+    tl.store(out_ptr + row * N + n, triton_log_exponential(tl.load(keys_ptr + row), n))
 
 
-def test_times_differ_from_their_definition(kernel_device: str) -> None:
-    """Of all tokens, the winners and the others: a draw shows but the first two of a row."""
+def test_arrival_times_equal_their_definition(kernel_device: str) -> None:
+    """Of all tokens; a draw depends only on the first two of a row."""
     _, _, keys = Step([1.0] * 20, 1).inputs(kernel_device)
     out = torch.empty(len(keys), 4096, device=kernel_device)
     _times_kernel[(len(keys),)](keys, out, N=4096)
-    ids = torch.arange(4096, dtype=torch.int32, device=kernel_device).mul_(plain.GOLDEN)
-    expected = plain.log_exponential(keys, ids)
-    small = expected < 1.0  # large times, where 1 - u has few bits, win nothing
+    ids = torch.arange(4096, dtype=torch.int32, device=kernel_device).mul_(GOLDEN)
+    expected = log_exponential(keys, ids)
+    small = expected < 1.0  # large times, where 1 - u has few bits, never win
     assert bool(small.any(dim=1).all()) and float(expected.min()) < -9
     torch.testing.assert_close(out[small], expected[small], rtol=0, atol=TIE / 10)
 
@@ -193,9 +195,7 @@ TEMPERATURES = [0.0, 0.6, 1.0, 1e4]
 
 
 @pytest.mark.parametrize(("vocab_size", "programs"), [(5, 1000), (70, 4), (70, 1000)])
-def test_infinite_logits_do_not_win_or_lose(
-    kernel_device: str, vocab_size: int, programs: int
-) -> None:
+def test_infinite_logits_win_or_lose(kernel_device: str, vocab_size: int, programs: int) -> None:
     """Temperature times a logarithm is finite, so it decides nothing here."""
     step = Step(TEMPERATURES, vocab_size, block=16, programs=programs)
     logits, *others = step.inputs(kernel_device)
@@ -215,10 +215,10 @@ def test_infinite_logits_do_not_win_or_lose(
 
 @pytest.mark.parametrize(("vocab_size", "programs"), [(1, 1000), (5, 1000), (70, 4), (70, 1000)])
 @pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
-def test_rows_without_an_answer_give_an_id_outside_the_vocabulary(
+def test_rows_without_an_answer_give_an_id_of_the_vocabulary(
     kernel_device: str, values: tuple[float, ...], programs: int, vocab_size: int
 ) -> None:
-    """`draw` asserts the range. Rows beside them are as they were."""
+    """`draw` asserts the range. Other rows are unchanged."""
     step = Step(TEMPERATURES * 2, vocab_size, block=16, programs=programs)
     logits, temperatures, keys = step.inputs(kernel_device)
     expected = step.draw(logits, temperatures, keys)
@@ -232,11 +232,11 @@ def test_rows_without_an_answer_give_an_id_outside_the_vocabulary(
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocab_size"), [(256, 151936), (64, 262144)])
-def test_kernel_draws_other_tokens_than_its_twin_in_a_large_batch(
+def test_the_kernel_draws_its_twins_tokens_in_a_large_batch(
     rows: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
-    """The first two are within 1e-5 of each other, and may change places, once in 1e5 draws."""
-    from nanovllm.kernels import sample
+    """The first two are within 1e-5 of each other, and may swap, once in 1e5 draws."""
+    from nanovllm.kernels.triton import sample
 
     differ = greedy = 0
     for seed in range(1000 // rows + 4):
@@ -248,5 +248,5 @@ def test_kernel_draws_other_tokens_than_its_twin_in_a_large_batch(
         tokens = step.draw(*inputs)
         differ += assert_draws_as_its_twin(tokens, *inputs)
         greedy += len(tokens)
-        assert torch.equal(step.draw(inputs[0], None, None), plain.first_max(inputs[0]))
+        assert torch.equal(step.draw(inputs[0], None, None), first_max(inputs[0]))
     assert differ <= greedy / 1000

@@ -8,7 +8,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.paged_attention import store_kvcache_torch
+from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +31,7 @@ class Shape:
     def inputs(self, device: str) -> Inputs:
         """Key, value, both caches full of other numbers, and slots in random order.
 
-        A block at either end is no part of the caches: what is written beyond them shows.
+        A block before and after the caches shows writes outside of them.
         """
         torch.manual_seed(self.seed)
         tokens, heads, head_dim = len(self.has_slot), self.heads, self.head_dim
@@ -62,14 +62,14 @@ SHAPES = st.builds(
 
 
 def assert_stores_as_its_twin(inputs: Inputs) -> None:
-    """All of the memory is compared: what is in no slot stays what it was."""
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    """Compares all of the memory: slots that are not named are unchanged."""
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     key, value, caches, slots = inputs
     expected = caches.clone()
     before = [x.clone() for x in (key, value, slots)]
     store_kvcache(key, value, *caches[:, 1:-1], slots)
-    store_kvcache_torch(key, value, *expected[:, 1:-1], slots)
+    PLAIN.store_kvcache(key, value, *expected[:, 1:-1], slots)
     assert torch.equal(caches[0], expected[0]), "keys differ"
     assert torch.equal(caches[1], expected[1]), "values differ"
     assert all(map(torch.equal, before, (key, value, slots))), "inputs were changed"
@@ -82,7 +82,7 @@ def assert_stores_as_its_twin(inputs: Inputs) -> None:
 @example(Shape([False] * 5, 3, 128))
 @example(Shape([True] * 7, 1, 80, dtype=torch.float32, strided=True))
 @example(Shape([True, False] * 20, 16, 256, dtype=torch.float16))
-def test_kernel_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
+def test_the_kernel_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_stores_as_its_twin(shape.inputs(kernel_device))
 
 
@@ -90,20 +90,20 @@ def test_kernel_differs_from_its_twin(kernel_device: str, shape: Shape) -> None:
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [512, 16384])
-def test_kernel_differs_from_its_twin_in_a_large_step(
+def test_the_kernel_equals_its_twin_in_a_large_step(
     tokens: int, dtype: torch.dtype, strided: bool
 ) -> None:
     shape = Shape([i % 5 != 3 for i in range(tokens)], 8, 128, 256, dtype, strided)
     assert_stores_as_its_twin(shape.inputs("cuda"))
 
 
-def test_slots_beyond_32_bits_wrap_around(
+def test_slots_beyond_32_bits_do_not_wrap_around(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One byte an element, of which few are touched: gigabytes of addresses, not of memory."""
+    """With one byte for each element, few of them touched: gigabytes of addresses, not memory."""
     from triton.runtime.interpreter import GridExecutor
 
-    from nanovllm.kernels.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     # The interpreter copies arguments back to the device; on the CPU they never left it, and the
     # copy would touch every page.
@@ -112,7 +112,7 @@ def test_slots_beyond_32_bits_wrap_around(
     num_slots = 2**31 // (heads * head_dim) + 16
     num_bytes = num_slots * heads * head_dim
     assert num_bytes > 2**31
-    # What wraps around lands in front of the cache, not in memory that belongs to nobody.
+    # A write that wraps around is before the cache, in memory of this test.
     memory = torch.empty(2**31 + num_bytes, dtype=torch.uint8, device=kernel_device)
     cache = memory[2**31 :].view(-1, 16, heads, head_dim)
     slots = torch.tensor([0, num_slots - 1, -1, num_slots - 17, num_slots - 16, 3])
@@ -121,7 +121,7 @@ def test_slots_beyond_32_bits_wrap_around(
     rows = cache.flatten(0, 1)
     around = [1, 2, 4, num_slots - 18, num_slots - 15, num_slots - 2]
     rows[around] = 0
-    # Keys and values go to one cache, which need not exist twice.
+    # Keys and values go to one cache, to save memory.
     store_kvcache(key, key, cache, cache, slots)
     kept = slots >= 0
     assert torch.equal(rows[slots[kept]], key[kept])
@@ -129,8 +129,8 @@ def test_slots_beyond_32_bits_wrap_around(
 
 
 @pytest.mark.cuda
-def test_slots_beyond_32_bits_wrap_around_in_a_real_cache() -> None:
-    from nanovllm.kernels.store_kvcache import store_kvcache
+def test_slots_beyond_32_bits_do_not_wrap_around_in_a_real_cache() -> None:
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     num_slots, heads, head_dim = 2**31 // (8 * 128) + 16, 8, 128
     if torch.cuda.mem_get_info()[0] < 6 << 30:
@@ -145,8 +145,8 @@ def test_slots_beyond_32_bits_wrap_around_in_a_real_cache() -> None:
     assert int(rows.any(-1).any(-1).sum()) == 3
 
 
-def test_a_cache_that_is_not_contiguous_is_written_all_the_same(kernel_device: str) -> None:
-    from nanovllm.kernels.store_kvcache import store_kvcache
+def test_a_cache_that_is_not_contiguous_is_refused(kernel_device: str) -> None:
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     key, value, (k_cache, v_cache), slots = Shape([True] * 3, 2, 64).inputs(kernel_device)
     for broken in (

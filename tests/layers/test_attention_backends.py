@@ -5,7 +5,6 @@ import builtins
 import importlib
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,14 @@ from conftest import make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.kernels import common
-from nanovllm.kernels.common import can_copy_tiles
 from nanovllm.kernels.table import PLAIN
-from nanovllm.layers import attention_backends
-from nanovllm.layers.attention_backends import (
-    BUILDERS,
-    AttentionSpec,
-    TorchBackend,
-    TritonBackend,
-    get_backend,
-)
+from nanovllm.kernels.triton import common
+from nanovllm.kernels.triton.common import can_copy_tiles
+from nanovllm.layers import backend as backend_module
+from nanovllm.layers.attention.base import AttentionSpec
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -42,38 +38,40 @@ def spec(device: str = "cpu", **changes: Any) -> AttentionSpec:
 # The choice
 
 
-def test_auto_on_the_cpu_is_triton(kernel_device: str) -> None:
-    """Its interpreter would do there, a thousand times slower."""
-    assert get_backend("auto", spec()).name in ("cpu", "torch")
-    backend = get_backend("auto", spec(head_dim=20))
-    assert backend.name == "torch" and backend.kernels is PLAIN
+def test_auto_on_the_cpu_is_never_triton(kernel_device: str) -> None:
+    """Triton's interpreter works there, but a thousand times slower."""
+    assert choose_backend("auto", spec()).attention.name in ("cpu", "torch")
+    backend = choose_backend("auto", spec(head_dim=20))
+    assert backend.attention.name == "torch" and backend.kernels is PLAIN
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_backend_for_cuda_runs_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_for_cuda_are_refused_elsewhere(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(common, "INTERPRETED", False)
     with pytest.raises(ValueError, match=f"attention_backend='{name}' needs a CUDA device") as e:
-        get_backend(name, spec())
+        choose_backend(name, spec())
     assert "device='cpu'" in str(e.value) and "'torch' works everywhere" in str(e.value)
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_steps_that_no_graph_holds_are_launched_slowly(kernel_device: str, eager: bool) -> None:
-    backend = get_backend("triton", spec(kernel_device, in_graphs=not eager))
+def test_tiles_are_copied_only_in_graphs(kernel_device: str, eager: bool) -> None:
+    backend = choose_backend("triton", spec(kernel_device, in_graphs=not eager))
     one = torch.ones(1, dtype=torch.int32, device=kernel_device)
     context = Context(False, slot_mapping=one, context_lens=one, block_tables=one[None])
-    backend.plan(context)
+    backend.attention.plan(context)
     can = can_copy_tiles(torch.device(kernel_device))
     assert context.plan.copies_tiles == (can and not eager)
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_runner_tells_its_backend_of_other_steps(
+def test_the_backend_knows_whether_steps_are_graphs(
     model_dir: Path, kernel_device: str, eager: bool
 ) -> None:
     options: dict[str, Any] = dict(device=kernel_device, enforce_eager=eager)
     with LLM(model_dir, attention_backend="triton", num_kvcache_blocks=8, **options) as llm:
-        backend = llm._runner.backend
+        backend = llm.model_runner.shard.backend.attention
     assert isinstance(backend, TritonBackend) and backend.copies_tiles != eager
 
 
@@ -93,11 +91,11 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
             monkeypatch.delitem(sys.modules, name)
 
 
-def test_flash_attn_that_is_not_installed_is_a_riddle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_flash_attn_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says how to install it, and what needs no installation."""
     without(monkeypatch, "flash_attn")
     with pytest.raises(ValueError, match="cannot import flash-attn") as e:
-        get_backend("flash_attn", spec("cuda", dtype=torch.bfloat16))
+        choose_backend("flash_attn", spec("cuda", dtype=torch.bfloat16))
     assert "pip install flash-attn --no-build-isolation" in str(e.value)
     assert "'triton' needs nothing more" in str(e.value)
 
@@ -109,29 +107,29 @@ def test_flash_attn_that_is_not_installed_is_a_riddle(monkeypatch: pytest.Monkey
         (dict(dtype=torch.float16, block_size=64), "a multiple of 256, got 64"),
     ],
 )
-def test_flash_attn_takes_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
+def test_flash_attn_refuses_what_it_cannot_compute(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        get_backend("flash_attn", spec("cuda", **changes))
+        choose_backend("flash_attn", spec("cuda", **changes))
 
 
-def test_interpreted_kernels_run_for_a_gpu(
+def test_interpreted_kernels_are_refused_on_a_gpu(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRITON_INTERPRET left in the environment: each kernel would copy its tensors to the host."""
+    """With TRITON_INTERPRET in the environment, each kernel would copy its tensors to the host."""
     monkeypatch.setattr(common, "INTERPRETED", True)
     with pytest.raises(ValueError, match=r"'triton' does not work here .*TRITON_INTERPRET is set"):
-        get_backend("triton", spec("cuda"))
+        choose_backend("triton", spec("cuda"))
 
 
-def test_head_too_small_for_a_matrix_product_is_tried(kernel_device: str) -> None:
+def test_a_head_too_small_for_a_matrix_product_is_refused(kernel_device: str) -> None:
     with pytest.raises(ValueError, match="needs a head_dim of 16 or more, got 8"):
-        get_backend("triton", spec(kernel_device, head_dim=8))
+        choose_backend("triton", spec(kernel_device, head_dim=8))
 
 
-def test_triton_that_is_not_installed_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "triton")
     with pytest.raises(ValueError, match=r"cannot import Triton .*'torch' needs none"):
-        get_backend("triton", spec())
+        choose_backend("triton", spec())
 
 
 @pytest.mark.parametrize("broken", range(3))
@@ -139,32 +137,26 @@ def test_triton_that_is_not_installed_is_a_traceback(monkeypatch: pytest.MonkeyP
     ("capability", "order"),
     [((9, 0), ["triton", "flash_attn", "torch"]), ((8, 0), ["flash_attn", "triton", "torch"])],
 )
-def test_auto_does_not_fall_back(
+def test_auto_takes_the_first_backend_that_works(
     capability: tuple[int, int],
     order: list[str],
     broken: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The first that works; and, where none does, why not: plain PyTorch is slow on a GPU."""
+    """Where none works, a warning says why: plain PyTorch is slow on a GPU."""
 
-    def refuse(spec: AttentionSpec) -> Any:
-        raise ValueError("this one has no compiler")
+    def build(name: str, spec: AttentionSpec) -> Backend:
+        if name in order[:broken]:
+            raise ValueError("this one has no compiler")
+        attention = TorchBackend()
+        attention.name = name
+        return Backend(attention, PLAIN)
 
-    def build(name: str) -> Callable[[AttentionSpec], Any]:
-        def builder(spec: AttentionSpec) -> Any:
-            backend = TorchBackend()
-            backend.name = name
-            return backend
-
-        return builder
-
-    builders = {name: build(name) for name in BUILDERS}
-    builders |= dict.fromkeys(order[:broken], refuse)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention_backends, "BUILDERS", builders)
+    monkeypatch.setattr(backend_module, "build_backend", build)
     with caplog.at_level(logging.WARNING, "nanovllm"):
-        chosen = get_backend("auto", spec("cuda"))
+        chosen = choose_backend("auto", spec("cuda")).attention
     assert chosen.name == order[broken]
     said = [record.message for record in caplog.records]
     if chosen.name != "torch":
@@ -173,25 +165,27 @@ def test_auto_does_not_fall_back(
         assert len(said) == 1 and said[0].count("this one has no compiler") == 2
 
 
-def test_backend_that_does_not_run_is_found_out_later(
+def test_a_backend_that_does_not_run_is_refused_at_once(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Triton without a C compiler imports well."""
-    from nanovllm.kernels import decode_attention
+    """Triton can be imported without a C compiler, but not run."""
+    from nanovllm.kernels.triton import decode_attention
 
     def broken(*args: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(decode_attention, "decode_attention", broken)
     with pytest.raises(ValueError, match=r"'triton' does not work here .*C compiler.*'torch'"):
-        get_backend("triton", spec(kernel_device))
+        choose_backend("triton", spec(kernel_device))
 
 
-def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's errors: a place in the first line, the source, and in the last what it is."""
+def test_the_reason_has_a_compilers_first_and_last_line(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's errors: first a line with the place, then the source, last the error itself."""
     from triton.compiler.errors import CompilationError
 
-    from nanovllm.kernels import prefill_attention
+    from nanovllm.kernels.triton import prefill_attention
 
     tree = ast.parse("def f():\n    foo(1)")
 
@@ -200,10 +194,10 @@ def test_reason_is_cut_off(kernel_device: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(prefill_attention, "prefill_attention", broken)
     with pytest.raises(ValueError, match=r"CompilationError: at 2:.*foo is not defined"):
-        get_backend("triton", spec(kernel_device))
+        choose_backend("triton", spec(kernel_device))
 
 
-def test_choice_is_not_in_the_log(
+def test_the_choice_is_logged(
     kernel_device: str, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = dict(num_kvcache_blocks=8, kvcache_block_size=16)
@@ -218,8 +212,8 @@ def test_choice_is_not_in_the_log(
         assert lines[0].endswith(f"attention: {name}, other kernels: {others}")
 
 
-# The engine on Triton's kernels. Interpreted, a token takes 0.1 s: few of them, and all that the
-# scheduler can do to a request.
+# The engine on Triton's kernels. Interpreted, a token takes 0.1 s: few tokens, and everything that
+# the scheduler can do to a request.
 
 
 def run(path: Path, backend: str, device: str, prompts: Any, params: Any, **options: Any) -> Any:
@@ -232,7 +226,7 @@ def run(path: Path, backend: str, device: str, prompts: Any, params: Any, **opti
         return [out["token_ids"] for out in outputs]
 
 
-def test_embedded_model_adds_otherwise_on_triton(kernel_device: str) -> None:
+def test_the_embedded_model_adds_on_triton(kernel_device: str) -> None:
     """Greedy and sampled in one batch: the same tokens, and the sums are right."""
     problems = sample_problems(3)
     prompts = [question for question, _ in problems] * 2
@@ -254,7 +248,7 @@ def test_embedded_model_adds_otherwise_on_triton(kernel_device: str) -> None:
     ],
     ids=["chunks", "preemption", "small blocks"],
 )
-def test_scheduling_changes_what_triton_computes(
+def test_scheduling_does_not_change_triton_outputs(
     options: dict[str, Any], kernel_device: str, model_dir: Path
 ) -> None:
     shared = [(7 * i) % 259 for i in range(34)]
@@ -273,10 +267,10 @@ def test_scheduling_changes_what_triton_computes(
     ],
     ids=["Qwen3", "Phi3", "Qwen3Moe"],
 )
-def test_graphs_change_what_triton_computes(
+def test_graphs_do_not_change_triton_outputs(
     shape: dict[str, Any], kernel_device: str, tmp_path: Path
 ) -> None:
-    """Padded as a captured graph is: 3 rows in a bucket of 4, whose last row is empty."""
+    """Padded as for a captured graph: 3 rows in a batch of 4, with an unused last row."""
     model_dir = make_model(tmp_path, **shape)
     prompts = [[1, 2, 3], [(5 * i) % 259 for i in range(40)], [9]]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -287,20 +281,22 @@ def test_graphs_change_what_triton_computes(
     )  # fmt: skip
     with LLM(model_dir, **options) as llm:
         if kernel_device == "cpu":
-            llm._runner.graphs = llm._runner.decode_graphs()
-        assert llm._runner.graphs is not None
+            llm.model_runner.shard.graphs = llm.model_runner.shard.decode_graphs(
+                llm.config.max_num_running
+            )
+        assert llm.model_runner.shard.graphs is not None
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [out["token_ids"] for out in outputs] == expected
 
 
 def num_compiled() -> dict[str, int]:
-    """How many binaries there are of each kernel."""
+    """The number of binaries of each kernel."""
     triton = pytest.importorskip("triton")
     names = ["decode_attention", "prefill_attention", "norm_rope_store", "rms_norm", "sample",
              "silu_and_mul"]  # fmt: skip
     counts = {}
     for name in names:
-        module = importlib.import_module(f"nanovllm.kernels.{name}")
+        module = importlib.import_module(f"nanovllm.kernels.triton.{name}")
         for key, kernel in vars(module).items():
             if isinstance(kernel, triton.JITFunction):
                 caches = [cache[0] for cache in kernel.device_caches.values()]
@@ -310,8 +306,8 @@ def num_compiled() -> dict[str, int]:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("eager", [False, True])
-def test_requests_wait_for_the_compiler(model_dir: Path, eager: bool) -> None:
-    """What a step launches was compiled at the start, whatever its lengths and batch sizes."""
+def test_no_step_compiles_a_kernel(model_dir: Path, eager: bool) -> None:
+    """All kernels are compiled at the start, for any lengths and batch sizes."""
     options: dict[str, Any] = dict(
         device="cuda", attention_backend="triton", num_kvcache_blocks=300, max_num_seqs=200,
         max_num_batched_tokens=256, enforce_eager=eager,

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import SamplerInputs, sampler_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import draw_inputs as draw_inputs_module
-from nanovllm.engine.step.draw_inputs import SamplingInputs, sampling_inputs
-from nanovllm.kernels.cuts import cut
+from nanovllm.kernels.plain.draw import cut
 from nanovllm.layers.filters import narrow
 from nanovllm.layers.sampler import Sampler
 
@@ -32,7 +32,7 @@ def make_seq(
     return seq
 
 
-def narrow_all(logits: torch.Tensor, inputs: SamplingInputs) -> None:
+def narrow_all(logits: torch.Tensor, inputs: SamplerInputs) -> None:
     """Apply all filters to the logits, in place."""
     for part in inputs.filters:
         some = logits[part.rows]
@@ -50,7 +50,7 @@ def narrowed(
     """One row's logits after the filters, as in the engine."""
     rows = torch.as_tensor(logits, dtype=torch.float32)[None].clone()
     seq = make_seq(SamplingParams(**params), list(prompt), list(output), bad_words)
-    inputs = sampling_inputs([seq], rows.shape[1], CPU)
+    inputs = sampler_inputs([seq], rows.shape[1])
     assert inputs.filters, "nothing was narrowed"
     narrow_all(rows, inputs)
     return rows[0]
@@ -145,7 +145,7 @@ def test_stops_are_forbidden_before_min_tokens() -> None:
         assert left([0.0] * 9, output=output, **params) == [0, 1, 2, 4, 5, 6, 8]
     seq = make_seq(SamplingParams(**params), [0], [1, 2])
     assert not seq.is_narrowed, "it is still narrowed, without need"
-    assert not sampling_inputs([seq], 9, CPU).filters
+    assert not sampler_inputs([seq], 9).filters
 
 
 def test_the_last_token_of_a_bad_word_is_forbidden() -> None:
@@ -225,7 +225,7 @@ def test_filters_equal_their_twin(rows: list[Any], data: st.DataObject) -> None:
     picks = np.random.default_rng(seed).integers(0, len(few), (len(rows), size))
     logits = np.array(few, np.float32)[picks]
     seqs = [make_seq(SamplingParams(**fields), p, o, words) for fields, p, o, words in rows]
-    inputs = sampling_inputs(seqs, size, CPU)
+    inputs = sampler_inputs(seqs, size)
     got = torch.tensor(logits)
     assert bool(inputs.filters) == any(seq.is_narrowed for seq in seqs)
     narrow_all(got, inputs)
@@ -244,7 +244,7 @@ def test_filters_equal_their_twin(rows: list[Any], data: st.DataObject) -> None:
 
 
 def draw(seqs: list[Sequence], logits: torch.Tensor) -> list[int]:
-    inputs = sampling_inputs(seqs, logits.shape[1], CPU)
+    inputs = sampler_inputs(seqs, logits.shape[1])
     tokens: list[int] = Sampler()(logits, inputs.temperatures, inputs.keys, inputs.filters).tolist()
     return tokens
 
@@ -302,7 +302,7 @@ def test_plain_rows_are_not_filtered_with_the_others() -> None:
     logits = torch.randn(4, 100).bfloat16()
     plain = [make_seq(SamplingParams(seed=i), [0], []) for i in range(4)]
     mixed = [*plain[:2], make_seq(SamplingParams(top_k=1), [0], []), plain[3]]
-    assert not sampling_inputs(plain, 100, CPU).filters
+    assert not sampler_inputs(plain, 100).filters
     tokens = draw(mixed, logits)
     assert [tokens[i] for i in (0, 1, 3)] == [draw(plain, logits)[i] for i in (0, 1, 3)]
     assert tokens[2] == int(logits[2].argmax())

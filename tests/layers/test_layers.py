@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import plain
-from nanovllm.kernels.packed_linear import can_pack, cpu_computes, pack, packed_linear
+from nanovllm.kernels.cpu.packed_linear import can_pack, cpu_computes, pack, packed_linear
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -239,7 +238,7 @@ def test_experts_of_other_kernels_or_types_stay_plain() -> None:
     """Kernels for a device, perhaps interpreted on the CPU, or a type that the CPU cannot pack."""
     layer, inputs = make_experts(torch.float32)
     expected = layer(*inputs)
-    layer.kernels = replace(PLAIN, experts=lambda *args: plain.experts(*args) + 1)
+    layer.kernels = replace(PLAIN, experts=lambda *args: PLAIN.experts(*args) + 1)
     half, _ = make_experts(torch.float16)
     for kept in (layer, half):
         kept.pack()

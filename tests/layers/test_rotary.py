@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from nanovllm.kernels.plain import rotate
+from nanovllm.kernels.plain.norm_rope_store import rotate
 from nanovllm.layers.rotary_embedding import (
     ROPE_TYPES,
     RotaryEmbedding,

@@ -1,7 +1,7 @@
 """Sampling: tokens are drawn with the odds of softmax, and nothing else in a batch changes a draw.
 
-Statistical tests are seeded, so they pass or fail for good on a machine. Were the seed drawn anew,
-each would raise a false alarm with odds of 1 in a million, `Z` standing for that tail.
+Statistical tests are seeded, so each always passes or always fails on a machine. With another seed,
+a false alarm has odds of 1 in a million, the tail beyond `Z`.
 """
 
 import math
@@ -15,8 +15,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.draw_inputs import HOTTEST, noise_key
-from nanovllm.kernels import plain
-from nanovllm.kernels.plain import GOLDEN, first_max, log_exponential
+from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
+from nanovllm.kernels.plain.sample import CHUNK_ELEMENTS, first_max
+from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -34,7 +35,7 @@ def draw_many(logits: torch.Tensor, keys: torch.Tensor, temperature: float) -> n
     rows = []
     for some in keys.split(2000):
         temperatures = torch.full((len(some),), temperature)
-        rows.append(plain.sample(logits.expand(len(some), -1), temperatures, some))
+        rows.append(PLAIN.sample(logits.expand(len(some), -1), temperatures, some))
     return torch.cat(rows).numpy()
 
 
@@ -49,7 +50,7 @@ def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
     rare = expected < 5
     cells = np.append(counts[~rare], counts[rare].sum()).astype(float)
     means = np.append(expected[~rare], expected[rare].sum())
-    if means[-1] < 5:  # hardly ever, all of them together: no cell of its own
+    if means[-1] < 5:  # too rare, even all together, for a cell of their own
         cells, means = cells[:-1], means[:-1]
     freedom = len(cells) - 1
     assert freedom >= 1
@@ -65,7 +66,7 @@ def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_greedy_row_is_not_the_argmax(dtype: torch.dtype) -> None:
+def test_a_greedy_row_is_the_argmax(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, 1000).to(dtype)
     assert torch.equal(Sampler()(logits, None, None), logits.argmax(-1))
@@ -73,8 +74,8 @@ def test_greedy_row_is_not_the_argmax(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_logits_are_decided_by_the_batch(dtype: torch.dtype) -> None:
-    """16-bit logits often tie: the first of equals it is, whoever else is in the batch."""
+def test_equal_logits_go_to_the_first_token_in_any_batch(dtype: torch.dtype) -> None:
+    """16-bit logits often tie: the first of equal tokens wins in any batch."""
     torch.manual_seed(0)
     logits = torch.randint(0, 4, (50, 700)).to(dtype)
     first = torch.tensor([row.index(max(row)) for row in logits.tolist()])
@@ -85,8 +86,8 @@ def test_equal_logits_are_decided_by_the_batch(dtype: torch.dtype) -> None:
     assert torch.equal(mixed[temperatures == 0], first[temperatures == 0])
 
 
-def test_infinite_logit_is_lost_in_a_mixed_batch() -> None:
-    """float16 overflows to inf: greedy takes it alone, and must take it beside a hot row."""
+def test_an_infinite_logit_wins_in_a_mixed_batch() -> None:
+    """float16 overflows to inf: greedy takes it alone, and in a batch with temperature rows."""
     torch.manual_seed(0)
     logits = torch.randn(3, 300)
     logits[:, 20] = math.inf
@@ -95,8 +96,8 @@ def test_infinite_logit_is_lost_in_a_mixed_batch() -> None:
     assert drawn.tolist() == [20, 20, 20]
 
 
-def test_rows_of_a_mixed_batch_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plain.CHUNK_ELEMENTS, "cpu", 3 * 300)  # many chunks, one not full
+def test_rows_of_a_mixed_batch_draw_as_they_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 3 * 300)  # many chunks, one not full
     torch.manual_seed(0)
     logits = torch.randn(200, 300)
     before = logits.clone()
@@ -105,14 +106,14 @@ def test_rows_of_a_mixed_batch_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> 
     tokens = Sampler()(logits, temperatures, keys)
     assert torch.equal(logits, before), "the logits were changed in place"
     for row in range(200):
-        alone = plain.sample(logits[[row]], temperatures[[row]], keys[[row]])
+        alone = PLAIN.sample(logits[[row]], temperatures[[row]], keys[[row]])
         assert tokens[row] == alone
         assert temperatures[row] > 0 or tokens[row] == logits[row].argmax()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 63, 64, 640, 1000])
-def test_first_max_is_not_the_first_or_not_the_max(size: int, dtype: torch.dtype) -> None:
+def test_first_max_is_the_first_and_the_max(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ties = torch.randint(0, 3, (40, size)).to(dtype)
     first = [row.index(max(row)) for row in ties.tolist()]
@@ -142,7 +143,7 @@ def hash_twin(key: int, token: int) -> int:
     return abs(x - ((x >> 31) << 32))
 
 
-def test_noise_differs_from_its_slow_twin() -> None:
+def test_noise_equals_its_slow_twin() -> None:
     keys = some_keys(20)
     times = noise(keys, 300).double().exp()
     for row, key in enumerate(keys.tolist()):
@@ -151,15 +152,15 @@ def test_noise_differs_from_its_slow_twin() -> None:
             assert float(times[row, token]) == pytest.approx(-math.log1p(-u), rel=1e-5)
 
 
-def test_noise_is_infinite_or_repeats_itself() -> None:
-    """An infinite noise wins whatever the logits; the extremes of the hash stay finite."""
+def test_noise_is_finite_and_does_not_repeat() -> None:
+    """Infinite noise would win with any logits; the extremes of the hash are finite."""
     times = noise(some_keys(100), 151_936)
     assert torch.isfinite(times).all()
     assert -22.2 < float(times.min()) < -13 and 2 < float(times.max()) < 2.78
     assert len(torch.unique(times[0])) > 0.99 * 151_936 * (1 - 151_936 / 2**32)
 
 
-def test_neighbours_noise_is_correlated() -> None:
+def test_neighbouring_noise_is_not_correlated() -> None:
     """Tokens, and positions of one seed: |r| of n pairs exceeds Z / sqrt(n) once in a million."""
     keys = torch.tensor([noise_key(make_sequence(n, seed=5)) for n in range(1, 101)])
     times = noise(keys, 10_000)
@@ -173,15 +174,15 @@ def test_neighbours_noise_is_correlated() -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("vocab_size", [5, 257, 1000])
-def test_tokens_are_drawn_with_other_odds_than_softmax(vocab_size: int, temperature: float) -> None:
+def test_tokens_are_drawn_with_the_odds_of_softmax(vocab_size: int, temperature: float) -> None:
     torch.manual_seed(1)
     logits = torch.randn(vocab_size) * 2
     counts = np.bincount(draw_many(logits, some_keys(20_000), temperature), minlength=vocab_size)
     assert_distributed(counts, softmax(logits, temperature))
 
 
-def test_positions_of_one_seed_draw_with_other_odds_than_softmax() -> None:
-    """The keys that requests have: one seed and one position after the other."""
+def test_positions_of_one_seed_draw_with_the_odds_of_softmax() -> None:
+    """With the keys of a request: one seed, and one position after the other."""
     torch.manual_seed(1)
     logits = torch.randn(50)
     seq = make_sequence(1, seed=5)
@@ -196,8 +197,8 @@ def test_positions_of_one_seed_draw_with_other_odds_than_softmax() -> None:
     assert_distributed(np.bincount(pairs, minlength=2500), both)
 
 
-def test_the_chi_square_test_cannot_fail() -> None:
-    """It sees a temperature that is 10% off."""
+def test_the_chi_square_test_can_fail() -> None:
+    """It detects a temperature that is 10% off."""
     torch.manual_seed(1)
     logits = torch.randn(257) * 2
     counts = np.bincount(draw_many(logits, some_keys(20_000), 1.1), minlength=257)
@@ -205,7 +206,7 @@ def test_the_chi_square_test_cannot_fail() -> None:
         assert_distributed(counts, softmax(logits, 1.0))
 
 
-def test_the_tail_of_a_large_vocabulary_is_never_drawn() -> None:
+def test_the_tail_of_a_large_vocabulary_is_drawn() -> None:
     """One token has half the mass, 151,935 others the rest."""
     logits = torch.zeros(151_936)
     logits[0] = math.log(151_935)
@@ -218,7 +219,7 @@ def test_the_tail_of_a_large_vocabulary_is_never_drawn() -> None:
 # Extremes
 
 
-def test_tiny_temperature_overflows() -> None:
+def test_a_tiny_temperature_is_greedy() -> None:
     torch.manual_seed(0)
     logits = torch.randn(500) * 100
     for temperature in (1e-30, 1e-38, 1e-45):
@@ -226,7 +227,7 @@ def test_tiny_temperature_overflows() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e30, HOTTEST])
-def test_huge_temperature_is_not_uniform(temperature: float) -> None:
+def test_a_huge_temperature_is_uniform(temperature: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(50) * 100
     counts = np.bincount(draw_many(logits, some_keys(20_000), temperature), minlength=50)
@@ -234,29 +235,29 @@ def test_huge_temperature_is_not_uniform(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 0.1, 1.0, HOTTEST])
-def test_a_token_without_weight_is_drawn(temperature: float) -> None:
+def test_a_token_without_weight_is_never_drawn(temperature: float) -> None:
     for kept in ([0], [299], [150], [1, 298], [2, 3, 5]):
         logits = torch.full((300,), -math.inf)
         logits[kept] = 1.0
         drawn = draw_many(logits, some_keys(200), temperature)
-        # Where the noise is below the logits' rounding, equals are decided as for greedy rows.
+        # Where noise is below the logits' rounding, ties go to the first token, as in greedy rows.
         assert set(drawn.tolist()) == set(kept if temperature > 1e-9 else kept[:1])
 
 
-def test_huge_logits_overflow() -> None:
+def test_huge_logits_do_not_overflow() -> None:
     assert draw_many(torch.tensor([3e38, 1.0, -3e38]), some_keys(20), 0.7).tolist() == [0] * 20
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_logits_are_raced_in_16_bits(dtype: torch.dtype) -> None:
+def test_16_bit_logits_race_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(1000) * 2).to(dtype)
     keys = some_keys(2000)
     assert (draw_many(logits, keys, 0.7) == draw_many(logits.float(), keys, 0.7)).all()
 
 
-def test_rounding_of_the_logits_moves_the_draw() -> None:
-    """The same row in another batch differs by rounding: only near ties may fall otherwise."""
+def test_rounding_of_the_logits_rarely_changes_a_draw() -> None:
+    """The same row in another batch differs by rounding, which changes near ties only."""
     torch.manual_seed(0)
     logits = torch.randn(20_000)
     keys = some_keys(2000)
@@ -267,10 +268,10 @@ def test_rounding_of_the_logits_moves_the_draw() -> None:
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_of_nans_spoils_its_neighbours_or_leaves_the_vocabulary(
+def test_a_row_of_nans_stays_in_the_vocabulary_and_changes_no_other(
     temperature: float, rubbish: float
 ) -> None:
-    """A token that is not in the vocabulary would be the next step's index error."""
+    """An id outside the vocabulary would be an index error in the next step."""
     torch.manual_seed(0)
     logits = torch.randn(3, 300)
     temperatures = torch.tensor([1.0, temperature, 1.0])
@@ -288,7 +289,7 @@ def make_sequence(num_tokens: int, seed: int, token: int = 0) -> Sequence:
     return Sequence([token] * num_tokens, SamplingParams(seed=seed))
 
 
-def test_key_depends_on_more_than_seed_and_position() -> None:
+def test_a_key_depends_on_seed_and_position_alone() -> None:
     first, second = make_sequence(5, seed=3), make_sequence(5, seed=3, token=9)
     assert first.seq_id != second.seq_id and noise_key(first) == noise_key(second)
     grown = make_sequence(4, seed=3)
@@ -297,14 +298,14 @@ def test_key_depends_on_more_than_seed_and_position() -> None:
     assert noise_key(grown) == noise_key(first), "prompt tokens and generated ones count alike"
 
 
-def test_key_repeats_itself_or_leaves_64_bits() -> None:
+def test_keys_do_not_repeat_and_have_64_bits() -> None:
     seeds = [0, 1, 2, 2**32, 2**63 - 1]
     values = [noise_key(make_sequence(n, seed)) for n in range(1, 400) for seed in seeds]
     assert len(set(values)) == len(values)
     assert torch.tensor(values, dtype=torch.int64).tolist() == values
 
 
-# End to end: what a request draws is its own affair
+# End to end: a request's draws do not depend on others
 
 
 def make_llm(path: Path, **options: Any) -> LLM:
@@ -327,7 +328,7 @@ SEEDED = [
 
 @pytest.fixture(scope="module")
 def seeded(model_dir: Path) -> list[list[int]]:
-    """What each seeded request draws when it runs alone."""
+    """The tokens of each seeded request when it runs alone."""
     tokens = [
         sample(model_dir, [prompt], [params])[0]
         for prompt, params in zip(PROMPTS, SEEDED, strict=True)
@@ -349,10 +350,10 @@ def seeded(model_dir: Path) -> list[list[int]]:
         dict(enable_prefix_caching=False),
     ],
 )
-def test_a_seeded_request_depends_on_its_batch(
+def test_a_seeded_request_does_not_depend_on_its_batch(
     options: dict[str, Any], model_dir: Path, seeded: list[list[int]]
 ) -> None:
-    """Beside others that are greedy or have no seed, in order and reversed, twice."""
+    """With others that are greedy or have no seed, in order and reversed, twice."""
     others = [SamplingParams(temperature=t, max_tokens=11) for t in (0.0, 1.0, 0.7)]
     prompts = PROMPTS + [[5, 6, 7]] * 3
     params = SEEDED + others
@@ -368,7 +369,7 @@ def test_a_seeded_request_depends_on_its_batch(
             assert llm.scheduler.num_preemptions >= 20
 
 
-def test_two_engines_of_one_seed_sample_differently(model_dir: Path) -> None:
+def test_two_engines_of_one_seed_sample_the_same(model_dir: Path) -> None:
     params = [SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)] * len(PROMPTS)
     first = sample(model_dir, PROMPTS, params, seed=1)
     assert sample(model_dir, PROMPTS, params, seed=1) == first
@@ -377,7 +378,7 @@ def test_two_engines_of_one_seed_sample_differently(model_dir: Path) -> None:
     assert all(a != b for a, b in zip(other, first, strict=True))
 
 
-def test_requests_without_a_seed_draw_the_same(model_dir: Path) -> None:
+def test_requests_without_a_seed_draw_differently(model_dir: Path) -> None:
     params = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
     with make_llm(model_dir) as llm:
         outputs = [
@@ -389,14 +390,12 @@ def test_requests_without_a_seed_draw_the_same(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_the_engine_samples_with_other_odds_than_softmax(
-    temperature: float, model_dir: Path
-) -> None:
-    """5,000 first tokens of unseeded requests, against the very logits they are drawn from."""
+def test_the_engine_samples_with_the_odds_of_softmax(temperature: float, model_dir: Path) -> None:
+    """5,000 first tokens of unseeded requests, against the logits that they are drawn from."""
     params = SamplingParams(temperature=temperature, max_tokens=1)
     seen: list[torch.Tensor] = []
     with make_llm(model_dir, max_num_seqs=1000) as llm:
-        model = llm._runner.model
+        model = llm.model_runner.shard.model
         compute_logits = model.compute_logits
 
         def recording(hidden: torch.Tensor) -> torch.Tensor:

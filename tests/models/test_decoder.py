@@ -32,7 +32,7 @@ def test_the_last_layer_computes_only_the_rows_that_are_needed(
     options: dict[str, Any] = dict(max_num_batched_tokens=16, num_kvcache_blocks=20)
     path = make_model(tmp_path, family=family)
     with LLM(path, device=device, overlap=False, enforce_eager=True, **options) as llm:
-        layers = llm._runner.model.model.layers
+        layers = llm.model_runner.shard.model.model.layers
         for layer in (layers[0], layers[-1]):
             rows: list[int] = []
             seen.append(rows)

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a block, and then does what the caller wants it to do."""
+"""Ctrl-C is deferred to the end of a block, and then handled as the caller has set it."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -21,34 +21,34 @@ def interrupt() -> None:
 
 
 def interrupted(times: int, then: Callable[[], Any]) -> None:
-    """A block that is interrupted some times, and does one thing more."""
+    """Run a block that is interrupted `times` times, and then calls `then`."""
     with holding_interrupts():
         for _ in range(times):
             interrupt()
         then()
 
 
-def test_the_block_is_left_in_its_middle() -> None:
+def test_the_block_runs_to_its_end() -> None:
     done: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted(1, lambda: done.append(1))
     assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_one_waits_too() -> None:
+def test_a_second_interrupt_is_not_deferred() -> None:
     done: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted(2, lambda: done.append(1))
     assert not done
 
 
-def test_one_is_lost_when_the_block_raises() -> None:
+def test_an_interrupt_is_raised_after_a_failed_block() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupted(1, lambda: {}["missing"])
     assert isinstance(caught.value.__context__, KeyError)
 
 
-def test_the_callers_own_handler_is_left_out() -> None:
+def test_the_callers_own_handler_is_called() -> None:
     heard: list[Any] = []
     signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     with holding_interrupts():
@@ -59,7 +59,7 @@ def test_the_callers_own_handler_is_left_out() -> None:
     assert len(heard) == 2
 
 
-def test_a_signal_that_the_caller_ignores_interrupts() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with holding_interrupts():
         for _ in range(3):

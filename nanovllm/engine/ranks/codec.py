@@ -1,6 +1,6 @@
-"""How a step's arrays travel to the other ranks: bytes of a fixed layout, as pickling takes longer.
+"""The bytes of a step, as rank 0 sends them: a fixed layout, because pickling takes longer.
 
-A prompt's tokens are told once, as they are computed, and each block of a sequence once; sampled
+A prompt's tokens are sent once, when they are computed, and each block of a sequence once; sampled
 tokens go from device to device.
 """
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
 
-# The arrays of a message, one behind the other. The wide ones come first, so that all are aligned.
+# The arrays of a message, one after the other. The wide ones come first, so that all are aligned.
 LAYOUT: dict[str, Any] = {
     "places": np.int64,
     "input_ids": np.int64, "positions": np.int64, "slot_mapping": np.int64,
@@ -23,13 +24,13 @@ LAYOUT: dict[str, Any] = {
 }  # fmt: skip
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
 HEADER = struct.Struct(f"{len(LAYOUT) + 2}q")  # their lengths; num_seqs and width
-NONE = -1  # the length of one that is not there
+NONE = -1  # the length of an array that is None
 
 
 def encode(inputs: StepInputs) -> bytes:
     """A step as bytes."""
     arrays: dict[str, Any] = dict.fromkeys(LAYOUT)
-    arrays |= {"places": inputs.places, "words": inputs.words}
+    arrays |= {"places": inputs.changes.places, "words": inputs.changes.words}
     if inputs.prefill is not None:
         arrays |= {name: getattr(inputs.prefill, name) for name in PREFILL}
     lengths = [NONE if array is None else array.size for array in arrays.values()]
@@ -38,7 +39,7 @@ def encode(inputs: StepInputs) -> bytes:
 
 
 def decode(message: bytearray) -> StepInputs:
-    """The step, in the message's memory."""
+    """The step; its arrays share the message's memory."""
     *lengths, num_seqs, width = HEADER.unpack_from(message)
     arrays: dict[str, Any] = {}
     offset = HEADER.size
@@ -50,4 +51,5 @@ def decode(message: bytearray) -> StepInputs:
     prefill = None
     if arrays["input_ids"] is not None:
         prefill = PrefillInputs(**{name: arrays[name] for name in PREFILL})
-    return StepInputs(num_seqs, width, arrays["places"], arrays["words"], prefill)
+    changes = TableChanges(arrays["places"], arrays["words"])
+    return StepInputs(num_seqs, width, changes, prefill)

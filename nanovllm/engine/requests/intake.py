@@ -1,13 +1,15 @@
-"""Intake: what users ask for, checked against the model and made into requests."""
+"""Intake: checks what users ask for against the model, and makes requests of it."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import xxhash
 
-from nanovllm.config import Config
+from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import Request
+from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
@@ -19,8 +21,7 @@ Prompt = str | Iterable[int]
 class Intake:
     """Knows the model's vocabulary and length, and its tokenizer if it has one."""
 
-    def __init__(self, config: Config, model_config: ModelConfig, tokenizer: Any) -> None:
-        assert config.max_model_len is not None
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = model_config.vocab_size
         self.max_model_len = config.max_model_len
@@ -28,12 +29,12 @@ class Intake:
         eos_token_ids = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos_token_ids.add(tokenizer.eos_token_id)
-        # Those that can come.
+        # The ids that the model can produce.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
         self._num_requests = 0
 
     def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's token ids, checked together with its parameters."""
+        """The prompt's token ids. A prompt or parameter that does not fit the model raises."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
         self._check_params(params)
@@ -50,13 +51,13 @@ class Intake:
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise ValueError(
-                f"min_tokens must be at most {room} (max_model_len={self.max_model_len} leaves that"
-                f" behind {len(token_ids)} prompt tokens), got {params.min_tokens}"
+                f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
+                f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
         return token_ids
 
     def request(self, token_ids: list[int], params: SamplingParams, streams: bool) -> Request:
-        """Make a request that `encode` has found good. Its text is followed if it `streams`."""
+        """Make a request of what `encode` has accepted. If it `streams`, its text is followed."""
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
         bad_words = self._bad_words(params)
@@ -72,9 +73,11 @@ class Intake:
                 default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),
                 bad_words=bad_words,
                 text=OutputText(self.tokenizer, params) if streams or params.stop else None,
+                counts=TokenCounts() if params.penalizes else None,
+                logprobs=Logprobs() if _reports(params) else None,
             )
             seqs.append(seq)
-        seqs[0].followers = seqs[1:]
+        seqs[0].siblings = seqs[1:]
         return Request(seqs)
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -96,7 +99,7 @@ class Intake:
             self._check_allowed(params)
 
     def _check_allowed(self, params: SamplingParams) -> None:
-        """Refuse a list of which nothing may come first."""
+        """Refuse a list in which no token may come first."""
         left = set(params.allowed_token_ids or ())
         if params.min_tokens:
             left -= set() if params.ignore_eos else self.eos_token_ids
@@ -109,9 +112,9 @@ class Intake:
             )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The token ids of bad words, as the first word of a text and behind another one.
+        """The token ids of bad words, both at the start of a text and after another word.
 
-        Those that the model has no row for cannot come.
+        Words with ids outside the model's vocabulary cannot come, and are left out.
         """
         texts = (start + word.lstrip(" ") for word in params.bad_words or () for start in ("", " "))
         encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
@@ -127,3 +130,8 @@ class Intake:
         check_text("prompt", text)
         token_ids: list[int] = self.tokenizer.encode(text)
         return token_ids
+
+
+def _reports(params: SamplingParams) -> bool:
+    """Whether log-probabilities are asked for."""
+    return params.logprobs is not None or params.prompt_logprobs is not None

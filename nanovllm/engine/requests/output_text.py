@@ -1,4 +1,4 @@
-"""OutputText: a request's text as its tokens come, up to the string that stops it."""
+"""OutputText: a sequence's text as its tokens come, up to the string that stops it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class OutputText:
-    """Follows one sequence; `tokenizer` None makes no text.
+    """A follower with the text of one sequence; without a tokenizer there is none.
 
-    Stops are found as if the text came character by character: the first one that is complete ends
-    it, of those that end together the longest, wherever tokens begin and end.
+    Stops are found as if the text came character by character, wherever tokens begin and end: the
+    first complete stop ends the text, and of stops that end together the longest counts.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
@@ -22,15 +22,15 @@ class OutputText:
         self._stops = tuple(params.stop or ())
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer: Detokenizer | None
-        self.begin()
+        self.reset()
 
     def update(self, seq: Sequence) -> str | None:
-        """Take the tokens that are new; return the stop that is found in them, if any.
+        """Add the tokens that are new; return the stop that the text has reached, if any.
 
-        What comes before `min_tokens` stops nothing.
+        Text before `min_tokens` stops nothing.
         """
         if self._num_tokens > seq.num_known_tokens - seq.num_prompt_tokens:  # one was taken back
-            self.begin()
+            self.reset()
         with self._all_or_nothing():
             for index in range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens):
                 self._num_tokens += 1
@@ -40,7 +40,7 @@ class OutputText:
         return self.stop
 
     def finish(self, seq: Sequence) -> str:
-        """Take what is left, and return the whole text."""
+        """Add the tokens that are left, and return the whole text."""
         self.update(seq)
         with self._all_or_nothing():
             if self._detokenizer is not None:
@@ -50,7 +50,7 @@ class OutputText:
 
     @property
     def num_certain(self) -> int:
-        """How many characters of `text` no later token can take away, as the end of a stop may."""
+        """How many characters of `text` are final: the rest may become part of a stop."""
         if self._finished or self.stop is not None:
             return len(self.text)
         longest = max((len(stop) for stop in self._stops), default=1) - 1
@@ -59,8 +59,8 @@ class OutputText:
                 return len(self.text) - length
         return len(self.text)
 
-    def begin(self) -> None:
-        """Forget all: the next `update` takes every token again."""
+    def reset(self) -> None:
+        """Start over: the next `update` adds every token again."""
         self.text = ""
         self.stop: str | None = None
         self._num_tokens = 0
@@ -73,11 +73,11 @@ class OutputText:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """An interrupt may leave anything half done: begin again then."""
+        """An interrupt may leave anything half done: start over then."""
         try:
             yield
         except BaseException:
-            self.begin()
+            self.reset()
             raise
 
     def _add(self, piece: str, may_stop: bool) -> None:
@@ -89,7 +89,7 @@ class OutputText:
             self._find_stop(start)
 
     def _find_stop(self, start: int) -> None:
-        """Cut the text at the first stop that ends behind `start`."""
+        """Cut the text at the first stop that ends after `start`."""
         found = []
         for stop in self._stops:
             at = self.text.find(stop, max(0, start - len(stop) + 1))

@@ -1,10 +1,11 @@
-"""Request: what one prompt asked for, and its output. It has a sequence for each of its samples."""
+"""Request: the sequences of one prompt's samples, and the output made of them."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.requests.timing import RequestTimes
-from nanovllm.engine.sequence import LikelyToken, Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 
 
@@ -17,28 +18,28 @@ class Request:
 
     @property
     def request_id(self) -> int:
-        """What its sequences know it by."""
+        """The number that its sequences have, too."""
         return self.seqs[0].request_id
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """The sequences that go on."""
+        """The sequences that have not ended."""
         return [seq for seq in self.seqs if seq.status is not SequenceStatus.FINISHED]
 
     @property
     def is_aborted(self) -> bool:
-        """Whether it was ended; an interrupt may have left some of its sequences out."""
+        """Whether it was aborted; an interrupt may have left some of its sequences unfinished."""
         return any(seq.finish_reason == "abort" for seq in self.seqs)
 
     def output(self, tokenizer: Any) -> RequestOutput:
-        """Make the output, of text and probabilities too; `tokenizer` None knows no text."""
+        """Make the output; without a tokenizer its texts are empty."""
         first = self.seqs[0]
         outputs = [completion(seq, tokenizer) for seq in self.seqs]
         longest = max(len(output["token_ids"]) for output in outputs)
         prompt_logprobs = None
-        if first.prompt_logprobs is not None:
-            told = (_logprobs(entries, tokenizer) for entries in first.prompt_logprobs)
-            prompt_logprobs = [None, *told]
+        if first.params.prompt_logprobs is not None:
+            entries = (_logprobs(entry, tokenizer) for entry in first.logprobs.prompt)
+            prompt_logprobs = [None, *entries]
         return RequestOutput(
             request_id=self.request_id,
             text=outputs[0]["text"],
@@ -56,7 +57,7 @@ class Request:
 
 
 def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
-    """What a finished sequence came to."""
+    """The output of a finished sequence."""
     text, reason, stop = ending(seq, tokenizer)
     token_ids = seq.output_token_ids
     likely = logprobs(seq, seq.num_prompt_tokens, tokenizer)
@@ -86,22 +87,21 @@ def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str 
 
 
 def logprobs(seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogprob]] | None:
-    """Of each token from place `start` on that is there, if they are asked for."""
+    """Those of the known tokens from place `start` on; None if they are not asked for."""
     if seq.params.logprobs is None:
         return None
-    places = range(start, seq.num_known_tokens)
-    return [_logprobs(seq.logprobs[place], tokenizer) for place in places]
+    return [_logprobs(entry, tokenizer) for entry in seq.logprobs.generated(seq, start)]
 
 
-def _logprobs(told: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:
+def _logprobs(entry: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:
     return [
         TokenLogprob(token_id=i, text=_token_text(i, tokenizer), logprob=logprob, rank=rank)
-        for i, logprob, rank in told
+        for i, logprob, rank in entry
     ]
 
 
 def _token_text(token_id: int, tokenizer: Any) -> str:
-    """A token by itself; half a character is U+FFFD."""
+    """The text of a single token; a part of a character is U+FFFD."""
     if tokenizer is None:
         return ""
     text: str = tokenizer.decode([token_id], skip_special_tokens=False)

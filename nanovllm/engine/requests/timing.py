@@ -1,4 +1,4 @@
-"""When things happened to a request. It knows times alone, in seconds of one clock."""
+"""RequestTimes: when a request arrived, was scheduled, had its first token and ended."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from nanovllm.outputs import RequestMetrics
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Of one request: when it came, was first scheduled, had its first token, ended."""
+    """Times of one request, in seconds of one clock; None for what has not happened."""
 
     arrived: float = field(default_factory=time.perf_counter)
     scheduled: float | None = None
@@ -16,7 +16,7 @@ class RequestTimes:
     ended: float | None = None
 
     def metrics(self, num_output_tokens: int) -> RequestMetrics:
-        """How long a request took; None for what never came. An interrupt may hide its end."""
+        """Durations; None for what has not happened. After an interrupt the end may be unset."""
         ended = time.perf_counter() if self.ended is None else self.ended
         first = self.first_token
         return RequestMetrics(

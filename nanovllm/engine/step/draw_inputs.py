@@ -1,16 +1,18 @@
-"""From the sequences that a step samples for to the sampler's tensors. Only rank 0 does this."""
+"""DrawInputs: what the sampler needs for a step's samples, on the host. Only rank 0 makes it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.transfer import Array, upload
-from nanovllm.kernels.cuts import Cuts
-from nanovllm.kernels.ranking import are_few
+from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.logprobs import ReportInputs, drawn_report_inputs
+from nanovllm.engine.step.transfer import Array
+from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.plain.ranking import are_few
 from nanovllm.layers.filters import Entries, Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 
@@ -20,183 +22,138 @@ HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no 
 
 
 @dataclass(slots=True)
-class SamplingInputs:
-    """Of B rows: temperatures and keys [B], None if all are greedy; and what narrows some rows.
+class DrawInputs:
+    """B samples on the host: temperatures and keys [B], what narrows them, what is reported.
 
-    Those that are drawn alike come together, a few at a time, so that their copies take a bounded
-    memory.
+    Temperatures and keys are None if all rows are greedy, or if the device has them. Rows with the
+    same kinds of filters are in one part, and parts are small enough that copies of their logits
+    take bounded memory. The filters' tensors are on the CPU.
     """
 
-    temperatures: torch.Tensor | None
-    keys: torch.Tensor | None
-    filters: list[Filters]
+    num_samples: int
+    is_greedy: bool = True
+    temperatures: Array | None = None
+    keys: Array | None = None
+    filters: list[Filters] = field(default_factory=list)
+    report: ReportInputs | None = None
 
 
-class SeenTokens:
-    """The tokens of one sequence, each once, and how often it is in the output. Grows with it."""
+def draw_inputs(
+    seqs: list[Sequence], vocab_size: int, device_type: str, computed: Computed | None = None
+) -> DrawInputs:
+    """What the sampler needs for the next token of each of `seqs`.
 
-    def __init__(self) -> None:
-        self.num_tokens = 0  # of the sequence, that are counted
-        self.places: dict[int, int] = {}
-        self.ids = np.zeros(256, np.int64)
-        self.counts = np.zeros(256, np.int32)
-
-    def update(self, seq: Sequence) -> None:
-        """Count the tokens that are new."""
-        if seq.num_tokens < self.num_tokens:  # one was taken back
-            self.__init__()  # type: ignore[misc]
-        for index in range(self.num_tokens, seq.num_tokens):
-            token_id = seq.token_ids[index]
-            place = self.places.setdefault(token_id, len(self.places))
-            if place == len(self.ids):
-                self.ids = np.resize(self.ids, 2 * place)
-                self.counts = np.append(self.counts, np.zeros(place, np.int32))
-            self.ids[place] = token_id
-            self.counts[place] += index >= seq.num_prompt_tokens
-        self.num_tokens = seq.num_tokens
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-
-def sampling_inputs(
-    seqs: list[Sequence],
-    vocab_size: int,
-    device: torch.device,
-    choices: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> SamplingInputs:
-    """What the sampler needs for one token of each of `seqs`.
-
-    Their temperatures and keys are `choices`, where the device has them.
+    What the step has `computed` is left out: temperatures and keys that it read from the device
+    table, or everything but the filters if it drew the tokens.
     """
-    temperatures = keys = None
-    if any(seq.temperature > 0 for seq in seqs):
-        temperatures, keys = choices or (
-            upload(np.array([temperature_of(seq) for seq in seqs], np.float32), device),
-            upload(np.array([noise_key(seq) for seq in seqs]), device),
-        )
+    inputs = DrawInputs(len(seqs), report=drawn_report_inputs(seqs))
+    inputs.filters = _parts(seqs, vocab_size, device_type)
+    if computed is not None and computed.token_ids is not None and not inputs.filters:
+        return inputs
+    inputs.is_greedy = not any(seq.temperature > 0 for seq in seqs)
+    if not inputs.is_greedy and (computed is None or computed.choices is None):
+        inputs.temperatures = np.array([temperature_of(seq) for seq in seqs], np.float32)
+        inputs.keys = np.array([noise_key(seq) for seq in seqs])
+    return inputs
+
+
+def _parts(seqs: list[Sequence], vocab_size: int, device_type: str) -> list[Filters]:
+    """The filters of the rows that are narrowed, rows with the same kinds together."""
     alike: dict[tuple[bool, ...], list[int]] = {}
     for row, seq in enumerate(seqs):
         if seq.is_narrowed:
-            alike.setdefault(_way(seq.params, vocab_size), []).append(row)
-    size = _rows_at_a_time(vocab_size, device)
+            alike.setdefault(_kind(seq.params, vocab_size), []).append(row)
+    size = max(1, NARROWED_LOGITS[device_type] // vocab_size)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
     ]
-    filters = [_filters(part, [seqs[row] for row in part], vocab_size, device) for part in parts]
-    return SamplingInputs(temperatures, keys, filters)
+    return [_filters(part, [seqs[row] for row in part], vocab_size) for part in parts]
 
 
 def temperature_of(seq: Sequence) -> float:
-    """One whose products and quotients with logits do not overflow in float32; 0 stays 0."""
+    """Its temperature, bounded so that products and quotients with logits do not overflow."""
     return min(max(seq.temperature, COLDEST), HOTTEST) if seq.temperature > 0 else 0.0
 
 
-def warmup_filters(num_rows: int, vocab_size: int, device: torch.device) -> list[Filters]:
-    """What takes the most memory: nearly all tokens as candidates, of the copies that are largest.
-
-    Penalties need one in float32, which takes the place of another; all rows need no other. What
-    lists of tokens take comes on top, where kernels take less than plain PyTorch. The last row is
-    there for its kernel to be compiled.
-    """
-    filters = []
-    size = _rows_at_a_time(vocab_size, device)
-    many = vocab_size - 1
-    for number, penalty, top_k in ((num_rows, 1.1, many), (num_rows - 1, 1.0, many), (1, 1.0, -1)):
-        params = SamplingParams(top_k=top_k, top_p=0.99, repetition_penalty=penalty)
-        seqs = [Sequence([0], params) for _ in range(min(number, size))]
-        filters += sampling_inputs(seqs, vocab_size, device).filters
-    return filters
-
-
 def noise_key(seq: Sequence) -> int:
-    """What decides a sequence's next draw: its seed and position, nothing else. 64 bits, signed.
+    """The key of a sequence's next draw, from its seed and position alone: 64 bits, signed.
 
-    Rows on the device have it from `plain.noise_keys`.
+    For rows of the device table `kernels/plain/noise.py` defines and computes the same.
     """
     digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
     return digest - (1 << 63)
 
 
-def _rows_at_a_time(vocab_size: int, device: torch.device) -> int:
-    """How many rows are narrowed together."""
-    return max(1, NARROWED_LOGITS[device.type] // vocab_size)
-
-
-def _filters(
-    rows: list[int], seqs: list[Sequence], vocab_size: int, device: torch.device
-) -> Filters:
-    filters = Filters(upload(np.array(rows), device))
+def _filters(rows: list[int], seqs: list[Sequence], vocab_size: int) -> Filters:
+    filters = Filters(torch.from_numpy(np.array(rows)))
     allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
     if allowed:
-        rows_with_list = upload(np.array([row for row, _ in allowed]), device)
-        filters.allowed = rows_with_list, _entries(allowed, device)
-    forbidden = []
-    for row, seq in enumerate(seqs):
-        ids = seq.forbidden_token_ids()
-        if ids and not ids.issuperset(seq.params.allowed_token_ids or {-1}):  # or nothing is left
-            forbidden.append((row, ids))
+        rows_with_list = np.array([row for row, _ in allowed])
+        filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
+    forbidden = [(row, ids) for row, seq in enumerate(seqs) if (ids := _forbidden(seq))]
     if forbidden:
-        filters.forbidden = _entries(forbidden, device)
+        filters.forbidden = _entries(forbidden)
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
     if biased:
         values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
-        filters.biases = _entries(biased, device), upload(values, device)
+        filters.biases = _entries(biased), torch.from_numpy(values)
     if any(seq.params.penalizes for seq in seqs):
-        filters.penalties = _penalties(seqs, device)
+        filters.penalties = _penalties(seqs)
     if seqs[0].params.cuts:
-        filters.cuts = _cuts([seq.params for seq in seqs], vocab_size, device)
+        filters.cuts = _cuts([seq.params for seq in seqs], vocab_size)
     return filters
 
 
-def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]], device: torch.device) -> Entries:
+def _forbidden(seq: Sequence) -> set[int]:
+    """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
+    forbidden, allowed = seq.forbidden_token_ids(), seq.params.allowed_token_ids
+    return set() if allowed and forbidden.issuperset(allowed) else forbidden
+
+
+def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> Entries:
     pairs = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
-    rows, ids = np.array(pairs, np.int64).T
-    return upload(np.ascontiguousarray(rows), device), upload(np.ascontiguousarray(ids), device)
+    rows, ids = np.array(pairs, np.int64).T.copy()
+    return torch.from_numpy(rows), torch.from_numpy(ids)
 
 
-def _penalties(seqs: list[Sequence], device: torch.device) -> Penalties:
-    seen: list[SeenTokens | None] = []
-    for seq in seqs:
-        if seq.params.penalizes:
-            if seq.seen_tokens is None:
-                seq.seen_tokens = SeenTokens()
-            seq.seen_tokens.update(seq)
-        seen.append(seq.seen_tokens)
-    width = max(len(tokens) for tokens in seen if tokens is not None)
-    ids = np.zeros((len(seqs), width), np.int64)
-    counts = np.zeros((len(seqs), width), np.int32)
-    for row, tokens in enumerate(seen):
-        if tokens is not None:
-            ids[row], counts[row] = tokens.ids[0], tokens.counts[0]
-            ids[row, : len(tokens)] = tokens.ids[: len(tokens)]
-            counts[row, : len(tokens)] = tokens.counts[: len(tokens)]
+def _penalties(seqs: list[Sequence]) -> Penalties:
+    """Each row's distinct tokens and their counts, filled up with its first token."""
+    counts = [seq.counts if seq.params.penalizes else None for seq in seqs]
+    for seq, counted in zip(seqs, counts, strict=True):
+        if counted is not None:
+            counted.update(seq)
+    shape = len(seqs), max(len(counted) for counted in counts if counted is not None)
+    ids, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
+    for row, counted in enumerate(counts):
+        if counted is not None:
+            size = len(counted)
+            ids[row], numbers[row] = counted.ids[0], counted.counts[0]
+            ids[row, :size], numbers[row, :size] = counted.ids, counted.counts
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    columns = (_column((getattr(seq.params, name) for seq in seqs), device) for name in names)
-    return Penalties(upload(ids, device), upload(counts, device), *columns)
+    columns = (_column(getattr(seq.params, name) for seq in seqs) for name in names)
+    return Penalties(torch.from_numpy(ids), torch.from_numpy(numbers), *columns)
 
 
-def _way(params: SamplingParams, vocab_size: int) -> tuple[bool, ...]:
-    """How a row is drawn: whether it is cut, from candidates, that are few, by a top_k."""
+def _kind(params: SamplingParams, vocab_size: int) -> tuple[bool, ...]:
+    """How a row is drawn: whether it is cut, from candidates, from few of them, by a top_k."""
     has_k = params.cuts and 0 < params.top_k < vocab_size
     few = has_k and are_few(params.top_k, vocab_size)
     return params.cuts, few or (has_k and params.top_p < 1), few, has_k
 
 
-def _cuts(params: list[SamplingParams], vocab_size: int, device: torch.device) -> Cuts:
+def _cuts(params: list[SamplingParams], vocab_size: int) -> Cuts:
     cuts = Cuts()
     if any(p.min_p > 0 for p in params):
-        cuts.min_p = _column((p.min_p for p in params), device)
+        cuts.min_p = _column(p.min_p for p in params)
     if any(p.top_p < 1 for p in params):
-        cuts.top_p = _column((p.top_p for p in params), device)
+        cuts.top_p = _column(p.top_p for p in params)
     top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     if min(top_k) < vocab_size:
-        cuts.top_k = upload(np.array(top_k)[:, None], device)
-    if _way(params[0], vocab_size)[1]:
+        cuts.top_k = torch.from_numpy(np.array(top_k))[:, None]
+    if _kind(params[0], vocab_size)[1]:
         cuts.num_candidates = max(top_k)
     return cuts
 
 
-def _column(values: Iterable[float], device: torch.device) -> torch.Tensor:
-    array: Array = np.fromiter(values, np.float32)
-    return upload(array[:, None], device)
+def _column(values: Iterable[float]) -> torch.Tensor:
+    return torch.from_numpy(np.fromiter(values, np.float32))[:, None]

@@ -1,23 +1,29 @@
-"""Launched: a step that the device computes, and what will come of it."""
+"""Launched: a step that the device computes, and its results in flight to the host."""
 
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.step.logprobs import Telling
+from nanovllm.engine.step.logprobs import Columns, Report, deliver
 from nanovllm.engine.step.transfer import download
 
 
 class Launched:
-    """Holds the token ids of `batch.sampling_seqs`, as a copy on its way to the host.
+    """The token ids of `batch.sampling_seqs`, and reports with their columns, in flight.
 
-    It is made in the order of the device's work, and `wait` waits for it by an event: work
-    that is launched after it goes on meanwhile. The memory that it goes to is its own.
+    It is made in the order of the device's work, and `wait` waits for an event: work that is
+    launched later goes on meanwhile.
     """
 
-    def __init__(self, batch: Batch, token_ids: torch.Tensor, tellings: list[Telling]) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        token_ids: torch.Tensor,
+        reports: list[Report],
+        columns: tuple[Columns, ...],
+    ) -> None:
         self.batch = batch
         self.num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-        self.tellings = tellings
+        self._reports, self._columns = reports, columns
         self._host = download(token_ids)
         self._copied: torch.cuda.Event | None = None
         if token_ids.device.type == "cuda":
@@ -25,14 +31,13 @@ class Launched:
             self._copied.record()
 
     def synchronize(self) -> None:
-        """Wait until the device has computed it."""
+        """Wait until the device has computed the step."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def wait(self) -> list[int]:
-        """The token ids, when they are there. Tells sequences what was likely, too."""
+        """Wait, give the sequences their log-probabilities, and return the token ids."""
         self.synchronize()
-        for telling in self.tellings:
-            telling.tell()
+        deliver(self._reports, self._columns)
         token_ids: list[int] = self._host.tolist()
         return token_ids

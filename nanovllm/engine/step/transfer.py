@@ -1,28 +1,52 @@
-"""Between host and device, without waiting. On the CPU nothing is copied."""
+"""Copies between host and device that do not wait. On the CPU nothing is copied."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 def upload(array: Array, device: torch.device) -> torch.Tensor:
     """A copy on the device, made in the order of its work."""
-    tensor = torch.from_numpy(array)
+    return _upload(torch.from_numpy(array), device)
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def upload_all(value: T, device: torch.device) -> T:
+    """A dataclass, or a tuple or list, with its CPU tensors uploaded, however deep they are."""
+    if device.type == "cpu":
+        return value
+    return _upload_all(value, device)  # type: ignore[no-any-return]
+
+
+def _upload_all(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _upload(value, device)
+    if isinstance(value, tuple | list):
+        return type(value)(_upload_all(item, device) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = {name: _upload_all(getattr(value, name), device) for name in names}
+        return dataclasses.replace(value, **parts)
+    return value
+
+
 def upload_ahead(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
     """Copies on the device, made while it still computes what was launched before.
 
-    They go by a stream of their own, whose event the current stream waits for before it goes on.
-    Two more events guard what is copied from and to: PyTorch hands the pinned memory out again when
-    the copy is done, and the device's when the current stream has come past the last use.
+    They use a stream of their own; the current stream waits for its event before it goes on. Two
+    more events guard the memory: PyTorch reuses the pinned memory only after the copy, and the
+    device's memory only after the current stream's last use.
     """
     if device.type == "cpu":
         return [upload(array, device) for array in arrays]
@@ -36,7 +60,7 @@ def upload_ahead(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
 
 
 def download(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the host that is made when the device gets there; the tensor itself on the CPU."""
+    """A copy on the host, complete when the device gets there; the tensor itself on the CPU."""
     if x.device.type == "cpu":
         return x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

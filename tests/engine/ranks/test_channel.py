@@ -20,8 +20,9 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.ranks import channel
 from nanovllm.engine.ranks.channel import Reader, Writer
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.device_table import Account, Layout
-from nanovllm.engine.step.inputs import prefill_inputs
+from nanovllm.engine.step.device_table import TableLayout
+from nanovllm.engine.step.inputs import step_inputs
+from nanovllm.engine.step.ledger import Ledger
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -190,8 +191,8 @@ def test_long_prompts_arrive_whole(
         seq.block_table = list(range(index, index + length // 16))
         seq.num_scheduled_tokens = length
         seqs.append(seq)
-    account = Account(Layout(num_prompts, length // 16))
-    prefill = prefill_inputs(Batch(seqs, is_prefill=True), 16, account).prefill
+    ledger = Ledger(TableLayout(num_prompts, length // 16))
+    prefill = step_inputs(Batch(seqs, is_prefill=True), 16, ledger, []).prefill
     assert prefill is not None
     writer = Writer(2, no_check)
     processes = []

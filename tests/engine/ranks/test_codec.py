@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.ranks.codec import decode, encode
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.device_table import Account, Layout
-from nanovllm.engine.step.inputs import StepInputs, decode_inputs, prefill_inputs
+from nanovllm.engine.step.device_table import TableLayout
+from nanovllm.engine.step.inputs import StepInputs, step_inputs
+from nanovllm.engine.step.ledger import Ledger
 from nanovllm.sampling_params import SamplingParams
 
 
 def assert_equal(one: StepInputs, other: StepInputs) -> None:
     assert (one.prefill is None) == (other.prefill is None)
     assert (one.num_seqs, one.width) == (other.num_seqs, other.width)
-    pairs = [(one.places, other.places), (one.words, other.words)]
+    pairs = [*zip(one.changes, other.changes, strict=True)]
     if one.prefill is not None:
         names = [field.name for field in dataclasses.fields(one.prefill)]
         pairs += [(getattr(one.prefill, name), getattr(other.prefill, name)) for name in names]
@@ -39,7 +40,7 @@ def make_seq(num_tokens: int, block_table: list[int], num_scheduled: int = 1) ->
 @settings(max_examples=300, deadline=None)
 def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
     """Batches grow, shrink and stay; tables change a little or completely."""
-    account = Account(Layout(10, 20))
+    ledger = Ledger(TableLayout(10, 20))
     seqs: list[Sequence] = []
     for step in range(data.draw(st.integers(1, 10))):
         for seq in seqs:
@@ -52,7 +53,7 @@ def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
             seqs.append(make_seq(4 * blocks, list(range(step, step + blocks)), blocks))
         is_prefill = data.draw(st.booleans())
         batch = Batch(seqs, is_prefill)
-        inputs = prefill_inputs(batch, 4, account) if is_prefill else decode_inputs(batch, account)
+        inputs = step_inputs(batch, 4, ledger, [])
         if inputs.prefill is not None and data.draw(st.booleans()):
             prefill = inputs.prefill
             prefill.prompt_rows = prefill.shared_rows = np.arange(step, dtype=np.int64)
@@ -62,7 +63,7 @@ def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
 
 def test_a_decode_step_sends_only_what_has_changed() -> None:
     """64 sequences of 65,536 tokens: a decode step sends new blocks, and nothing else."""
-    account, sizes = Account(Layout(64, 5000)), []
+    ledger, sizes = Ledger(TableLayout(64, 5000)), []
     seqs = [make_seq(65_536, list(range(4096))) for _ in range(64)]
     for step in range(40):
         grown = 0
@@ -72,7 +73,7 @@ def test_a_decode_step_sends_only_what_has_changed() -> None:
                 seq.block_table.append(step)
                 grown += 1
             seq.token_ids.append(step)
-        message = encode(decode_inputs(Batch(seqs, is_prefill=False), account))
+        message = encode(step_inputs(Batch(seqs, is_prefill=False), 16, ledger, []))
         sizes.append((len(message), grown))
     assert sizes[0][0] > 64 * 4096 * 4, "the first step sends everything"
     assert sum(grown for _, grown in sizes) == 3 * 64

@@ -10,11 +10,12 @@ from conftest import ctrl_c_before
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
-from nanovllm.engine.step.device_table import Account, Layout, Rows
+from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.draw_inputs import noise_key
-from nanovllm.engine.step.inputs import StepInputs, decode_inputs, prefill_inputs
-from nanovllm.kernels import plain
-from nanovllm.kernels.plain import Decoding
+from nanovllm.engine.step.inputs import StepInputs, step_inputs
+from nanovllm.engine.step.ledger import Ledger
+from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.kernels.table import PLAIN
 
 BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5
 CPU = torch.device("cpu")
@@ -24,12 +25,12 @@ class Engine:
     """What an engine does with rows, without a model: a token is the number of its step."""
 
     def __init__(self) -> None:
-        layout = Layout(MOST, MAX_BLOCKS)
-        self.rows, self.account = Rows(layout, CPU), Account(layout)
+        layout = TableLayout(MOST, MAX_BLOCKS)
+        self.table, self.ledger = DeviceTable(layout, CPU), Ledger(layout)
         self.seqs: list[Sequence] = []
         self.next_block = 0
         self.step = 1000
-        self.told = 0
+        self.num_changes = 0
 
     def come(self, length: int) -> None:
         """A sequence begins to run."""
@@ -40,7 +41,7 @@ class Engine:
 
     def run(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
-        seq.forget_cache()
+        seq.release_cache()
         seq.block_table = []
         self.grow(seq)
 
@@ -54,15 +55,17 @@ class Engine:
         for seq in seqs:
             seq.num_scheduled_tokens = min(size, seq.num_uncached_tokens)
         batch = Batch(seqs, is_prefill=True, num_decodes=num_decodes)
-        inputs = prefill_inputs(batch, BLOCK_SIZE, self.account)
+        inputs = step_inputs(batch, BLOCK_SIZE, self.ledger, [])
         assert inputs.prefill is not None
         places, rows = inputs.prefill.pending()
         given = [token for seq in seqs for token in scheduled(seq)]
         self.write(inputs)
-        filled = self.rows.fill(*map(torch.from_numpy, (inputs.prefill.input_ids, places, rows)))
+        filled = self.table.fill_pending(
+            *map(torch.from_numpy, (inputs.prefill.input_ids, places, rows))
+        )
         assert filled.tolist() == given
         if inputs.width:
-            tables = self.rows.block_tables(torch.from_numpy(inputs.prefill.rows), inputs.width)
+            tables = self.table.block_tables(torch.from_numpy(inputs.prefill.rows), inputs.width)
             for seq, table in zip(seqs, tables.tolist(), strict=True):
                 assert table[: len(seq.block_table)] == seq.block_table
         self.leave_tokens(batch, torch.from_numpy(inputs.prefill.token_rows))
@@ -72,18 +75,19 @@ class Engine:
             seq.num_scheduled_tokens = 1
             self.grow(seq)
         batch = Batch(seqs, is_prefill=False)
-        inputs = decode_inputs(batch, self.account)
+        inputs = step_inputs(batch, BLOCK_SIZE, self.ledger, [])
         assert inputs.width == max(len(seq.block_table) for seq in seqs)
         self.write(inputs)
         size = len(seqs) + padding
-        decoding = plain.read_rows(self.rows.state, size, inputs.width, BLOCK_SIZE)
+        decoding = PLAIN.read_table(self.table.state, size, inputs.width, BLOCK_SIZE)
         self.assert_right(decoding, seqs)
         self.leave_tokens(batch, decoding.rows[: len(seqs)])
 
     def write(self, inputs: StepInputs) -> None:
-        self.told = len(inputs.places)
-        assert len(set(inputs.places.tolist())) == len(inputs.places) == len(inputs.words)
-        self.rows.write(inputs.places, inputs.words)
+        places, words = inputs.changes
+        self.num_changes = len(places)
+        assert len(set(places.tolist())) == len(places) == len(words)
+        self.table.write(inputs.changes)
 
     def leave_tokens(self, batch: Batch, rows: torch.Tensor) -> None:
         """Each gets the number of the step; only the device has it before the next step."""
@@ -91,7 +95,7 @@ class Engine:
             self.read(seq)
         self.step += 1
         sampling = batch.sampling_seqs
-        self.rows.keep(rows, torch.full((len(sampling),), self.step))
+        self.table.keep_tokens(rows, torch.full((len(sampling),), self.step))
         for seq in batch.seqs:
             seq.num_cached_tokens += seq.num_scheduled_tokens
         for seq in sampling:
@@ -177,12 +181,12 @@ def test_rows_equal_the_sequences(seed: int) -> None:
                 engine.read(seq)
                 engine.run(seq)
             case "error" if decodes:
-                inputs = decode_inputs(Batch(some, is_prefill=False), engine.account)
+                inputs = step_inputs(Batch(some, is_prefill=False), BLOCK_SIZE, engine.ledger, [])
                 if size % 3:  # before the devices were told, or after, or after they computed
                     engine.write(inputs)
                 if size % 3 > 1:
-                    plain.read_rows(engine.rows.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
-                engine.account.forget()
+                    PLAIN.read_table(engine.table.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
+                engine.ledger.reset()
                 for each in seqs:
                     each.drop_pending()
                     engine.run(each)
@@ -198,13 +202,13 @@ def test_a_decode_step_writes_only_new_blocks() -> None:
     for length in (3, 9, 6):
         engine.come(length)
     engine.prefill(engine.seqs, 100)
-    told = []
+    changes = []
     for _ in range(10):
         engine.decode(engine.seqs, padding=1)
-        told.append(engine.told)
-    assert told[0] >= 3, "where they stand"
+        changes.append(engine.num_changes)
+    assert changes[0] >= 3, "where they stand"
     tokens = np.array([[4, 10, 7]]) + np.arange(1, 10)[:, None]  # of each in the next steps
-    assert told[1:] == (tokens % BLOCK_SIZE == 1).sum(axis=1).tolist(), "new blocks, and no more"
+    assert changes[1:] == (tokens % BLOCK_SIZE == 1).sum(axis=1).tolist(), "new blocks, and no more"
 
 
 def test_rows_of_ended_sequences_are_used_again() -> None:
@@ -216,16 +220,18 @@ def test_rows_of_ended_sequences_are_used_again() -> None:
             engine.come(4 + number % 7)
         engine.prefill([seq for seq in engine.seqs if not seq.num_cached_tokens], 100)
         engine.decode(engine.seqs, padding=1)
-        assert number == 0 or engine.told <= 12, "those that stayed were told of again"
+        assert number == 0 or engine.num_changes <= 12, "those that stayed were told of again"
         for seq in engine.seqs[: 1 + (number + 1) % 3]:
             engine.seqs.remove(seq)
             seq.finish("length")
 
 
-@pytest.mark.parametrize("name", ["decode", "_tell_blocks", "_rows_of", "_take_row", "_news"])
+@pytest.mark.parametrize(
+    "name", ["decode", "_change_blocks", "_rows_of", "_take_row", "_take_changes"]
+)
 def test_rows_are_right_after_ctrl_c(name: str) -> None:
     """Ctrl-C before any line, while a sequence comes and tables grow: all sequences restart."""
-    code, struck = getattr(Account, name).__code__, 0
+    code, struck = getattr(Ledger, name).__code__, 0
     for line in sorted({line for _, _, line in code.co_lines() if line is not None}):
         engine = Engine()
         known_tokens.clear()
@@ -237,10 +243,10 @@ def test_rows_are_right_after_ctrl_c(name: str) -> None:
             engine.grow(seq)
         done = False
         with ctrl_c_before(line, code):
-            engine.account.decode(engine.seqs)
+            engine.ledger.decode(engine.seqs)
             done = True
         struck += not done
-        engine.account.forget()
+        engine.ledger.reset()
         for seq in engine.seqs:
             seq.drop_pending()
             engine.run(seq)
@@ -254,11 +260,11 @@ def test_a_row_has_no_token_of_its_earlier_owner() -> None:
     """A prompt whose last token is decoded gets the row of a sequence of the same length."""
     engine = Engine()
     known_tokens.clear()
-    for _ in range(engine.account.layout.num_rows - 1):
+    for _ in range(engine.ledger.layout.num_rows - 1):
         engine.come(3)
         engine.prefill(engine.seqs, 100)
         engine.seqs.pop().finish("length")
-    engine.rows.state.tokens.fill_(PENDING)  # what nobody may take for a token
+    engine.table.state.tokens.fill_(PENDING)  # what nobody may take for a token
     engine.come(4)
     engine.prefill(engine.seqs, 3)
     engine.decode(engine.seqs, padding=0)
@@ -269,11 +275,11 @@ def test_a_row_has_no_token_of_its_earlier_owner() -> None:
 def test_keys_and_temperatures_fit_into_words(temperature: float, seed: int) -> None:
     seq = Sequence([1], SamplingParams(temperature=temperature, seed=seed), index=int(seed > 1))
     seq.block_table, seq.num_scheduled_tokens = [0], 1
-    layout = Layout(1, 1)
-    rows, account = Rows(layout, CPU), Account(layout)
-    inputs = decode_inputs(Batch([seq], is_prefill=False), account)
-    rows.write(inputs.places, inputs.words)
-    decoding = plain.read_rows(rows.state, 1, 1, BLOCK_SIZE)
+    layout = TableLayout(1, 1)
+    table, ledger = DeviceTable(layout, CPU), Ledger(layout)
+    inputs = step_inputs(Batch([seq], is_prefill=False), BLOCK_SIZE, ledger, [])
+    table.write(inputs.changes)
+    decoding = PLAIN.read_table(table.state, 1, 1, BLOCK_SIZE)
     assert decoding.keys.tolist() == [noise_key(seq)]
     assert 0 < decoding.temperatures.item() < float("inf")
     assert decoding.input_ids.tolist() == [1]

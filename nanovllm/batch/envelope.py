@@ -1,0 +1,80 @@
+"""Parse a line of a batch: OpenAI's batch format, or a plain line whose fields are the body's.
+
+It knows no engine, and leaves the body to nanovllm.openai.request.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.openai.request import CHAT, COMPLETIONS, APIRequest, check_name, parse_body
+from nanovllm.utils.checks import shorten
+
+ENVELOPE = ("custom_id", "method", "url", "body")
+
+
+def parse_line(data: bytes | None) -> dict[str, Any]:
+    """Parse a line as a JSON object; None stands for a line that is too long."""
+    if data is None:
+        raise ValueError("the line is too long")
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not valid UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the line is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise TypeError(f"a line must be a JSON object, got {shorten(value)}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse equal names, of which JSON's parser would silently keep the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shorten(name)} occurs twice")
+    return value
+
+
+def custom_id_of(line: Mapping[str, Any]) -> str | None:
+    """A line's own id, or None if it has none."""
+    custom_id = line.get("custom_id")
+    if custom_id is not None and not isinstance(custom_id, str):
+        raise TypeError(f"custom_id must be a text, got {shorten(custom_id)}")
+    return custom_id
+
+
+def parse_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
+    """Parse a line's request; `defaults` are sampling parameters for lines without them."""
+    return parse_body(*_open_envelope(line), defaults)
+
+
+def _open_envelope(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The endpoint and the body of a line."""
+    if not line.keys() & {"method", "url", "body"}:
+        return _plain(line)
+    for name in line:
+        check_name(name, ENVELOPE)
+    for name in ENVELOPE:
+        if line.get(name) is None:
+            raise ValueError(f"{name} is missing")
+    if line["method"] != "POST":
+        raise ValueError(f"method must be 'POST', got {shorten(line['method'])}")
+    if line["url"] not in (CHAT, COMPLETIONS):
+        raise ValueError(f"url must be {CHAT!r} or {COMPLETIONS!r}, got {shorten(line['url'])}")
+    if not isinstance(line["body"], dict):
+        raise TypeError(f"body must be an object, got {shorten(line['body'])}")
+    return line["url"], line["body"]
+
+
+def _plain(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The endpoint and the body of a line without an envelope: a prompt makes it a completion."""
+    body = {name: value for name, value in line.items() if name != "custom_id"}
+    if ("prompt" in body) == ("messages" in body):
+        not_both = "and not both, " if "prompt" in body else ""
+        raise ValueError(
+            f"a line must have a prompt or messages, {not_both}or else method, url and body"
+        )
+    return (CHAT if "messages" in body else COMPLETIONS), body

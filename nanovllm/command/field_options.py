@@ -1,0 +1,130 @@
+"""Command-line options made from the fields of a dataclass, such as `Config`.
+
+Names, types, defaults and help texts are the fields'. An option that is not given is not in the
+namespace, so the class supplies its default; the class also checks all values.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.utils.option import NOTHING, Option, options_of
+
+OTHER_NAMES: dict[tuple[type, str], str] = {
+    (Config, "seed"): "engine_seed"
+}  # `--seed` is a request's or a workload's
+
+
+def token_ids(text: str) -> list[int]:
+    """Parse `1,2,3`."""
+    return [int(part) for part in text.split(",")]
+
+
+def biases(text: str) -> dict[int, float]:
+    """Parse `1=-100,2=5.5`."""
+    pairs = (part.split("=") for part in text.split(","))
+    return {int(token): float(bias) for token, bias in pairs}
+
+
+# For each field type: how an option's text is parsed, and the placeholder for it in the help.
+READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (int, "N"),
+    float: (float, "X"),
+    str: (str, "TEXT"),
+    Iterable[int]: (token_ids, "ID,..."),
+    Iterable[str]: (str, "TEXT"),
+    Mapping[int, float]: (biases, "ID=BIAS,..."),
+}
+
+
+def option_name(kind: type, name: str) -> str:
+    """The name of a field's option in the namespace."""
+    return OTHER_NAMES.get((kind, name), name)
+
+
+def option_flag(kind: type, name: str) -> str:
+    """A field's flag on the command line."""
+    return "--" + option_name(kind, name).replace("_", "-")
+
+
+def add_field_options(
+    group: argparse._ArgumentGroup, kind: type, defaults: Mapping[str, Any]
+) -> None:
+    """Add an option for each field of a dataclass; `defaults` replace the fields' in the help."""
+    for field in dataclasses.fields(kind):
+        described, default = options_of(kind)[field.name], defaults.get(field.name, field.default)
+        added = group.add_argument(
+            option_flag(kind, field.name),
+            dest=option_name(kind, field.name),
+            default=argparse.SUPPRESS,
+            **_parsing(field.type, described),
+        )
+        # Set afterwards: some Python versions append a default of their own to a text given before.
+        shown = _shown(field.type, described, default)
+        added.help = f"{_help(field.type, described)} (default: {shown})"
+
+
+def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that the command line sets."""
+    names = {name: option_name(kind, name) for name in options_of(kind)}
+    return {name: getattr(args, given) for name, given in names.items() if given in args}
+
+
+def _parsing(annotation: Any, described: Option) -> dict[str, Any]:
+    """What argparse needs to parse an option of this type."""
+    kind = _main_type(annotation)
+    if kind is bool:
+        return dict(action=argparse.BooleanOptionalAction)
+    read, metavar = READERS[kind]
+    if described.rule.choices:
+        metavar = "{" + ",".join(described.rule.choices) + "}"
+    more = dict(action="append") if kind == Iterable[str] else {}
+    return dict(type=_reader(read, _takes_none(annotation), metavar), metavar=metavar, **more)
+
+
+def _help(annotation: Any, described: Option) -> str:
+    kind, parts = _main_type(annotation), [described.help.replace("`", "")]
+    if kind in (int, float):
+        parts.append(f"{READERS[kind][1]} {described.rule.allowed}")
+    if kind == Iterable[str]:
+        parts.append("may be given several times")
+    if _takes_none(annotation) and described.none != NOTHING:
+        parts.append(f"none: {described.none}".replace("`", ""))
+    return "; ".join(parts)
+
+
+def _shown(annotation: Any, described: Option, default: Any) -> Any:
+    """A default as the help shows it: what None means, where an option cannot be None."""
+    if default is None:
+        return "none" if _takes_none(annotation) else described.none
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return default
+
+
+def _main_type(annotation: Any) -> Any:
+    """The widest type that is not None: of a text and a list of texts, the list."""
+    if not isinstance(annotation, types.UnionType):
+        return annotation
+    return [part for part in typing.get_args(annotation) if part is not types.NoneType][-1]
+
+
+def _takes_none(annotation: Any) -> bool:
+    """Whether `none` is read as None: only for numbers, as it could be a text itself."""
+    return types.NoneType in typing.get_args(annotation) and _main_type(annotation) in (int, float)
+
+
+def _reader(read: Callable[[str], Any], none_fits: bool, metavar: str) -> Callable[[str], Any]:
+    def value(text: str) -> Any:
+        if none_fits and text == "none":
+            return None
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"cannot read {text!r} as {metavar}") from None
+
+    return value

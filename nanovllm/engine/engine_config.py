@@ -1,0 +1,50 @@
+"""EngineConfig: the options of a running engine, all of them settled.
+
+Startup makes it once, when the device, the model and the memory are known. `Config` is what the
+user asked for; here nothing is optional.
+"""
+
+from dataclasses import dataclass, fields
+
+from nanovllm.config import Config
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The fields of `Config` that matter once the model is loaded, with the values in use."""
+
+    model: str
+    device: str
+    dtype: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    tensor_parallel_size: int
+    enable_expert_parallel: bool
+    enforce_eager: bool
+    kvcache_block_size: int
+    num_kvcache_blocks: int
+    attention_backend: str
+    enable_prefix_caching: bool
+    scheduling: str
+    overlap: bool
+    seed: int
+
+    @classmethod
+    def settle(cls, config: Config, num_kvcache_blocks: int, max_model_len: int) -> "EngineConfig":
+        """Complete a Config of which only the pool's size and the longest sequence are open."""
+        values = {field.name: getattr(config, field.name) for field in fields(cls)}
+        values |= dict(num_kvcache_blocks=num_kvcache_blocks, max_model_len=max_model_len)
+        missing = [name for name, value in values.items() if value is None]
+        assert not missing, missing
+        return cls(**values)
+
+    @property
+    def max_num_running(self) -> int:
+        """Sequences that can decode at once: each takes a token of a step's budget, and a block."""
+        return min(most_running(self), self.num_kvcache_blocks)
+
+
+def most_running(config: Config | EngineConfig) -> int:
+    """Sequences that can decode at once in a KV pool of any size."""
+    return min(config.max_num_seqs, config.max_num_batched_tokens)

@@ -1,0 +1,60 @@
+"""Placement: where one rank computes, in what type, and with which kernels."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
+from nanovllm.layers.attention.base import AttentionSpec
+from nanovllm.layers.backend import Backend, choose_backend
+from nanovllm.layers.ranks import Ranks
+from nanovllm.layers.rotary_embedding import max_rope_positions
+from nanovllm.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a rank's shard is made for. `max_positions` is the longest sequence it may see."""
+
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    backend: Backend
+    max_positions: int
+    uses_graphs: bool  # whether decode steps are CUDA graphs
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        return self.backend.attention.block_size
+
+    def settle(self, config: Config) -> Config:
+        """The options with what this placement has chosen, for other ranks to choose the same."""
+        return replace(
+            config,
+            device=str(self.device),
+            dtype=str(self.dtype),
+            kvcache_block_size=self.block_size,
+            attention_backend=self.backend.attention.name,
+            overlap=self.device.type == "cuda" if config.overlap is None else config.overlap,
+        )
+
+
+def place(config: Config, model_config: ModelConfig, ranks: Ranks) -> Placement:
+    """Resolve device, type, backend and length; an option that does not fit is a ValueError."""
+    device = resolve_device(config.device, ranks)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    longest = max_rope_positions(model_config.rope_parameters, model_config.max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len}, the model's own is {longest}")
+    spec = AttentionSpec(
+        device, dtype, model_config.num_attention_heads // ranks.size,
+        max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
+        config.kvcache_block_size, not config.enforce_eager,
+    )  # fmt: skip
+    with computing_on(device):
+        backend = choose_backend(config.attention_backend, spec)
+    uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
+    max_positions = config.max_model_len or longest
+    return Placement(ranks, device, dtype, backend, max_positions, uses_graphs)

@@ -1,0 +1,35 @@
+"""Logprobs: the log-probabilities of a sequence's tokens, kept as they arrive from the device."""
+
+from nanovllm.engine.sequence import Sequence
+
+LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its rank
+
+
+class Logprobs:
+    """A follower with an entry for each token: the token itself, then the most likely others.
+
+    `prompt` holds those of the prompt's second token, third, ..., as far as they are computed.
+    """
+
+    def __init__(self) -> None:
+        self.prompt: list[list[LikelyToken]] = []
+        self._generated: dict[int, list[LikelyToken]] = {}  # by place in `token_ids`
+
+    def add(self, seq: Sequence, place: int, entry: list[LikelyToken]) -> None:
+        """Keep the entry of the token at `place`. Prompt tokens come in order."""
+        if place >= seq.num_prompt_tokens:
+            self._generated[place] = entry
+            return
+        self.prompt[place - 1 :] = [entry]
+        seq.num_reported_tokens = place + 1
+
+    def generated(self, seq: Sequence, start: int) -> list[list[LikelyToken]]:
+        """The entries of the known tokens from place `start` on."""
+        return [self._generated[place] for place in range(start, seq.num_known_tokens)]
+
+    def update(self, seq: Sequence) -> None:
+        """Drop the entry of a token that was taken back: another one may come in its place."""
+        self._generated.pop(seq.num_known_tokens, None)
+
+    def reset(self) -> None:
+        """Keep all: an entry is stored whole or not at all."""

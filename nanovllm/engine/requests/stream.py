@@ -1,0 +1,71 @@
+"""Stream: the events of one call, and what they have reported so far."""
+
+from typing import Any
+
+from nanovllm.engine.requests.request import Request, ending, logprobs
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.outputs import StreamEvent
+
+
+class Stream:
+    """The prompts of a call whose requests are `request_ids`, `num_samples` of each.
+
+    `open` holds the requests that have events to come, with their prompts' indices.
+    """
+
+    def __init__(self, request_ids: list[int], num_samples: list[int], tokenizer: Any) -> None:
+        self.open = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._tokenizer = tokenizer
+        # Characters and tokens of each sample that events have reported; None when it has ended.
+        self._reported: list[list[tuple[int, int] | None]] = [[(0, 0)] * n for n in num_samples]
+
+    def events(self, request_id: int, request: Request | None) -> list[StreamEvent]:
+        """What is new of an open request; None is a request that another call has aborted."""
+        index = self.open[request_id]
+        if request is None:
+            samples = enumerate(self._reported[index])
+            return [
+                _aborted(index, sample, request_id)
+                for sample, place in samples
+                if place is not None
+            ]
+        events = (self._event(index, seq) for seq in request.seqs)
+        return [event for event in events if event is not None]
+
+    def _event(self, index: int, seq: Sequence) -> StreamEvent | None:
+        """What is new of a sample, if anything; counts it as reported."""
+        reported = self._reported[index]
+        place = reported[seq.index]
+        if place is None:
+            return None
+        num_chars, num_tokens = place
+        start, end = seq.num_prompt_tokens + num_tokens, seq.num_known_tokens
+        reason = stop = None
+        if seq.status is SequenceStatus.FINISHED:
+            reported[seq.index] = None
+            text, reason, stop = ending(seq, self._tokenizer)
+            text = text[num_chars:]
+        elif start < end:
+            seq.text.update(seq)
+            reported[seq.index] = seq.text.num_certain, end - seq.num_prompt_tokens
+            text = seq.text.text[num_chars : seq.text.num_certain]
+        else:
+            return None
+        return StreamEvent(
+            index=index,
+            sample=seq.index,
+            request_id=seq.request_id,
+            text=text,
+            token_ids=seq.token_ids[start:end],
+            finish_reason=reason,
+            stop_reason=stop,
+            logprobs=logprobs(seq, start, self._tokenizer),
+        )
+
+
+def _aborted(index: int, sample: int, request_id: int) -> StreamEvent:
+    """The last event of a sample whose output went to the call that aborted it."""
+    return StreamEvent(
+        index=index, sample=sample, request_id=request_id, text="", token_ids=[],
+        finish_reason="abort", stop_reason=None, logprobs=None,
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""TokenCounts: how often each token occurs in a sequence, for its penalties."""
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.engine.sequence import Sequence
+
+
+class TokenCounts:
+    """A follower with the distinct tokens of a sequence, and how often each is in the output."""
+
+    _num_tokens: int  # of the sequence, that are counted
+    _places: dict[int, int]
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The distinct tokens, in the order in which they first came."""
+        return self._ids[: len(self)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.int32]:
+        """How often each of `ids` is in the output; 0 for one that only the prompt has."""
+        return self._counts[: len(self)]
+
+    def update(self, seq: Sequence) -> None:
+        """Count the tokens that are new."""
+        if seq.num_known_tokens < self._num_tokens:  # one was taken back
+            self.reset()
+        for index in range(self._num_tokens, seq.num_known_tokens):
+            place = self._place_of(seq.token_ids[index])
+            self._counts[place] += index >= seq.num_prompt_tokens
+        self._num_tokens = seq.num_known_tokens
+
+    def reset(self) -> None:
+        """Start over: the next `update` counts every token."""
+        self._num_tokens = 0
+        self._places = {}
+        self._ids: npt.NDArray[np.int64] = np.zeros(256, np.int64)
+        self._counts: npt.NDArray[np.int32] = np.zeros(256, np.int32)
+
+    def _place_of(self, token_id: int) -> int:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids = np.resize(self._ids, 2 * place)
+            self._counts = np.append(self._counts, np.zeros(place, np.int32))
+        self._ids[place] = token_id
+        return place

@@ -1,0 +1,259 @@
+"""Shard: one rank's part of the model, with its KV pool, its device table and its decode graphs.
+
+Every rank has one and computes the same steps; rank 0's also draws the tokens. It decides nothing
+about which sequences run, and knows no text.
+"""
+
+from contextlib import AbstractContextManager, suppress
+
+import numpy as np
+import torch
+
+from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+from nanovllm.engine.device import computing_on
+from nanovllm.engine.kv_pool import KVPool
+from nanovllm.engine.placement import Placement
+from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.device_table import DeviceTable, TableLayout
+from nanovllm.engine.step.draw_inputs import DrawInputs
+from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
+from nanovllm.engine.step.logprobs import (
+    Columns,
+    ReportInputs,
+    drawn_columns,
+    prompt_columns,
+    rows_at_a_time,
+)
+from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
+from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.layers.context import Context, reset_context, set_context
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+
+MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
+
+
+class Shard:
+    """What all ranks do alike. Startup makes it: `make_table`, `pool.allocate`, `capture_graphs`.
+
+    Steps run within `computing`, which also limits the CPU threads to `num_threads`, if given.
+    """
+
+    table: DeviceTable  # from `make_table` to `close`
+
+    def __init__(
+        self,
+        model: CausalLM,
+        model_config: ModelConfig,
+        placement: Placement,
+        num_threads: int | None = None,
+    ) -> None:
+        self.model = model
+        self.model_config = model_config
+        self.placement = placement
+        self.ranks, self.device = placement.ranks, placement.device
+        self.backend, self.block_size = placement.backend, placement.block_size
+        self.pool = KVPool(
+            model.attentions, self.block_size, model_config.head_dim, placement.dtype, self.device
+        )
+        self.sampler = Sampler(self.backend.kernels)
+        self.graphs: DecodeGraphs | None = None
+        self._num_threads = num_threads
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.model_config.vocab_size
+
+    def computing(self) -> AbstractContextManager[None]:
+        """What holds while this rank computes."""
+        return computing_on(self.device, self._num_threads)
+
+    def make_table(self, num_running: int, max_model_len: int) -> None:
+        """Make a device table for sequences of up to `max_model_len` tokens."""
+        self._drop_table()
+        layout = TableLayout(num_running, -(-max_model_len // self.block_size))
+        self.table = DeviceTable(layout, self.device)
+
+    def _drop_table(self) -> None:
+        if hasattr(self, "table"):
+            del self.table
+
+    def compute(self, inputs: StepInputs) -> Computed:
+        """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
+        self.table.write(inputs.changes)
+        if inputs.prefill is not None:
+            return self._compute_prefill(inputs.prefill, inputs.width, inputs.report)
+        self.share_tokens()
+        if self.graphs and inputs.num_seqs <= self.graphs.max_batch_size:
+            return self.graphs.replay(inputs.num_seqs)
+        hidden, decoding = self._decode(inputs.num_seqs, inputs.width)
+        choices = decoding.temperatures, decoding.keys
+        return Computed(self.model.compute_logits(hidden), decoding.rows, choices)
+
+    def draw(
+        self, computed: Computed, inputs: DrawInputs
+    ) -> tuple[torch.Tensor, tuple[Columns, ...]]:
+        """The token ids of a step's samples, and their reports. On rank 0."""
+        if not inputs.num_samples:
+            return torch.empty(0, dtype=torch.long, device=self.device), ()
+        computed = computed.first(inputs.num_samples)
+        token_ids = computed.token_ids
+        if token_ids is None or inputs.filters:
+            choices = self._choices(computed, inputs)
+            filters = upload_all(inputs.filters, self.device)
+            token_ids = self.sampler(computed.logits, *choices, filters, token_ids)
+            self.table.keep_tokens(computed.rows, token_ids)
+        if inputs.report is None:
+            return token_ids, ()
+        return token_ids, drawn_columns(computed.logits, token_ids, inputs.report)
+
+    def _choices(
+        self, computed: Computed, inputs: DrawInputs
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Temperatures and keys on the device; None if all rows are greedy."""
+        if inputs.is_greedy:
+            return None, None
+        if computed.choices is not None:
+            return computed.choices
+        assert inputs.temperatures is not None and inputs.keys is not None
+        return upload(inputs.temperatures, self.device), upload(inputs.keys, self.device)
+
+    def share_tokens(self) -> None:
+        """Broadcast the table's last tokens, which rank 0 has drawn, to the other ranks."""
+        if self.ranks.size > 1:
+            self.ranks.broadcast(self.table.state.tokens)
+
+    def _compute_prefill(
+        self, prefill: PrefillInputs, width: int, report: ReportInputs | None
+    ) -> Computed:
+        hidden = self.prefill_hidden(prefill, width, prefill.needed_rows())
+        if prefill.copied_blocks is not None:
+            for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
+                self.pool.copy(source, target)
+        columns = self._report_prompts(hidden[: prefill.num_reported], report)
+        hidden = hidden[prefill.num_reported :]
+        if prefill.shared_rows is not None:
+            hidden = hidden[upload(prefill.shared_rows, self.device)]
+        logits = self.model.compute_logits(hidden) if len(hidden) else hidden
+        rows = upload(prefill.token_rows, self.device)
+        return Computed(logits, rows, prompt_logprobs=columns)
+
+    def _report_prompts(
+        self, hidden: torch.Tensor, report: ReportInputs | None
+    ) -> tuple[Columns, ...]:
+        """The reports on prompts. All ranks compute the logits, a few rows at a time."""
+        columns = []
+        size = rows_at_a_time(self.vocab_size)
+        for start in range(0, len(hidden), size):
+            logits = self.model.compute_logits(hidden[start : start + size])
+            if report is not None:
+                columns.append(prompt_columns(logits, report, start))
+        return tuple(columns)
+
+    def prefill_hidden(
+        self, prefill: PrefillInputs, width: int = 0, needed: Array | None = None
+    ) -> torch.Tensor:
+        """The hidden states of a prefill's tokens, or only of those `needed`.
+
+        It reads block tables of `width` columns, or none if that is 0.
+        """
+        input_ids, positions, slots, q_ends, k_ends = upload_ahead(
+            self.device, prefill.input_ids, prefill.positions, prefill.slot_mapping,
+            prefill.cu_seqlens_q, prefill.cu_seqlens_k,
+        )  # fmt: skip
+        pending = prefill.pending()
+        if len(pending[0]):
+            self.share_tokens()
+            input_ids = self.table.fill_pending(input_ids, *upload_ahead(self.device, *pending))
+        tables = rows = None
+        if width:
+            (table_rows,) = upload_ahead(self.device, prefill.rows)
+            tables = self.table.block_tables(table_rows, width)
+        if needed is not None:
+            (rows,) = upload_ahead(self.device, needed)
+        context = Context(
+            is_prefill=True,
+            slot_mapping=slots,
+            cu_seqlens_q=q_ends,
+            cu_seqlens_k=k_ends,
+            max_seqlen_q=int(np.diff(prefill.cu_seqlens_q).max()),
+            max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
+            block_tables=tables,
+        )
+        return self._forward(input_ids, positions, context, rows)
+
+    def _decode(self, num_rows: int, width: int) -> tuple[torch.Tensor, Decoding]:
+        """The hidden states of the table's batch, and what was read from the table."""
+        read_table = self.backend.kernels.read_table
+        decoding = read_table(self.table.state, num_rows, width, self.block_size)
+        context = Context(
+            is_prefill=False,
+            slot_mapping=decoding.slot_mapping,
+            context_lens=decoding.context_lens,
+            block_tables=decoding.block_tables,
+        )
+        return self._forward(decoding.input_ids, decoding.positions, context), decoding
+
+    def _decode_and_draw(self, num_rows: int, out: torch.Tensor) -> Computed:
+        """A decode graph's step: logits go to `out`, and rank 0 draws and keeps the tokens."""
+        hidden, decoding = self._decode(num_rows, self.table.layout.max_blocks)
+        rows, choices = decoding.rows, (decoding.temperatures, decoding.keys)
+        if self.ranks.rank > 0:
+            self.model.compute_logits(hidden)
+            return Computed(out, rows)
+        logits = self.model.compute_logits(hidden, out)
+        token_ids = self.sampler(logits, *choices)
+        self.table.keep_tokens(rows, token_ids)
+        return Computed(logits, rows, choices, token_ids)
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The hidden states of these tokens, or only of those at `rows`."""
+        self.backend.attention.plan(context)
+        set_context(context)
+        try:
+            hidden: torch.Tensor = self.model(input_ids, positions, rows)
+            return hidden
+        finally:
+            reset_context()
+
+    def decode_graphs(self, num_running: int) -> DecodeGraphs:
+        """The decode steps of a ladder, not captured; they run on any device."""
+        top = min(num_running, MAX_GRAPH_BATCH)
+        vocab_size = self.vocab_size if self.ranks.rank == 0 else 0
+        dtype = self.placement.dtype
+        logits = torch.empty(top, vocab_size, dtype=dtype, device=self.device)
+        return DecodeGraphs(self._decode_and_draw, batch_ladder(top), logits)
+
+    def capture_graphs(self, num_running: int) -> int:
+        """Capture the decode steps; returns how many sizes there are."""
+        self.graphs = self.decode_graphs(num_running)
+        self.graphs.capture()
+        return len(self.graphs.sizes)
+
+    def drop_graphs(self) -> None:
+        """Free the decode graphs and their memory."""
+        if self.graphs:
+            self.graphs.release()
+        self.graphs = None
+
+    def close(self, device_works: bool = True) -> None:
+        """Free the device's memory; the shard cannot be used afterwards.
+
+        Graphs go first: they hold exchanges with other ranks.
+        """
+        if self.device.type == "cuda" and device_works:
+            with suppress(RuntimeError):  # a device that has failed is left all the same
+                torch.cuda.synchronize(self.device)  # a step may be in flight
+        self.drop_graphs()
+        del self.model, self.pool
+        self._drop_table()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

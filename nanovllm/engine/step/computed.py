@@ -1,0 +1,29 @@
+"""Computed: the device tensors that a step leaves."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.engine.step.logprobs import Columns
+
+
+class Computed(NamedTuple):
+    """The logits of a step's samples, and what the step has already drawn of them.
+
+    A decode graph's may be padded at the end.
+    """
+
+    logits: torch.Tensor  # [B, V], complete on rank 0 only
+    rows: torch.Tensor  # [B] in int64: the rows of the device table that the tokens go to
+    choices: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures and keys, if read there
+    token_ids: torch.Tensor | None = None  # [B], if they were drawn in the graph
+    prompt_logprobs: tuple[Columns, ...] = ()  # on rank 0, for the rows that report
+
+    def first(self, size: int) -> "Computed":
+        """The same without padding: the first `size` samples."""
+        return self._replace(
+            logits=self.logits[:size],
+            rows=self.rows[:size],
+            choices=self.choices and (self.choices[0][:size], self.choices[1][:size]),
+            token_ids=None if self.token_ids is None else self.token_ids[:size],
+        )

@@ -1,0 +1,144 @@
+"""Ledger: the host's view of the device table.
+
+It knows which sequence owns each row and which values the devices already have, and so which
+changes a step has to send. Only rank 0 has one.
+"""
+
+import operator
+import weakref
+
+import numpy as np
+
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.step.device_table import TableChanges, TableLayout
+from nanovllm.engine.step.draw_inputs import temperature_of
+from nanovllm.engine.step.transfer import Array
+
+UNKNOWN = -2  # in arrays: differs from every length and every row
+
+
+class Ledger:
+    """Rows by sequence, and the values that the devices have.
+
+    It relies on how sequences keep their block tables: a list that grows, and a new list when they
+    start over. A token in flight stays in its sequence's row until the host has read it: sequences
+    with a token in flight are running or finished, so only running sequences need rows.
+    """
+
+    def __init__(self, layout: TableLayout) -> None:
+        self.layout = layout
+        self.reset()
+
+    def reset(self) -> None:
+        """Trust nothing: all sequences start over, and get rows that are written again."""
+        num_rows = self.layout.num_rows
+        self._places: list[int] = []
+        self._words: list[int] = []
+        self._rows: dict[int, int] = {}  # by seq_id
+        self._owners: dict[int, weakref.ref[Sequence]] = {}  # by row
+        self._free = list(range(num_rows - 1))[::-1]
+        self._tables: list[list[int]] = [[]] * num_rows
+        self._num_blocks = np.zeros(num_rows, np.int64)
+        self._lengths = np.full(num_rows, UNKNOWN)
+        self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
+        self._batch: Array = np.full(num_rows, UNKNOWN)
+        self._last_tables: list[list[int]] = []
+        self._last_rows: Array = np.zeros(0, np.int64)
+
+    def decode(self, seqs: list[Sequence]) -> tuple[int, TableChanges]:
+        """The width of the block tables of a decode step, and the changes to send.
+
+        The rows hold the sequences' last tokens, except for a prompt that was cached up to its last
+        token.
+        """
+        layout = self.layout
+        rows, width = self._change_blocks(seqs)
+        lengths = np.fromiter((seq.num_cached_tokens for seq in seqs), np.int64, len(seqs))
+        stale = np.flatnonzero(self._lengths[rows] != lengths)
+        self._change_each(layout.lengths + rows[stale], lengths[stale])
+        for index in np.flatnonzero(self._num_tokens[rows] != lengths + 1).tolist():
+            token_id = seqs[index].token_ids[-1]
+            assert token_id != PENDING
+            self._change(layout.tokens + 2 * int(rows[index]), [token_id, 0])
+        self._lengths[rows] = lengths + 1
+        self._num_tokens[rows] = lengths + 2
+        batch = np.full(layout.num_rows, layout.unused_row)
+        batch[: len(rows)] = rows
+        stale = np.flatnonzero(batch != self._batch)
+        self._change_each(layout.batch + stale, batch[stale])
+        self._batch = batch
+        return width, self._take_changes()
+
+    def prefill(
+        self, seqs: list[Sequence], sampling_seqs: list[Sequence]
+    ) -> tuple[Array, Array, int, TableChanges]:
+        """The rows of a prefill's sequences, those of its samples, the width, the changes."""
+        rows, width = self._change_blocks(seqs)
+        token_rows = self._rows_of(sampling_seqs)
+        if sampling_seqs:
+            self._num_tokens[token_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
+        return rows, token_rows, width, self._take_changes()
+
+    def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
+        """Add the blocks that are new. Returns the rows, and the length of the longest table."""
+        tables = [seq.block_table for seq in seqs]
+        sizes = np.fromiter(map(len, tables), np.int64, len(tables))
+        last = self._last_tables
+        if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
+            self._last_rows = self._rows_of(seqs)
+            for row, table in zip(self._last_rows.tolist(), tables, strict=True):
+                if self._tables[row] is not table:
+                    self._tables[row] = table
+                    self._num_blocks[row] = 0
+            self._last_tables = tables
+        rows = self._last_rows
+        known = self._num_blocks[rows]
+        for index in np.flatnonzero(known != sizes).tolist():
+            start = int(known[index])
+            first = self.layout.block_tables + int(rows[index]) * self.layout.max_blocks
+            self._change(first + start, tables[index][start:])
+        self._num_blocks[rows] = sizes
+        return rows, int(sizes.max())
+
+    def _rows_of(self, seqs: list[Sequence]) -> Array:
+        rows = self._rows
+        for seq in seqs:
+            if seq.seq_id not in rows:
+                rows[seq.seq_id] = self._take_row(seq)
+        return np.array([rows[seq.seq_id] for seq in seqs], np.int64)
+
+    def _take_row(self, seq: Sequence) -> int:
+        """A row for a sequence without one; if none is free, first free those not running."""
+        if not self._free:
+            for seq_id, row in list(self._rows.items()):
+                owner = self._owners[row]()
+                if owner is None or owner.status is not SequenceStatus.RUNNING:
+                    del self._rows[seq_id]
+                    self._free.append(row)
+        row = self._free.pop()
+        self._owners[row] = weakref.ref(seq)
+        self._num_tokens[row] = UNKNOWN
+        self._change(self.layout.seeds + 2 * row, _words(seq.seed & (2**64 - 1), np.uint64))
+        self._change(self.layout.temperatures + row, _words(temperature_of(seq), np.float32))
+        return row
+
+    def _change(self, place: int, words: list[int]) -> None:
+        """Write words to a place and those behind it."""
+        self._places += range(place, place + len(words))
+        self._words += words
+
+    def _change_each(self, places: Array, words: Array) -> None:
+        self._places += places.tolist()
+        self._words += words.tolist()
+
+    def _take_changes(self) -> TableChanges:
+        changes = TableChanges(np.array(self._places, np.int64), np.array(self._words, np.int32))
+        self._places.clear()
+        self._words.clear()
+        return changes
+
+
+def _words(value: float, dtype: type[np.number]) -> list[int]:
+    """A number as 32-bit words."""
+    words: list[int] = np.array([value], dtype).view(np.int32).tolist()
+    return words

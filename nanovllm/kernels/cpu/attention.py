@@ -1,0 +1,159 @@
+"""What prefill and decode attention share: a layer's work as tasks for threads, and its call.
+
+T tokens, B sequences, H query heads, KVH key heads, D head dimension. A row is a query of one head.
+A sequence's rows with the same key head are taken together, so that keys are read once for all.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+
+from nanovllm.kernels.cpu.library import address, constant, function
+from nanovllm.kernels.kv_layer import KVLayer
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
+# Keys of a task, where a sequence's queries fit one task: a long context is split, so that threads
+# share it. The splits depend on its own length alone, so that its sums are the same in any batch.
+SPLIT_KEYS = 1024
+NO_WINDOW = 2**31 - 1  # longer than any context
+
+STEP_POINTERS = (
+    "q", "k", "v", "out", "q_ends", "k_lens", "tables", "tasks", "merges", "partial",
+)  # fmt: skip
+STEP_INTEGERS = (
+    "num_tasks", "num_merges", "q_stride", "k_stride", "v_stride", "table_stride", "block_size",
+    "q_heads", "kv_heads", "head_dim", "window", "threads",
+)  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """`Step` of attention.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in STEP_POINTERS),
+        *((name, ctypes.c_int64) for name in STEP_INTEGERS),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(slots=True)
+class Tasks:
+    """A layer's attention, divided into tasks that threads take one after the other.
+
+    An entry of `tasks` is a sequence, its first row, the first key, the end of the keys, and which
+    of `num_slots` states it leaves for `merges`, or -1 if no merge follows.
+    """
+
+    tasks: torch.Tensor  # [tasks, 5], the largest first
+    merges: torch.Tensor  # [merges, 3]: a sequence, its first slot, and the end of its slots
+    num_slots: int
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """A step's sequences, and its layers' tasks: layers with the same window share them."""
+
+    q_ends: torch.Tensor  # [B + 1]
+    k_lens: torch.Tensor  # [B]
+    block_tables: torch.Tensor | None
+    group: int
+    few: int  # rows of a sequence up to which it is computed without tiles
+    tasks: dict[int, Tasks] = field(default_factory=dict)  # by window
+
+    def tasks_of(self, window: int) -> Tasks:
+        """The tasks of a layer; made for the first layer with this window."""
+        if window not in self.tasks:
+            self.tasks[window] = _make_tasks(self, window)
+        return self.tasks[window]
+
+
+def plan_attention(
+    q_ends: torch.Tensor,
+    k_lens: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    group: int,
+    head_dim: int,
+) -> AttentionPlan:
+    """Plan attention: each sequence's queries, `group` heads each, are its last tokens."""
+    assert q_ends.dtype == k_lens.dtype == torch.int32
+    assert q_ends.is_contiguous() and k_lens.is_contiguous()
+    if block_tables is not None:
+        assert block_tables.dtype == torch.int32 and block_tables.stride(1) == 1
+    few = constant("few_rows") if head_dim % constant("lanes") == 0 else 0
+    return AttentionPlan(q_ends, k_lens, block_tables, group, few)
+
+
+def _make_tasks(plan: AttentionPlan, window: int) -> Tasks:
+    """Divide all sequences into tasks: each takes the keys that some query sees, none before."""
+    ends, lens, group = plan.q_ends.tolist(), plan.k_lens.tolist(), plan.group
+    tasks: list[tuple[int, int, int, int, int]] = []
+    merges: list[tuple[int, int, int]] = []
+    num_slots = 0
+    for seq, num_keys in enumerate(lens):
+        num_queries = ends[seq + 1] - ends[seq]
+        first = max(0, num_keys - num_queries + 1 - window)
+        if num_queries * group > plan.few:
+            tasks += _tiles(seq, num_queries, num_keys, group, window)
+        elif num_keys - first <= SPLIT_KEYS:
+            tasks.append((seq, 0, first, num_keys, -1))
+        else:
+            starts = range(first, num_keys - num_queries + 1, SPLIT_KEYS)
+            ends_of = [*starts[1:], num_keys]
+            slots = range(num_slots, num_slots + len(starts))
+            tasks += [(seq, 0, *part) for part in zip(starts, ends_of, slots, strict=True)]
+            merges.append((seq, slots.start, slots.stop))
+            num_slots = slots.stop
+    tasks.sort(key=lambda task: task[2] - task[3])
+    return Tasks(
+        torch.tensor(tasks, dtype=torch.int32), torch.tensor(merges, dtype=torch.int32), num_slots
+    )
+
+
+def _tiles(
+    seq: int, num_queries: int, num_keys: int, group: int, window: int
+) -> list[tuple[int, int, int, int, int]]:
+    """A sequence's tiles, each with the keys that its first to its last query see."""
+    num_rows, tile_rows = num_queries * group, constant("tile_rows")
+    if num_keys == 0:
+        return [(seq, row, 0, 0, -1) for row in range(0, num_rows, tile_rows)]
+    last_rows = [min(row + tile_rows, num_rows) - 1 for row in range(0, num_rows, tile_rows)]
+    seen = num_keys - num_queries + 1  # keys that the first query sees without a window
+    return [
+        (seq, row, max(0, seen + row // group - window), seen + last // group, -1)
+        for row, last in zip(range(0, num_rows, tile_rows), last_rows, strict=True)
+    ]
+
+
+def attend_to_cache(q: torch.Tensor, kv: KVLayer, plan: AttentionPlan) -> torch.Tensor:
+    """Attention of q [T, H, D] to the blocks of the plan, which are read in place."""
+    assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
+    k, v = kv.k_cache.flatten(0, 1), kv.v_cache.flatten(0, 1)
+    return attend(q, k, v, kv.k_cache.shape[1], kv, plan)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int, kv: KVLayer,
+    plan: AttentionPlan,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of q [T, H, D] to k, v [tokens, KVH, D]: the step's own, or the cache's."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k.shape[1]
+    for x in (q, k, v):
+        assert x.dtype == q.dtype and x.stride(2) == 1 and x.stride(1) == head_dim
+    tables, reach = plan.block_tables, NO_WINDOW if kv.window is None else kv.window
+    work = plan.tasks_of(reach)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    partial = torch.empty(
+        work.num_slots * num_kv_heads * constant("state_bytes"), dtype=torch.uint8
+    )
+    step = Step(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), plan.q_ends.data_ptr(),
+        plan.k_lens.data_ptr(), address(tables), work.tasks.data_ptr(), work.merges.data_ptr(),
+        partial.data_ptr(), len(work.tasks), len(work.merges), q.stride(0), k.stride(0),
+        v.stride(0), 0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads,
+        head_dim, reach, torch.get_num_threads(), kv.scale,
+    )  # fmt: skip
+    function("attention", q.dtype)(ctypes.addressof(step))
+    return out

@@ -1,0 +1,136 @@
+"""Compiling C++ on the machine that runs it: once, into the user's cache.
+
+Nothing requires it: where no compiler works, `load` raises and says why. The libraries have no
+OpenMP runtime of their own. They use the one that PyTorch has loaded, and with it PyTorch's
+threads: two thread pools would compete for the cores.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import struct
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch  # noqa: F401  (it loads the OpenMP runtime)
+
+logger = logging.getLogger("nanovllm")
+
+COMPILERS = ("c++", "g++")  # or $CXX alone, if it is set
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno",
+    "-fno-trapping-math",
+)  # fmt: skip
+X86_FLAGS = ("-mprefer-vector-width=512",)  # ignored by processors without such vectors
+MAX_SECONDS = 30  # for one run of a compiler
+ELF_HEADER = struct.Struct("<4s 36x Q 10x H H 2x")  # section headers: offset, size, number
+
+
+@functools.cache  # a failure is not cached
+def load(source: Path, definitions: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of a source file: from the cache, or compiled in some seconds.
+
+    The source may include the headers of its folder; `definitions` are the compiler's -D options.
+    A RuntimeError says why there is no library. Any number of processes may call this at once.
+    """
+    flags = FLAGS + (X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()) + definitions
+    name = f"{source.stem}-{_fingerprint(source, flags)}.so"
+    kept = cache_dir()
+    if kept is not None:
+        with contextlib.suppress(OSError):  # not compiled yet
+            if _is_complete(kept / name):
+                return ctypes.CDLL(str(kept / name))
+    start = time.perf_counter()
+    with _scratch(kept) as folder:
+        built = Path(folder) / name
+        library = _compile(source, built, flags)
+        if kept is not None and built.parent.parent == kept:
+            built.replace(kept / name)  # atomic: another process sees all of it or nothing
+    logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
+    return library
+
+
+def _fingerprint(source: Path, flags: tuple[str, ...]) -> str:
+    """A hash of all that the library depends on: the sources, the compiler and the processor."""
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    texts = [(file.name, file.read_text(encoding="utf-8")) for file in files]
+    made_of = [*texts, *flags, os.environ.get("CXX", ""), _processor()]
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+
+
+def cache_dir() -> Path | None:
+    """Where libraries are kept: $XDG_CACHE_HOME/nanovllm or ~/.cache/nanovllm, if there is one."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(folder).is_absolute():  # the XDG specification ignores relative ones
+        return Path(folder) / "nanovllm"
+    try:
+        return Path.home() / ".cache" / "nanovllm"
+    except RuntimeError:
+        return None
+
+
+def _is_complete(library: Path) -> bool:
+    """Whether the file is not cut off: its section headers, which come last, are in it."""
+    data = library.read_bytes()
+    if len(data) < ELF_HEADER.size:
+        return False
+    magic, start, size, number = ELF_HEADER.unpack_from(data)
+    return bool(magic == b"\x7fELF") and start + size * number <= len(data)
+
+
+def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
+    """A folder for this process alone, in the cache if that is writable."""
+    if kept is not None:
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryDirectory(dir=kept)
+        except OSError as error:
+            logger.info("compiled kernels are not kept: %s", error)
+    return tempfile.TemporaryDirectory()
+
+
+def _compile(source: Path, built: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of the first compiler that makes one that loads."""
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise RuntimeError(f"CXX={os.environ['CXX']!r}: {error}") from None
+    reasons = []
+    for compiler in [chosen] if chosen else [[name] for name in COMPILERS]:
+        # Linked without -fopenmp, which would bring the compiler's own runtime.
+        unlinked = str(built.with_suffix(".o"))
+        try:
+            _run([*compiler, *flags, "-c", str(source), "-o", unlinked])
+            _run([*compiler, "-shared", unlinked, "-o", str(built)])
+            return ctypes.CDLL(str(built))
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.splitlines() or [f"status {error.returncode}"]
+            reasons.append(f"{shlex.join(compiler)}: {lines[0]}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reasons.append(f"{shlex.join(compiler)}: {error}")
+    raise RuntimeError("no C++ compiler that works: " + "; ".join(reasons))
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
+        timeout=MAX_SECONDS,
+    )  # fmt: skip
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: several kinds of machine may share a home."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    first = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    names = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+    return "\n".join([platform.machine(), *(first.get(name, "") for name in names)])

@@ -1,0 +1,35 @@
+// The CPU's kernels, as one library. library.py compiles and calls it; the twins in plain PyTorch
+// define what it computes.
+//
+// T is the type of the tensors, float or bf16. All is computed in float32, and rounded where the
+// twin rounds. A row's result depends on the row alone: not on the rest of the batch, nor on the
+// number of threads. H query heads, KVH key heads, G = H / KVH, D head dimension.
+
+#include "attention.h"
+#include "norm_rope_store.h"
+#include "read_table.h"
+#include "rms_norm.h"
+#include "sample.h"
+#include "silu_and_mul.h"
+
+// What Python calls: the address of each function for each type.
+#define EXPORT(kernel)                                \
+    extern "C" {                                      \
+    void* kernel##_float32 = (void*)&kernel<float>;   \
+    void* kernel##_bfloat16 = (void*)&kernel<bf16>;   \
+    }
+EXPORT(rms_norm)
+EXPORT(silu_and_mul)
+EXPORT(norm_rope_store)
+EXPORT(attention)
+EXPORT(sample)
+
+// The function without tensor types, and the sizes that Python needs.
+extern "C" {
+void* read_table_any = (void*)&read_table;
+int64_t lanes = LANES;
+int64_t few_rows = FEW;
+int64_t tile_rows = TILE;
+int64_t state_bytes = sizeof(State);
+int64_t piece = PIECE;
+}

@@ -1,0 +1,64 @@
+"""The C++ library of this folder: its functions, called on tensors' addresses, and its constants.
+
+The first call compiles it, or raises a RuntimeError that says why it cannot.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.cpu.compile import load
+from nanovllm.kernels.plain import noise
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+DTYPES = (torch.float32, torch.bfloat16)
+
+# Arguments of each function: pointers, 64-bit integers, floats.
+TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+ARGUMENTS = {
+    "rms_norm": "pipipppiifi",
+    "silu_and_mul": "pipiii",
+    "norm_rope_store": "pippippfpppppiiiiii",
+    "attention": "p",
+    "sample": "pipppppiii",
+    "read_table": "ppppppppppiiii",
+}
+
+# The constants of the random numbers have one source: `noise`.
+DEFINITIONS = (
+    *(f"-DNOISE_P{n}={p % 2**64:#x}ull" for n, p in enumerate(noise.PRIMES, start=1)),
+    f"-DNOISE_TOP_BIT={noise.TOP_BIT % 2**64:#x}ull",
+    f"-DNOISE_GOLDEN={noise.GOLDEN % 2**32:#x}u",
+    *(f"-DNOISE_MIXER_{n}={m:#x}u" for n, m in enumerate(noise.MIXERS, start=1)),
+    f"-DNOISE_SHRINK={noise.SHRINK.hex()}f",
+    f"-DNOISE_SMALLEST={noise.SMALLEST.hex()}f",
+)
+
+
+def library() -> ctypes.CDLL:
+    """The library; the first call loads it, and compiles it if that was never done here."""
+    return load(SOURCE, DEFINITIONS)
+
+
+@functools.cache
+def function(name: str, dtype: torch.dtype | str = "any") -> Callable[..., None]:
+    """A function of the library for tensors of `dtype`; "any" for one that has no tensor type."""
+    symbol = f"{name}_{str(dtype).removeprefix('torch.')}"
+    address = ctypes.c_void_p.in_dll(library(), symbol).value
+    assert address is not None
+    return ctypes.CFUNCTYPE(None, *(TYPES[kind] for kind in ARGUMENTS[name]))(address)
+
+
+@functools.cache
+def constant(name: str) -> int:
+    """A size that the library exports."""
+    return ctypes.c_int64.in_dll(library(), name).value
+
+
+def address(tensor: torch.Tensor | None) -> Any:
+    """Where a tensor's elements begin; None, which C++ reads as null, for no tensor."""
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,43 @@
+"""From a step's projections to attention's inputs: norm, rotate, store."""
+
+import torch
+
+from nanovllm.kernels.cpu.library import address, function
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.norm_rope_store import Rope
+
+
+def norm_rope_store(
+    qkv: torch.Tensor,
+    num_kv_heads: int,
+    rope: Rope,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    kv: KVLayer,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D], as the twin's.
+
+    Reads qkv once; writes queries and values once, keys twice.
+    """
+    num_tokens, num_heads, head_dim = qkv.shape
+    cos, sin = rope
+    assert 2 * cos.shape[2] <= head_dim
+    k_cache, v_cache = kv.k_cache, kv.v_cache
+    assert qkv.dtype == k_cache.dtype == v_cache.dtype or kv.is_empty
+    assert cos.dtype == sin.dtype == torch.float32 and slots.dtype == torch.int64
+    assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and slots.is_contiguous()
+    assert cos.stride() == sin.stride() and cos.stride(2) == 1
+    num_q_heads = num_heads - 2 * num_kv_heads
+    q = qkv.new_empty(num_tokens, num_q_heads, head_dim)
+    k = qkv.new_empty(num_tokens, num_kv_heads, head_dim)
+    q_weight, k_weight = norms if norms is not None else (None, None)
+    assert norms is None or norms[0].dtype == norms[1].dtype == qkv.dtype
+    function("norm_rope_store", qkv.dtype)(
+        qkv.data_ptr(), qkv.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
+        address(q_weight), address(k_weight), eps, q.data_ptr(), k.data_ptr(),
+        None if kv.is_empty else k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
+        num_tokens, num_q_heads, num_kv_heads, head_dim, cos.shape[2], torch.get_num_threads(),
+    )  # fmt: skip
+    return q, k, qkv[:, num_q_heads + num_kv_heads :]

@@ -1,0 +1,34 @@
+"""RMSNorm, alone and with the residual add before it. T rows of N elements."""
+
+import torch
+
+from nanovllm.kernels.cpu.library import function
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of each row of x [T, N], in float32 inside. Reads x once, writes as much."""
+    num_rows, size = x.shape
+    assert x.dtype == weight.dtype and weight.shape == (size,)
+    assert x.stride(1) == weight.stride(0) == 1
+    out = x.new_empty(num_rows, size)
+    function("rms_norm", x.dtype)(
+        x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), out.data_ptr(), None, num_rows, size,
+        eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm of `x + residual`, and the rounded sum. Two reads and two writes of [T, N]."""
+    num_rows, size = x.shape
+    assert x.dtype == residual.dtype == weight.dtype
+    assert residual.shape == x.shape and weight.shape == (size,)
+    assert x.stride(1) == residual.stride(1) == weight.stride(0) == 1
+    out, total = x.new_empty(num_rows, size), x.new_empty(num_rows, size)
+    function("rms_norm", x.dtype)(
+        x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(),
+        out.data_ptr(), total.data_ptr(), num_rows, size, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out, total

@@ -1,0 +1,61 @@
+// Sampling: one pass over the logits, for greedy and temperature rows together.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "noise.h"
+#include "parallel.h"
+#include "scalar.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 512;      // scores that are computed before their best is taken
+constexpr int64_t PIECE = 1 << 14;  // tokens that a thread takes together
+
+// The first best of `count` scores, if it is better than `best`; `first` is the id of scores[0].
+inline void take_best(const float* scores, int64_t count, int64_t first, float& best, int64_t& id) {
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < count; i++) top = scores[i] > top ? scores[i] : top;
+    if (!(top > best)) return;
+    best = top;
+    id = first + (std::find(scores, scores + count, top) - scores);
+}
+
+// `temperatures` may be null: all rows are greedy. `best` and `ids` [rows, pieces] are scratch.
+template <typename T>
+void sample(const T* logits, int64_t stride, const float* temperatures, const int64_t* keys,
+            int64_t* out, float* best, int64_t* ids, int64_t rows, int64_t vocab_size,
+            int64_t threads) {
+    const int64_t pieces = (vocab_size + PIECE - 1) / PIECE;
+    for_each(rows * pieces, threads, [&](int64_t i) {
+        const int64_t row = i / pieces, start = i % pieces * PIECE;
+        const int64_t end = std::min(start + PIECE, vocab_size);
+        const T* from = logits + row * stride;
+        const float temperature = temperatures ? temperatures[row] : 0.0f;
+        const uint32_t low = temperatures ? uint32_t(keys[row]) : 0;
+        const uint32_t high = temperatures ? uint32_t(uint64_t(keys[row]) >> 32) : 0;
+        best[i] = -INFINITY;
+        ids[i] = start;
+        float scores[CHUNK];
+        for (int64_t first = start; first < end; first += CHUNK) {
+            const int64_t count = std::min(CHUNK, end - first);
+            for (int64_t j = 0; j < count; j++) scores[j] = widen(from[first + j]);
+            if (temperature > 0) {
+#pragma omp simd
+                for (int64_t j = 0; j < count; j++)
+                    scores[j] -= temperature * log_exponential(low, high, uint32_t(first + j));
+            }
+            take_best(scores, count, first, best[i], ids[i]);
+        }
+    });
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t at = row * pieces;
+        out[row] = ids[at + (std::max_element(best + at, best + at + pieces) - (best + at))];
+    }
+}
+
+}  // namespace

@@ -1,0 +1,81 @@
+"""Attention of a decode step through the paged KV cache: one query for each sequence.
+
+B sequences, K padded key length, H query heads, KVH key heads, G = H / KVH, D head dimension.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.paged import gather_blocks, group_by_length, seen_blocks
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Sequences of similar context lengths."""
+
+    rows: torch.Tensor  # [B] rows of the batch
+    tables: torch.Tensor  # [B, blocks each]
+    lens: torch.Tensor  # [B, 1] context lengths
+    hidden: torch.Tensor  # [B, K] True where there is no key
+
+
+def plan_decode(
+    context_lens: torch.Tensor, block_tables: torch.Tensor, block_size: int
+) -> list[DecodeGroup]:
+    """Group a decode step's rows, except those of length 0. Syncs, except on the CPU."""
+    lens = context_lens.tolist()
+    rows = [row for row, length in enumerate(lens) if length]
+    groups = []
+    for members in group_by_length([(lens[row],) for row in rows]):
+        member_rows = torch.tensor([rows[i] for i in members], device=context_lens.device)
+        num_blocks = -(-max(lens[rows[i]] for i in members) // block_size)
+        keys = torch.arange(num_blocks * block_size, device=context_lens.device)
+        member_lens = context_lens[member_rows, None]
+        groups.append(
+            DecodeGroup(
+                rows=member_rows,
+                tables=block_tables[member_rows, :num_blocks],
+                lens=member_lens,
+                hidden=keys >= member_lens,
+            )
+        )
+    return groups
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv: KVLayer,
+    plan: list[DecodeGroup],
+) -> torch.Tensor:
+    """Attention of one query per row, q [B, H, D], to its context; a row of length 0 gives zeros.
+
+    Blocks before the window are not read.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = kv.k_cache.shape[1:3]
+    window = kv.window
+    out = torch.zeros_like(q)
+    for group in plan:
+        batch_size = len(group.rows)
+        # A KV head's G queries become G query positions, so that its keys are read once.
+        queries = q[group.rows].view(batch_size, num_kv_heads, -1, head_dim)
+        tables, hidden = group.tables, group.hidden
+        if window is not None:
+            first_keys = group.lens - window
+            tables, starts = seen_blocks(
+                tables, group.lens[:, 0], first_keys[:, 0], window, block_size
+            )
+            offsets = torch.arange(tables.shape[1] * block_size, device=q.device)
+            positions = starts[:, None] + offsets
+            hidden = (positions < first_keys) | (positions >= group.lens)
+        keys, values = (gather_blocks(x, tables) for x in (kv.k_cache, kv.v_cache))
+        mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask[:, None, None], scale=kv.scale
+        )
+        out[group.rows] = attended.reshape(batch_size, num_heads, head_dim)
+    return out

@@ -1,0 +1,45 @@
+"""Experts: feed-forward layers of which each token takes a few. T tokens, K experts of each."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
+
+# One matrix for each expert: stacked, or a list of matrices in another layout.
+Weights = torch.Tensor | list[torch.Tensor]
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+) -> torch.Tensor:
+    """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
+
+    The weights are gate_up [E, 2 * I, hidden] and down [E, hidden, I]. A row's experts are
+    expert_ids [T, K], with shares [T, K]; sums are float32. These E experts may be a part of all
+    `num_experts`: ids count from the first of the part, and an id below 0 or from E on is an expert
+    of another rank, which adds nothing here. The rows of one expert go through `linear` together,
+    and the weights of an expert without rows are not read. A row's sum is in the order of experts,
+    so it does not depend on the other rows. Syncs.
+    """
+    assert len(down) <= num_experts
+    per_row = expert_ids.shape[1]
+    flat_shares = shares.flatten()
+    ids, pairs = expert_ids.flatten().sort(stable=True)  # pairs of a row and an expert
+    bounds = torch.searchsorted(ids, torch.arange(-1, len(down), device=ids.device), right=True)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        if start < stop:
+            chosen = pairs[start:stop]
+            rows = chosen // per_row
+            y = linear(silu_and_mul(linear(x[rows], gate_up[expert])), down[expert])
+            out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
+    return out.to(x.dtype)

@@ -1,0 +1,145 @@
+"""Causal attention of a prefill step, through the paged KV cache where a part is cached.
+
+T query tokens, B sequences, Q and K padded query and key lengths, H query heads, KVH key heads,
+D head dimension. The plan groups a step's sequences once for all layers.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.paged import gather_blocks, group_by_length, seen_blocks
+
+# Elements of one explicit mask: bounds the memory of chunks that attend to long cached prefixes.
+MAX_MASK_ELEMENTS = 1 << 24
+
+
+@dataclass(slots=True)
+class PrefillGroup:
+    """Sequences of similar query and key lengths."""
+
+    q_rows: torch.Tensor  # [B, Q] rows of q; padding repeats a row
+    k_rows: torch.Tensor | None  # [B, K] rows of k where nothing is cached
+    tables: torch.Tensor | None  # [B, ceil(K / block_size)] blocks of the cache otherwise
+    q_starts: torch.Tensor  # [B] position of each first query
+    k_lens: torch.Tensor  # [B]
+    num_keys: int  # K
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """All groups, and the row of each token's output among the groups' outputs: [T]."""
+
+    groups: list[PrefillGroup]
+    out_rows: torch.Tensor
+
+
+def plan_prefill(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    block_size: int,
+) -> PrefillPlan:
+    """Group a prefill step's sequences. Syncs, except on the CPU."""
+    device = cu_seqlens_q.device
+    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    q_lens = [end - start for start, end in itertools.pairwise(q_ends)]
+    k_lens = [end - start for start, end in itertools.pairwise(k_ends)]
+    groups: list[PrefillGroup] = []
+    out_rows = torch.empty(q_ends[-1], dtype=torch.long, device=device)
+    num_out = 0
+    for members in group_by_length(list(zip(q_lens, k_lens, strict=True))):
+        num_queries = max(q_lens[i] for i in members)
+        num_keys = max(k_lens[i] for i in members)
+        starts = torch.tensor([q_ends[i] for i in members], device=device)
+        lens = torch.tensor([q_lens[i] for i in members], device=device)
+        within = torch.arange(num_queries, device=device).expand(len(members), -1)
+        q_rows = starts[:, None] + torch.minimum(within, lens[:, None] - 1)
+        out = num_out + torch.arange(q_rows.numel(), device=device).view_as(q_rows)
+        real = within < lens[:, None]
+        out_rows[q_rows[real]] = out[real]
+        num_out += q_rows.numel()
+        tables = None
+        if block_tables is not None:
+            tables = block_tables[members, : -(-num_keys // block_size)]
+        groups.append(
+            PrefillGroup(
+                q_rows=q_rows,
+                k_rows=q_rows if block_tables is None else None,
+                tables=tables,
+                q_starts=torch.tensor([k_lens[i] - q_lens[i] for i in members], device=device),
+                k_lens=torch.tensor([k_lens[i] for i in members], device=device),
+                num_keys=num_keys,
+            )
+        )
+    return PrefillPlan(groups, out_rows)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: KVLayer,
+    plan: PrefillPlan,
+) -> torch.Tensor:
+    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
+
+    Blocks that no query sees are not read.
+    """
+    window, outs = kv.window, []
+    for group in plan.groups:
+        queries = q[group.q_rows].transpose(1, 2)  # [B, H, Q, D]
+        k_starts = torch.zeros_like(group.q_starts)
+        if group.k_rows is None:
+            assert group.tables is not None
+            tables = group.tables
+            if window is not None:
+                tables, k_starts = seen_blocks(
+                    tables, group.k_lens, group.q_starts + 1 - window,
+                    window - 1 + queries.shape[2], kv.k_cache.shape[1],
+                )  # fmt: skip
+            keys, values = (gather_blocks(x, tables) for x in (kv.k_cache, kv.v_cache))
+        else:
+            # Padding follows the real keys, and the causal mask hides it.
+            keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))
+        if group.k_rows is not None and (window is None or group.num_keys <= window):
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=kv.scale, enable_gqa=True
+            )
+        else:
+            out = _attend_in_slices(queries, keys, values, group.q_starts, k_starts, kv)
+        outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
+    return torch.cat(outs)[plan.out_rows]
+
+
+def _attend_in_slices(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_starts: torch.Tensor,
+    k_starts: torch.Tensor,
+    kv: KVLayer,
+) -> torch.Tensor:
+    """Attention of queries [B, H, Q, D] that start anywhere in a context, a few at a time."""
+    batch_size, _, num_queries, _ = queries.shape
+    offsets = torch.arange(keys.shape[2], device=queries.device)
+    key_positions = k_starts[:, None, None, None] + offsets  # [B, 1, 1, K]
+    step = max(1, MAX_MASK_ELEMENTS // (batch_size * keys.shape[2]))
+    outs = []
+    for start in range(0, num_queries, step):
+        slice_ = queries[:, :, start : start + step]
+        offsets = torch.arange(start, start + slice_.shape[2], device=queries.device)
+        positions = q_starts[:, None, None, None] + offsets[:, None]  # [B, 1, Q, 1]
+        mask = key_positions <= positions
+        if kv.window is not None:
+            mask &= key_positions > positions - kv.window
+        outs.append(
+            F.scaled_dot_product_attention(
+                slice_, keys, values, attn_mask=mask, scale=kv.scale,
+                enable_gqa=True,
+            )
+        )  # fmt: skip
+    return torch.cat(outs, dim=2)

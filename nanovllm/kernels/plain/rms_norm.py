@@ -1,0 +1,17 @@
+"""RMSNorm, alone and with the residual add before it."""
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension of x, in float32 inside."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of `x + residual`, and the sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

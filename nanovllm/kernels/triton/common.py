@@ -1,0 +1,137 @@
+"""What the Triton kernels share. N keys of a tile, D head dimension."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
+LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
+ROOM = 128  # rows of the largest tile of `few_rows`
+TILE = 64  # keys of a tile, at most
+TILE_BYTES = 1 << 14  # of its K and of its V: shared memory holds two or three of each
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs run at the same time, with one on each multiprocessor."""
+    if device.type != "cuda":
+        return 4  # the interpreter has none; work is divided in the same way
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _nothing():  # type: ignore[no-untyped-def]
+    pass
+
+
+# Under TRITON_INTERPRET=1, kernels are Python over CPU tensors.
+INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
+
+
+def can_copy_tiles(device: torch.device) -> bool:
+    """Whether Hopper's tensor memory accelerator copies tiles of matrices for kernels there.
+
+    Such kernels take the host longer to launch: each launch describes the matrices.
+    """
+    return bool(INTERPRETED) or capability(device) == MEASURED
+
+
+def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """The accelerator's description of a matrix: its address, and the size of its tiles.
+
+    Rows must be contiguous and begin at multiples of 16 bytes.
+    """
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+def rows_with_room(num_rows: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    """New rows for `few_rows` to read, with memory after them that fills tiles of up to ROOM."""
+    whole = like.new_empty(triton.cdiv(num_rows, ROOM) * ROOM, size)
+    return whole[:num_rows]
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """A GPU's compute capability, 90 for 9.0; 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options that let a kernel start while the kernel before it ends.
+
+    Every program of such a kernel calls `await_inputs` before it touches memory. That waits for the
+    previous kernel, which waited for the one before it, or was launched without these options and
+    so after the end of all earlier ones. All earlier writes are then visible.
+    """
+    can = not INTERPRETED and capability(device) == MEASURED
+    return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
+
+
+@triton.jit
+def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for the end of the kernel before this one."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel start once all programs of this one have called this function.
+
+    The best place in a kernel was measured: for a linear layer, its end.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def dot(a, b):  # type: ignore[no-untyped-def]
+    """`a @ b` with float32 precision inside; the interpreter needs float32 inputs."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+def tile_keys(block_d: int, dtype: torch.dtype) -> int:
+    """Keys of a tile, for rows of `block_d` elements: a power of two that divides TILE."""
+    return max(16, min(TILE, TILE_BYTES // (block_d * dtype.itemsize)))
+
+
+@triton.jit
+def cache_offsets(  # type: ignore[no-untyped-def]
+    table_ptr, first_key, end, kv_head, num_kv_heads,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Offsets of the keys `first_key + [0, BLOCK_N)` of one head in the paged cache, in 64 bits.
+
+    `first_key` is a multiple of BLOCK_N, so a tile is in one block if BLOCK_N divides its size.
+    """
+    key = first_key + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+    return ((block * BLOCK_SIZE + key % BLOCK_SIZE) * num_kv_heads + kv_head) * D
+
+
+@triton.jit
+def attend(  # type: ignore[no-untyped-def]
+    q, k, v, visible, scale_log2, top, total, acc, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc)."""
+    scores = dot(q, tl.trans(k)) * scale_log2
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
+    return new_top, total, acc

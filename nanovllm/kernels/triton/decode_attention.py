@@ -1,0 +1,280 @@
+"""Attention of a decode step: one query for each sequence, contexts divided evenly.
+
+B sequences, H query heads, KVH key heads, G = H / KVH, D head dimension, P programs for each key
+head.
+
+Decode is bound by reading K and V, so a program reads its keys once for all G queries of a head.
+The tiles of all contexts of a batch form one line, which is divided into P shares of equal size:
+all programs start and end together, for any lengths. A context that several shares divide is
+merged, by log-sum-exp, by the last of its programs to finish. Grid and scratch depend on shapes
+alone, and the line is divided on the device, so a CUDA graph can hold the launch.
+
+A GPU that reads memory at full speed is at its power limit, where instructions slow it down. So
+whole tiles, each in one block, are copied by Hopper's tensor memory accelerator, which takes far
+fewer instructions. A context's last tile is partly filled, and is loaded by threads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.triton.common import (
+    LOG2E,
+    TILE,
+    attend,
+    await_inputs,
+    cache_offsets,
+    can_copy_tiles,
+    early,
+    let_next_begin,
+    num_multiprocessors,
+    rows_with_room,
+    tile_keys,
+    tiles_of,
+)
+
+PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
+MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
+BLOCK_B = 512  # rows that the plan reads together
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """A batch's contexts, and how they are divided; shared by all layers."""
+
+    context_lens: torch.Tensor  # [B], int32; 0 for padding
+    block_tables: torch.Tensor  # [B, blocks], int32
+    starts: torch.Tensor  # [P, 4], int32: first row, the tiles before it, its length, the share
+    arrivals: torch.Tensor  # [P, KVH], int32: programs that are done with the row divided there
+    copies_tiles: bool  # of keys, if their shape allows it
+
+
+@triton.jit
+def _tiles(lens_ptr, first, batch_size, BLOCK_B: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of the rows `first + [0, BLOCK_B)`. A row without keys counts as one: it has output."""
+    row = first + tl.arange(0, BLOCK_B)
+    lens = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+    return tl.where(row < batch_size, tl.maximum(tl.cdiv(lens, TILE), 1), 0)
+
+
+@triton.jit(do_not_specialize=["batch_size"])
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    lens_ptr, starts_ptr, arrivals_ptr, batch_size, num_kv_heads,
+    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
+):  # fmt: skip
+    """A program finds the start of its share: its first row, and the tiles of the rows before."""
+    program = tl.program_id(0)
+    total = tl.zeros([], tl.int32)
+    for first in range(0, batch_size, BLOCK_B):
+        total += tl.sum(_tiles(lens_ptr, first, batch_size, BLOCK_B, TILE), axis=0)
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_SHARE)
+    seen = tl.zeros([], tl.int32)
+    row = tl.zeros([], tl.int32)
+    row_begin = tl.zeros([], tl.int32)
+    for first in range(0, batch_size, BLOCK_B):
+        tiles = _tiles(lens_ptr, first, batch_size, BLOCK_B, TILE)
+        before = (seen + tl.cumsum(tiles, axis=0) <= program * share) & (tiles > 0)
+        row += tl.sum(before.to(tl.int32), axis=0)
+        row_begin += tl.sum(tl.where(before, tiles, 0), axis=0)
+        seen += tl.sum(tiles, axis=0)
+    tl.store(starts_ptr + program * 4, row)
+    tl.store(starts_ptr + program * 4 + 1, row_begin)
+    length = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+    tl.store(starts_ptr + program * 4 + 2, length)
+    tl.store(starts_ptr + program * 4 + 3, share)
+    h = tl.arange(0, BLOCK_H)
+    at = arrivals_ptr + program * num_kv_heads + h
+    tl.store(at, tl.zeros([BLOCK_H], tl.int32), mask=h < num_kv_heads)
+
+
+@triton.jit(do_not_specialize=["batch_size", "table_stride"])
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr,
+    partial_ptr, lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size,
+    num_kv_heads,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    await_inputs(EARLY)
+    row = tl.load(starts_ptr + program * 4)
+    row_begin = tl.load(starts_ptr + program * 4 + 1)
+    length = tl.load(starts_ptr + program * 4 + 2)
+    share = tl.load(starts_ptr + program * 4 + 3)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    real = (g < G)[:, None] & (d < D)[None, :]
+    first = program * share
+    last = first + share
+    tile = first
+    while (tile < last) & (row < batch_size):
+        row_end = row_begin + tl.maximum(tl.cdiv(length, TILE), 1)
+        stop = tl.minimum(row_end, last)
+        end_key = tl.minimum((stop - row_begin) * TILE, length)
+        head = kv_head * G + g
+        wide_row = row.to(tl.int64)
+        q_at = q_ptr + wide_row * q_row_stride + head[:, None] * q_head_stride + d[None, :]
+        q = tl.load(q_at, mask=real, other=0.0)
+        top = tl.full([BLOCK_G], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        table = tables_ptr + wide_row * table_stride
+        begin_key = (tile - row_begin) * TILE
+        if WINDOW:  # tiles before it are skipped, maybe all of this share's tiles of the row
+            begin_key = tl.maximum(begin_key, (length - WINDOW) // BLOCK_N * BLOCK_N)
+        if COPIED:  # whole tiles only: memory after a context's end may be NaN
+            whole_end = tl.maximum(begin_key, end_key // BLOCK_N * BLOCK_N)
+            for key in range(begin_key, whole_end, BLOCK_N):
+                at = tl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
+                k = k_tiles.load([at, kv_head * D])
+                v = v_tiles.load([at, kv_head * D])
+                inside = key + n >= length - WINDOW
+                top, total, acc = attend(
+                    q, k, v, inside[None, :], scale_log2, top, total, acc, WINDOW > 0
+                )
+            begin_key = whole_end
+        for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
+            at = cache_offsets(table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N)
+            inside = key + n < end_key
+            if WINDOW:
+                inside &= key + n >= length - WINDOW
+            loaded = inside[:, None] & (d < D)[None, :]
+            k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
+            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
+            top, total, acc = attend(q, k, v, inside[None, :], scale_log2, top, total, acc, True)
+        safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
+        acc = acc / safe_total[:, None]
+        out_row = wide_row * num_kv_heads * G + kv_head * G
+        if (tile == row_begin) & (stop == row_end):
+            out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
+            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
+        else:
+            # A share starts in at most one divided row, and ends in at most one other.
+            slot = (program * num_kv_heads + kv_head) * 2 + (tile != first).to(tl.int32)
+            tl.store(lse_ptr + slot * G + g, top + tl.log2(safe_total), mask=g < G)
+            tl.store(partial_ptr + (slot * G + g)[:, None] * D + d[None, :], acc, mask=real)
+            _merge_if_last(
+                arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
+                kv_head, num_kv_heads, G, D, BLOCK_D, MERGED,
+            )  # fmt: skip
+        tile = stop
+        row_begin = row_end
+        row += 1
+        length = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+    let_next_begin(EARLY)
+
+
+@triton.jit
+def _merge_if_last(  # type: ignore[no-untyped-def]
+    arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
+    kv_head, num_kv_heads, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGED: tl.constexpr,
+):  # fmt: skip
+    """Count a part of a row as written; the program of the last part merges all, MERGED at a time.
+
+    The barrier puts all threads' writes before the release; the acquire puts the reads after it.
+    The counter is reset to 0 for the next layer.
+    """
+    first_program = row_begin // share
+    last_program = (row_end - 1) // share
+    arrivals_at = arrivals_ptr + first_program * num_kv_heads + kv_head
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == last_program - first_program:
+        BLOCK_G: tl.constexpr = triton.next_power_of_2(G)  # noqa: N806
+        g = tl.arange(0, BLOCK_G)
+        d = tl.arange(0, BLOCK_D)
+        top = tl.full([BLOCK_G], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for start in range(first_program, last_program + 1, MERGED):
+            program = start + tl.arange(0, MERGED)
+            second = (program == first_program) & (row_begin != first_program * share)
+            slot = (program * num_kv_heads + kv_head) * 2 + second.to(tl.int32)
+            at = slot[:, None] * G + g[None, :]
+            real = (program <= last_program)[:, None] & (g < G)[None, :]
+            lse = tl.load(lse_ptr + at, mask=real, other=-float("inf"), cache_modifier=".cg")
+            partial = tl.load(
+                partial_ptr + at[:, :, None] * D + d[None, None, :],
+                mask=real[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_top = tl.maximum(top, tl.max(lse, axis=0))
+            weights = tl.exp2(lse - new_top[None, :])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(weights, axis=0)
+            acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
+            top = new_top
+        total = tl.where(total == 0.0, 1.0, total)  # padding heads
+        out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
+        inside = (g < G)[:, None] & (d < D)[None, :]
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(arrivals_at, 0)
+
+
+def plan_decode(
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_kv_heads: int,
+    copies_tiles: bool,
+) -> DecodePlan:
+    """Divide a batch's contexts among programs, on the device. Reads lengths, writes a few KiB."""
+    device = context_lens.device
+    programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
+    programs = max(1, programs)
+    starts = torch.empty(programs, 4, dtype=torch.int32, device=device)
+    arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
+    _plan_kernel[(programs,)](
+        context_lens, starts, arrivals, len(context_lens), num_kv_heads,
+        BLOCK_B=BLOCK_B, BLOCK_H=triton.next_power_of_2(num_kv_heads), TILE=TILE,
+        MIN_SHARE=MIN_SHARE,
+    )  # fmt: skip
+    copies_tiles = copies_tiles and can_copy_tiles(device)
+    return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles)
+
+
+def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Tensor:
+    """Attention of one query per row, q [B, H, D], to its context; a row of length 0 gives zeros.
+
+    Any block size; q may be strided, except in its last dimension. Bytes moved: each row's K and V
+    once, or the part of them in the window, and two rows of float32 for each program. With a
+    window, shares of equal size are unequal work, so its layers are less well balanced.
+    """
+    batch_size, num_heads, head_dim = q.shape
+    k_cache, v_cache = kv.k_cache, kv.v_cache
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    group = num_heads // num_kv_heads
+    parts = len(plan.starts) * num_kv_heads * 2 * group
+    out = rows_with_room(len(q), num_heads * head_dim, q).view(q.shape)
+    partial = q.new_empty(parts, head_dim, dtype=torch.float32)
+    lse = q.new_empty(parts, dtype=torch.float32)
+    block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
+    block_n = tile_keys(block_d, k_cache.dtype)
+    narrow = block_n == TILE  # heads of at most 256 bytes
+    copied = (
+        plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
+        and k_cache.dtype.itemsize == 2 and block_g <= 32
+    )  # fmt: skip
+    k_tiles, v_tiles = (
+        tiles_of(cache.view(-1, num_kv_heads * head_dim), TILE, head_dim) if copied else None
+        for cache in (k_cache, v_cache)
+    )
+    _decode_kernel[(num_kv_heads, len(plan.starts))](
+        q, k_cache, v_cache, k_tiles, v_tiles, plan.block_tables, plan.context_lens, plan.starts,
+        plan.arrivals, out, partial, lse, kv.scale * LOG2E, q.stride(0), q.stride(1),
+        plan.block_tables.stride(0), batch_size, num_kv_heads,
+        G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
+        BLOCK_N=block_n, TILE=TILE,
+        MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
+        WINDOW=kv.window or 0, COPIED=copied,
+        num_warps=2 if copied or (narrow and block_g < 16) else 4,
+        num_stages=2,
+        **early(q.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,165 @@
+"""Experts as two grouped matrix products: each tile of rows is multiplied by its expert's weights.
+
+T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts of this rank.
+Pairs are in the order of tokens everywhere except in `order`, which sorts them by expert; a tile is
+up to BLOCK_M pairs of one expert. Nothing syncs, and all shapes depend on those of the arguments,
+so CUDA graphs can hold it. There is a row for each pair; those of other ranks' experts are neither
+written nor read.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton.common import dot
+from nanovllm.kernels.triton.silu_and_mul import BLOCK, activate
+
+BLOCK_N, BLOCK_K = 64, 64
+
+
+class Groups(NamedTuple):
+    """Pairs sorted by expert, and where the pairs and the tiles of each expert of this rank end.
+
+    An expert's pairs begin where those of the one before it end. Pairs of other ranks' experts are
+    before the first and after the last.
+    """
+
+    order: torch.Tensor  # [N] int64
+    bounds: torch.Tensor  # [E + 1] int32
+    tile_ends: torch.Tensor  # [E] int32
+    num_tiles: int  # an upper bound
+    block_m: int
+
+
+def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
+    """Sort the pairs of expert_ids [T, K] by expert, on the device."""
+    num_pairs = expert_ids.numel()
+    block_m = 64 if num_pairs >= 32 * num_experts else 16  # by the mean pairs of an expert
+    ids, order = expert_ids.flatten().sort(stable=True)
+    experts = torch.arange(-1, num_here, device=ids.device)
+    bounds = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    tile_ends = ((bounds.diff() + (block_m - 1)) // block_m).cumsum(0, dtype=torch.int32)
+    num_tiles = num_pairs // block_m + min(num_here, num_pairs)
+    return Groups(order, bounds, tile_ends, num_tiles, block_m)
+
+
+@triton.jit
+def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, experts_ptr, out_ptr, order_ptr, bounds_ptr, tile_ends_ptr, shares_ptr,
+    num_experts, size_in, size_out, PER_ROW: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program computes BLOCK_N outputs of one tile's rows; surplus programs do nothing."""
+    tile = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    tile_ends = tl.load(tile_ends_ptr + e, mask=e < num_experts, other=0x7FFFFFFF)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+    if expert < num_experts:
+        before = tl.maximum(expert - 1, 0)
+        first_tile = tl.where(expert > 0, tl.load(tile_ends_ptr + before), 0)
+        start = tl.load(bounds_ptr + expert)
+        stop = tl.load(bounds_ptr + expert + 1)
+        place = start + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        real = place < stop
+        pair = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n < size_out
+        k = tl.arange(0, BLOCK_K)
+        x_at = x_ptr + (pair // PER_ROW)[:, None] * size_in + k[None, :]
+        row = expert.to(tl.int64) * size_out + n
+        weight_at = experts_ptr + row[None, :] * size_in + k[:, None]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for at in range(0, size_in, BLOCK_K):
+            left = k < size_in - at
+            x = tl.load(x_at + at, mask=real[:, None] & left[None, :], other=0.0)
+            w = tl.load(weight_at + at, mask=inside[None, :] & left[:, None], other=0.0)
+            acc += dot(x, w)
+        if SHARES:
+            acc *= tl.load(shares_ptr + pair, mask=real, other=0.0)[:, None]
+        out_at = out_ptr + pair[:, None] * size_out + n[None, :]
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_at, out, mask=real[:, None] & inside[None, :])
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    groups: Groups,
+    shares: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """For each pair of this rank, its row of x times its expert's matrix of weight [E, out, in].
+
+    Rows of x are tokens [T, in] or pairs [N, in]; the result's are pairs [N, out], multiplied by
+    `shares` [N] in float32 if given. Bytes moved: the weights of each expert that has pairs, once
+    for each of its tiles.
+    """
+    num_pairs, (num_experts, size_out, size_in) = len(groups.order), weight.shape
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == size_in
+    out = x.new_empty(num_pairs, size_out, dtype=dtype)
+    _grouped_linear_kernel[(groups.num_tiles, triton.cdiv(size_out, BLOCK_N))](
+        x, weight, out, groups.order, groups.bounds, groups.tile_ends,
+        out if shares is None else shares, num_experts, size_in, size_out,
+        PER_ROW=num_pairs // len(x), SHARES=shares is not None, BLOCK_M=groups.block_m,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _is_here(ids_ptr, pair, num_here):  # type: ignore[no-untyped-def]
+    expert = tl.load(ids_ptr + pair)
+    return (expert >= 0) & (expert < num_here)
+
+
+@triton.jit
+def _activate_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, ids_ptr, num_here, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    if _is_here(ids_ptr, pair, num_here):
+        activate(x_ptr + pair * 2 * size, out_ptr + pair * size, size, BLOCK)
+
+
+@triton.jit
+def _add_up_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, ids_ptr, num_here, per_row, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for pair in range(row * per_row, (row + 1) * per_row):
+        wanted = (n < size) & _is_here(ids_ptr, pair, num_here)
+        total += tl.load(x_ptr + pair * size + n, mask=wanted, other=0.0)
+    tl.store(out_ptr + row * size + n, total.to(out_ptr.dtype.element_ty), mask=n < size)
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+) -> torch.Tensor:
+    """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
+
+    Arguments are the twin's. A row's sum is in the order of its expert_ids. Peak memory: N rows of
+    gate and up, and N of the output in float32; only those of this rank's experts are touched.
+    """
+    (num_rows, per_row), (num_here, hidden, size) = expert_ids.shape, down.shape
+    expert_ids = expert_ids.contiguous()
+    groups = group(expert_ids, num_here, num_experts)
+    gates = grouped_linear(x, gate_up, groups, None, x.dtype)
+    inner = x.new_empty(len(gates), size)
+    _activate_kernel[(len(gates), triton.cdiv(size, BLOCK))](
+        gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
+    )
+    parts = grouped_linear(inner, down, groups, shares.flatten(), torch.float32)
+    out = torch.empty_like(x)
+    _add_up_kernel[(num_rows, triton.cdiv(hidden, BLOCK))](
+        parts, out, expert_ids, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8
+    )
+    return out

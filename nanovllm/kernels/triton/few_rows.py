@@ -1,0 +1,233 @@
+"""Linear layers of few rows, each in one kernel with the operations before and after it.
+
+T rows, K inputs, N outputs.
+
+A decode step of few rows is bound by the number of its kernels, and by their starts and ends: a
+kernel takes about five microseconds, of which reading the weight is one or two. So a norm has no
+kernel of its own. The kernel that adds to the residual also writes the sum times the norm's weight,
+and its sums of squares; the next linear layer computes each row's factor from those, and applies it
+to its outputs.
+
+A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
+Hopper's tensor memory accelerator.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.triton.common import (
+    ROOM,
+    await_inputs,
+    can_copy_tiles,
+    dot,
+    early,
+    let_next_begin,
+    num_multiprocessors,
+    rows_with_room,
+    tiles_of,
+)
+
+LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
+MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
+MOST_OF_LARGE = 64  # rows, of larger layers
+SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(  # type: ignore[no-untyped-def]
+    x_tiles, weight_tiles, squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr,
+    out_squares_ptr, num_rows, eps,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs. Neighbouring programs share its weights, for other rows."""
+    first_t = tl.program_id(0) * BLOCK_T
+    first_n = tl.program_id(1) * BLOCK_N
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
+    real = (t < num_rows)[:, None]
+    at = t[:, None] * N + n[None, :]
+    await_inputs(EARLY)
+    # Loads for the end of the kernel start before those of the weights, which take longest.
+    if P:
+        p = tl.arange(0, BLOCK_P)
+        parts = real & (p < P)[None, :]
+        squares = tl.load(squares_ptr + t[:, None] * P + p[None, :], mask=parts, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=real, other=0.0)
+        norm = tl.load(norm_ptr + n)
+    # Tensor cores take 64 rows of the left matrix: the outputs, if the tile is large enough.
+    TURNED: tl.constexpr = BLOCK_N >= 64  # noqa: N806
+    acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
+    up = acc
+    for k in range(0, K, BLOCK_K):
+        x = x_tiles.load([first_t, k])
+        weight = weight_tiles.load([first_n, k])
+        acc += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+        if GATED:
+            weight = weight_tiles.load([N + first_n, k])
+            up += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+    let_next_begin(EARLY)
+    if TURNED:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+    if P:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= factor
+        up *= factor
+    if BIAS:
+        acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if ADD:
+        acc += residual.to(tl.float32)
+    rounded = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, rounded, mask=real)
+    if ADD:
+        wide = rounded.to(tl.float32)
+        product = wide * norm.to(tl.float32)[None, :]
+        tl.store(product_ptr + at, product.to(product_ptr.dtype.element_ty), mask=real)
+        square_at = out_squares_ptr + t * (N // BLOCK_N) + tl.program_id(1)
+        tl.store(square_at, tl.sum(wide * wide, axis=1), mask=t < num_rows)
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """The kernels, and the largest number of rows for which they are faster."""
+
+    most_rows: int
+
+    def linear(
+        self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`norm @ weight.T + bias` for weight [N, K]."""
+        out = x.product.new_empty(len(x.product), len(weight))
+        _launch(x.product, weight, bias, out, scaled=x)
+        return out
+
+    def gated(
+        self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
+        out = rows_with_room(len(x.product), len(weight) // 2, x.product)
+        _launch(x.product, weight, bias, out, scaled=x, gated=True)
+        return out
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, Scaled]:
+        """`residual + x @ weight.T + bias`, and the sum scaled by the next norm's weight."""
+        total, product = torch.empty_like(residual), rows_with_room(len(x), len(weight), x)
+        squares = _launch(x, weight, bias, total, addends=(residual, norm, product))
+        return total, Scaled(product, squares, eps)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    scaled: Scaled | None = None,
+    gated: bool = False,
+    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Launch the kernel. Returns the sums of squares, if there are addends."""
+    (num_rows, size_in), size_out = x.shape, out.shape[1]
+    tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
+    columns = size_out // tiles.outputs
+    squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
+    residual, norm, product = addends or (x, x, x)
+    squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
+    width = 0 if scaled is None else squares_in.shape[1]
+    _linear_kernel[(triton.cdiv(num_rows, tiles.rows), columns)](
+        tiles_of(_with_room(x, tiles.rows), tiles.rows, tiles.inputs),
+        tiles_of(weight, tiles.outputs, tiles.inputs),
+        squares_in, x if bias is None else bias, residual, norm, out, product, squares,
+        num_rows, eps,
+        N=size_out, K=size_in, P=width, BLOCK_P=triton.next_power_of_2(max(1, width)),
+        BIAS=bias is not None, GATED=gated, ADD=addends is not None,
+        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
+        num_warps=4, num_stages=tiles.stages, **early(x.device),
+    )  # fmt: skip
+    return squares
+
+
+def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x with the rows after it in memory that fill its last tile, if they exist.
+
+    Tiles that extend over the end of a matrix take up to twice as long.
+    """
+    assert x.is_contiguous()
+    size = x.shape[1]
+    there = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // size
+    return x.as_strided([min(there, triton.cdiv(len(x), rows) * rows), size], [size, 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a product is divided; outputs and inputs are divisors of the sizes."""
+
+    rows: int
+    outputs: int
+    inputs: int  # at a time
+    stages: int  # tiles of inputs in flight
+
+
+@functools.cache
+def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: int) -> Tiles:
+    """The tiles that were fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
+
+    The smallest ones with which all programs run at the same time, alone on a multiprocessor; else
+    two on each; else the largest.
+    """
+    sizes = [rows for rows in (16, 32, 64, ROOM) if rows < 2 * max(num_rows, LEAST)]
+    alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == ROOM)]
+    if gated and num_rows <= 16:
+        alone.append((16, 128, 1))
+    for rows, most, side_by_side in [*alone, *((rows, 64, 2) for rows in sizes)]:
+        outputs = _divisor(size_out, most)
+        programs = triton.cdiv(num_rows, rows) * size_out // outputs
+        if programs <= side_by_side * processors:
+            break
+    inputs = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
+    inputs = _divisor(size_in, inputs)
+    tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
+    stages = SHARED_BYTES[side_by_side] // tile_bytes
+    return Tiles(rows, outputs, inputs, min(6, stages))
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest power of two that divides `size`, at most `most`."""
+    return min(most, size & -size)
+
+
+def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
+    """The kernels for a layer's weights; None where they would not be faster.
+
+    Not for float16, where rows without their norm's factor may overflow.
+    """
+    plain = [weight for weight in weights if weight is not None and weight.dtype == torch.bfloat16]
+    if len(plain) < len(weights) or any(n % LEAST for weight in plain for n in weight.shape):
+        return None
+    device = plain[0].device
+    if not can_copy_tiles(device):
+        return None
+    if triton.cdiv(max(map(len, plain)), 2 * 64) > 2 * num_multiprocessors(device):
+        return None  # gate and up in tiles of 64 would not all run at once: not measured
+    size = sum(weight.numel() for weight in plain)
+    most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
+    return FewRows(most)

@@ -1,0 +1,219 @@
+"""Causal attention of a prefill step: queries start anywhere in a context.
+
+T query tokens, S sequences, H query heads, KVH key heads, G = H / KVH, D head dimension.
+
+A program takes a tile of one sequence's queries, for all G query heads of one key head, so that
+keys are read once for the group. Keys come from the paged cache if a part of any sequence was
+cached before the step, else from the step's own K and V.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.triton.common import (
+    LOG2E,
+    TILE,
+    attend,
+    cache_offsets,
+    can_copy_tiles,
+    tile_keys,
+    tiles_of,
+)
+
+MANY_TOKENS = 4096  # of a step: enough work to hide the launch of kernels with copied tiles
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """A step's sequences, and which program takes which queries; shared by all layers."""
+
+    cu_seqlens_q: torch.Tensor  # [S + 1], int32
+    cu_seqlens_k: torch.Tensor  # [S + 1], int32
+    block_tables: torch.Tensor | None  # [S, blocks], int32; None: keys are the step's own
+    tile_seqs: torch.Tensor  # [tiles], int32: a tile's sequence; S for a surplus tile
+    tile_ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one
+    tile_queries: int
+    copies_tiles: bool  # of keys, if their shape allows it
+
+
+@triton.jit
+def _fold_tiles(  # type: ignore[no-untyped-def]
+    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles, v_tiles,
+    table_ptr, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    num_kv_heads, scale_log2,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold in the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    for key in range(start, stop, BLOCK_N):
+        if COPIED and not MASKED:
+            k = k_tiles.load([first_key + key, kv_head * D])
+            v = v_tiles.load([first_key + key, kv_head * D])
+        else:
+            if BLOCK_SIZE:
+                k_at = cache_offsets(
+                    table_ptr, key, end, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
+                )
+                v_at = k_at
+            else:
+                row = (first_key + key).to(tl.int64)
+                k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
+                v_at = row * v_row_stride + kv_head * v_head_stride + n * v_row_stride
+            k_at = k_ptr + k_at[:, None] + d[None, :]
+            v_at = v_ptr + v_at[:, None] + d[None, :]
+            if MASKED or D < BLOCK_D:
+                loaded = (key + n < end)[:, None] & (d < D)[None, :]
+                if WINDOW:  # keys before the window may be in a block that has a new owner
+                    loaded &= (key + n >= begin)[:, None]
+                k = tl.load(k_at, mask=loaded, other=0.0)
+                v = tl.load(v_at, mask=loaded, other=0.0)
+            else:
+                k = tl.load(k_at)
+                v = tl.load(v_at)
+        visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
+        if WINDOW:
+            visible &= (key + n)[None, :] > position[:, None] - WINDOW
+        top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED)
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr,
+    tile_ends_ptr, out_ptr, scale_log2, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
+    v_row_stride, v_head_stride, table_stride, num_seqs, num_kv_heads,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries. BLOCK_SIZE 0: K and V are the step's own, one row for each token."""
+    kv_head = tl.program_id(0) % num_kv_heads
+    number = tl.program_id(0) // num_kv_heads
+    seq = tl.load(tile_seqs_ptr + number)
+    if seq < num_seqs:
+        # Counted from a sequence's end: the tiles with the most keys start first.
+        tile = tl.load(tile_ends_ptr + seq) - 1 - number
+        first_row = tl.load(cu_q_ptr + seq)
+        num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
+        first_key = tl.load(cu_k_ptr + seq)
+        num_keys = tl.load(cu_k_ptr + seq + 1) - first_key
+        m = tl.arange(0, BLOCK_Q * BLOCK_G)
+        d = tl.arange(0, BLOCK_D)
+        query = tile * BLOCK_Q + m // BLOCK_G
+        head = kv_head * G + m % BLOCK_G
+        real = ((query < num_queries) & (m % BLOCK_G < G))[:, None] & (d < D)[None, :]
+        row = (first_row + query).to(tl.int64)
+        q_at = q_ptr + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :]
+        q = tl.load(q_at, mask=real, other=0.0)
+        first_position = num_keys - num_queries + tile * BLOCK_Q
+        end = tl.minimum(first_position + BLOCK_Q, num_keys)
+        begin = 0
+        start = 0
+        seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+        top = tl.full([BLOCK_Q * BLOCK_G], -float("inf"), tl.float32)
+        if WINDOW:
+            begin = tl.maximum(first_position + 1 - WINDOW, 0)
+            start = begin // BLOCK_N * BLOCK_N
+            seen_by_all = start  # any tile may be at the edge of some query's window
+            top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first tile may be hidden
+        total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
+        table = tables_ptr + seq.to(tl.int64) * table_stride
+        position = num_keys - num_queries + query
+        top, total, acc = _fold_tiles(
+            start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
+            v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
+            v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
+            COPIED, False,
+        )  # fmt: skip
+        top, total, acc = _fold_tiles(
+            seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
+            v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
+            v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
+            COPIED, True,
+        )  # fmt: skip
+        if WINDOW:
+            total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
+        out_at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+
+
+def tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of a tile: times G = `group` heads, as many rows as registers hold."""
+    rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
+    return max(1, rows // int(triton.next_power_of_2(group)))
+
+
+def plan_prefill(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    num_tokens: int,
+    tile_queries: int,
+) -> PrefillPlan:
+    """Divide a step's `num_tokens` queries into tiles, on the device, in a few short launches."""
+    num_seqs = len(cu_seqlens_q) - 1
+    tiles = (cu_seqlens_q.diff() + tile_queries - 1) // tile_queries
+    tile_ends = tiles.cumsum(0, dtype=torch.int32)
+    most = num_tokens // tile_queries + num_seqs  # a bound that needs no sync
+    numbers = torch.arange(most, dtype=torch.int32, device=cu_seqlens_q.device)
+    tile_seqs = torch.searchsorted(tile_ends, numbers, right=True, out_int32=True)
+    # Copying gains less where a table must be read for each tile.
+    copies = block_tables is None and num_tokens >= MANY_TOKENS and can_copy_tiles(numbers.device)
+    return PrefillPlan(
+        cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends, tile_queries, copies
+    )
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: KVLayer,
+    plan: PrefillPlan,
+) -> torch.Tensor:
+    """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
+
+    A sequence's queries are its last tokens. q, k and v may be strided, except in their last
+    dimension. FLOPs: 4 * D for each head, query and key that it sees.
+    """
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    paged = plan.block_tables is not None
+    if paged:
+        assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
+        k, v = kv.k_cache.flatten(0, 1), kv.v_cache.flatten(0, 1)
+    tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
+    group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    block_n = tile_keys(block_d, k.dtype)
+    # Tiles in flight: the fastest number, or what shared memory holds.
+    stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
+    # With a window, all tiles may be masked, and masked tiles are not copied.
+    copied = plan.copies_tiles and kv.window is None and all(map(_is_matrix_of_heads, (k, v)))
+    k_tiles, v_tiles = (
+        tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
+    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
+        q, k, v, k_tiles, v_tiles, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, plan.tile_seqs,
+        plan.tile_ends, out, kv.scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
+        G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
+        BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
+        BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _is_matrix_of_heads(x: torch.Tensor) -> bool:
+    """Whether tiles of keys x [T, KVH, D] can be copied: 16-bit, heads contiguous, aligned."""
+    head_dim = x.shape[2]
+    whole = x.stride(1) == head_dim == triton.next_power_of_2(head_dim)
+    return whole and x.dtype.itemsize == 2 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

@@ -1,0 +1,55 @@
+"""RMSNorm, alone and with the residual add before it. T rows of N elements."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, x_stride, residual_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """One program normalises one row, held in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    inside = n < N
+    weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + n, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * residual_stride + n, mask=inside, other=0.0)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * N + n, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
+    tl.store(out_ptr + row * N + n, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of each row of x [T, N], in float32 inside. Reads x once, writes as much."""
+    num_rows, size = x.shape
+    assert x.stride(1) == weight.stride(0) == 1
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _rms_norm_kernel[(num_rows,)](
+        x, x, weight, out, out, eps, x.stride(0), 0,
+        N=size, BLOCK=triton.next_power_of_2(size), ADD=False, num_warps=_num_warps(size),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm of `x + residual`, and the rounded sum. Two reads and two writes of [T, N]."""
+    num_rows, size = x.shape
+    assert x.stride(1) == residual.stride(1) == weight.stride(0) == 1
+    out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    _rms_norm_kernel[(num_rows,)](
+        x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),
+        N=size, BLOCK=triton.next_power_of_2(size), ADD=True, num_warps=_num_warps(size),
+    )  # fmt: skip
+    return out, total
+
+
+def _num_warps(size: int) -> int:
+    return min(8, max(1, int(triton.next_power_of_2(size)) // 256))

@@ -1,0 +1,1 @@
+"""The attention layer, its backends, and the choice among them."""

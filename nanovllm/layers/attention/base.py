@@ -1,0 +1,87 @@
+"""The interface of all attention backends.
+
+A backend reads one cache layout, [blocks, block_size, KVH, D] per layer for K and for V, so that
+backends can be swapped and compared on the same cache. It knows attention alone: which kernels the
+other layers call is chosen in `layers/backend.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.layers.context import Context
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a backend must be able to compute, and where."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int | None  # None: what the backend prefers
+    in_graphs: bool  # whether decode steps are CUDA graphs, which hide how long launches take
+
+
+class AttentionBackend(ABC):
+    """How attention is computed. The context says which sequences a step has."""
+
+    name: str
+    preferred_block_size: int
+    graph_safe: bool  # whether decode reads all that changes from device tensors
+    copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
+
+    def __init__(self, block_size: int | None = None) -> None:
+        self.block_size = block_size or self.preferred_block_size
+
+    def plan(self, context: Context) -> None:  # noqa: B027
+        """Compute, once a step, what all layers share; keep it in the context."""
+
+    @abstractmethod
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, context: Context
+    ) -> torch.Tensor:
+        """Causal attention of q [T, H, D], several tokens for each sequence."""
+
+    @abstractmethod
+    def decode(self, q: torch.Tensor, kv: KVLayer, context: Context) -> torch.Tensor:
+        """Attention of q [B, H, D], one token for each sequence."""
+
+
+class PlannedBackend(AttentionBackend):
+    """A backend of ours: its kernels read a step's lengths and blocks from a plan."""
+
+    prefill_attention: Callable[..., torch.Tensor]
+    decode_attention: Callable[..., torch.Tensor]
+
+    @abstractmethod
+    def plan_prefill(
+        self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, context: Context
+    ) -> Any:
+        """The plan of a prefill step."""
+
+    @abstractmethod
+    def plan_decode(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> Any:
+        """The plan of a decode step."""
+
+    def plan(self, context: Context) -> None:
+        if context.is_prefill:
+            assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+            context.plan = self.plan_prefill(context.cu_seqlens_q, context.cu_seqlens_k, context)
+        else:
+            assert context.context_lens is not None and context.block_tables is not None
+            context.plan = self.plan_decode(context.context_lens, context.block_tables)
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, context: Context
+    ) -> torch.Tensor:
+        return self.prefill_attention(q, k, v, kv, context.plan)
+
+    def decode(self, q: torch.Tensor, kv: KVLayer, context: Context) -> torch.Tensor:
+        return self.decode_attention(q, kv, context.plan)

@@ -1,0 +1,35 @@
+"""Attention in C++ on the CPU."""
+
+import torch
+
+from nanovllm.kernels.cpu import decode_attention, prefill_attention
+from nanovllm.kernels.cpu.attention import AttentionPlan
+from nanovllm.layers.attention.base import AttentionSpec, PlannedBackend
+from nanovllm.layers.context import Context
+
+
+class CpuBackend(PlannedBackend):
+    """Our own kernels for the CPU, compiled on this machine: float32 and bfloat16."""
+
+    name = "cpu"
+    preferred_block_size = 16
+    graph_safe = False
+    copied_layers = 0
+    prefill_attention = staticmethod(prefill_attention.prefill_attention)
+    decode_attention = staticmethod(decode_attention.decode_attention)
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec.block_size)
+        self.heads = (spec.num_heads // spec.num_kv_heads, spec.head_dim)
+
+    def plan_prefill(
+        self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, context: Context
+    ) -> AttentionPlan:
+        """Divide a layer's work into tasks for the threads."""
+        return prefill_attention.plan_prefill(
+            cu_seqlens_q, cu_seqlens_k, context.block_tables, *self.heads
+        )
+
+    def plan_decode(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> AttentionPlan:
+        """Divide a layer's work into tasks for the threads."""
+        return decode_attention.plan_decode(context_lens, block_tables, *self.heads)

@@ -1,0 +1,77 @@
+"""The attention layer: from a step's projections to its outputs, through the paged KV cache."""
+
+from dataclasses import replace
+
+import torch
+
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.norm_rope_store import Rope
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.layers.attention.base import AttentionBackend
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import get_context
+from nanovllm.layers.layer import Layer
+from nanovllm.layers.layernorm import RMSNorm
+
+Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
+
+
+class Attention(Layer):
+    """Rotate, store the step's KV, attend.
+
+    With a window, a token attends to the last `window` tokens up to itself.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, window: int | None = None) -> None:
+        super().__init__()
+        self.num_kv_heads = num_kv_heads
+        self.kv = KVLayer(torch.empty(0), torch.empty(0), head_dim**-0.5, window)
+        self.backend: AttentionBackend = TorchBackend()
+        self.kernels: Kernels = PLAIN
+
+    def bind(self, backend: Backend) -> None:
+        self.backend, self.kernels = backend
+
+    def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Use these caches [blocks, block_size, KVH, D]."""
+        self.kv = replace(self.kv, k_cache=k_cache, v_cache=v_cache)
+
+    def drop_cache(self) -> None:
+        """Hold no cache, so that its memory can be freed."""
+        self.set_cache(torch.empty(0), torch.empty(0))
+
+    def forward(
+        self, qkv: torch.Tensor, rope: Rope | None, norms: Norms | None = None
+    ) -> torch.Tensor:
+        """qkv [T, H + 2 * KVH, D] -> [T, H, D]. Without `rope`, positions are not encoded."""
+        context = get_context()
+        if rope is None:
+            q, k, v = self._norm_and_store(qkv, norms, context.slot_mapping)
+        else:
+            weights = (norms[0].weight, norms[1].weight) if norms else None
+            q, k, v = self.kernels.norm_rope_store(
+                qkv, self.num_kv_heads, rope, weights, norms[0].eps if norms else 0.0,
+                self.kv, context.slot_mapping,
+            )  # fmt: skip
+        if context.is_prefill:
+            return self.backend.prefill(q, k, v, self.kv, context)
+        return self.backend.decode(q, self.kv, context)
+
+    def _norm_and_store(
+        self, qkv: torch.Tensor, norms: Norms | None, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `norm_rope_store` does without a rotation, in a launch for each operation."""
+        num_q_heads = qkv.shape[1] - 2 * self.num_kv_heads
+        heads = [num_q_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = torch.split(qkv, heads, dim=1)
+        if norms:
+            q, k = self._norm(q, norms[0]), self._norm(k, norms[1])
+        if not self.kv.is_empty:
+            self.kernels.store_kvcache(k, v, self.kv.k_cache, self.kv.v_cache, slots)
+        return q, k, v
+
+    def _norm(self, heads: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """Each head of [T, heads, D], which is copied to rows for the kernel."""
+        rows = heads.reshape(-1, heads.shape[-1])
+        return self.kernels.rms_norm(rows, norm.weight, norm.eps).view(heads.shape)

@@ -1,0 +1,30 @@
+"""docs/options.md is what tools/write_options.py writes, and lists every field."""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_up_to_date() -> None:
+    """If it fails: python tools/write_options.py."""
+    tool = runpy.run_path(str(ROOT / "tools" / "write_options.py"))
+    text = tool["page"]()
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == text
+    for kind in (Config, SamplingParams):
+        for field in dataclasses.fields(kind):
+            assert f"\n| `{field.name}` " in text
+
+
+def test_a_row_has_flag_default_range_and_meaning() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "write_options.py"))
+    rows = tool["table"](Config).splitlines()
+    assert rows[2].startswith("| `model` | required | a path or a hub id | a directory with ")
+    assert "| `max_num_seqs` | `512` | >= 1 | most sequences that run at once; " in "\n".join(rows)
+    assert rows[-1].startswith("| `seed` (`--engine-seed`) | `0` | in [0, ")
+    (overlap,) = [row for row in rows if row.startswith("| `overlap` ")]
+    assert overlap.endswith("; `None`: yes on a GPU, no on a CPU |")
