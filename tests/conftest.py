@@ -6,6 +6,7 @@ And where Triton's kernels are tested: on a CUDA device, or interpreted, by the 
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any, NamedTuple
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # so that tests listen to this machine alone
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: Triton's interpreter multiplies tiles
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core, and so one thread for each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs this way
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
@@ -48,8 +53,27 @@ SHAPE: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs CUDA where there is none."""
+# What these have in common takes long to make: one worker runs all tests of a file.
+FOR_ONE_WORKER = ("tests/kernels/test_ahead_of_time.py", "tests/test_ray.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let workers take one test at a time, or a whole file of `FOR_ONE_WORKER`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in FOR_ONE_WORKER else nodeid
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip CUDA tests where there is no device; with several workers, start slow tests first."""
+    if hasattr(config, "workerinput"):  # in a worker of pytest-xdist
+        items.sort(key=lambda item: "slow" not in item.keywords)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and PyTorch finds none here")

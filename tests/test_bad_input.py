@@ -109,7 +109,8 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], list[str]]] = [
     (torch.tensor(3), TypeError, ["list of token ids", "3"]),
 ]
 CASES = [
-    pytest.param(*case, id=f"{type(case[0]).__name__}-{str(case[0])[:24]}") for case in BAD_PROMPTS
+    pytest.param(*case, id=f"{type(case[0]).__name__}-{str(case[0]).partition(' at 0x')[0][:24]}")
+    for case in BAD_PROMPTS
 ]
 
 
@@ -157,7 +158,7 @@ def test_add_request_refuses_a_bad_prompt(
         ([1, None], TypeError, ["None"]),
         ([1, 2, "3"], TypeError, ["'3'"]),
     ],
-    ids=lambda value: str(value)[:24],
+    ids=lambda value: "set" if isinstance(value, set) else str(value)[:24],
 )
 def test_generate_refuses_bad_prompts(
     llm: LLM, prompts: Any, error: type[Exception], says: list[str]

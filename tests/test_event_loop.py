@@ -1,4 +1,4 @@
-"""An engine in a notebook or a server: beside an event loop that runs."""
+"""An engine in a notebook or a server, where an event loop runs."""
 
 import asyncio
 
@@ -8,8 +8,8 @@ from nanovllm import SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
 
 
-def test_an_event_loop_is_in_the_way() -> None:
-    """Made and used within one, and in a thread of its own while the loop goes on."""
+def test_an_engine_works_beside_an_event_loop() -> None:
+    """Used in a coroutine, and in a thread while the loop runs."""
     greedy = SamplingParams(temperature=0, max_tokens=8)
 
     async def use() -> list[str]:

@@ -128,7 +128,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         partial_rotary_factor=0.75,
         original_max_position_embeddings=512,
     ),
-    # All contexts of the reference are one batch's, which is longer than 200: the long factors.
+    # The reference computes all prompts in one batch of more than 128 tokens: the long factors.
     "Phi3, longrope, three quarters of a head": dict(
         family="Phi3",
         rope_scaling=LONGROPE,
@@ -173,14 +173,14 @@ def test_the_reference_itself_is_what_transformers_generates(standard: Case) -> 
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_greedy_differs_from_transformers_under(name: str, standard: Case) -> None:
+def test_greedy_equals_transformers_with(name: str, standard: Case) -> None:
     with make_llm(standard.path, **SCENARIOS[name]) as llm:
         assert_same(generate(llm, standard), standard.expected)
         audit_at_rest(llm)
 
 
 @pytest.mark.parametrize("name", CROWDED)
-def test_hundreds_of_preemptions_change_the_output_with(name: str, crowd: Case) -> None:
+def test_hundreds_of_preemptions_keep_the_output_with(name: str, crowd: Case) -> None:
     with make_llm(crowd.path, **CROWDED[name]) as llm:
         launch, num_sampled = llm.model_runner.launch, 0
 
@@ -196,20 +196,20 @@ def test_hundreds_of_preemptions_change_the_output_with(name: str, crowd: Case) 
         audit_at_rest(llm)
 
 
-def test_looking_ahead_changes_the_output(crowd: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With lengths that are known, most of the work that preemptions undo is never begun."""
+def test_known_lengths_avoid_recomputation(crowd: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forecast delays requests that would be preempted: less is computed twice."""
     computed = []
     for _ in range(2):
         with make_llm(crowd.path, **SMALL_POOL, enable_prefix_caching=False) as llm:
             assert_same(generate(llm, crowd), crowd.expected)
             computed.append(llm.stats()["prefill_tokens"] - sum(map(len, crowd.prompts)))
             audit_at_rest(llm)
-        monkeypatch.undo()  # the crowd
-    assert computed[1] < computed[0] / 4, "tokens that were computed again"
+        monkeypatch.undo()  # of the fixture `crowded`: the second engine looks ahead
+    assert computed[1] < computed[0] / 4, "too many tokens were computed again"
 
 
-def test_greedy_differs_from_transformers_one_by_one(standard: Case) -> None:
-    """Fresh blocks and a fresh row for each request; the cache hits what earlier ones left."""
+def test_greedy_equals_transformers_one_by_one(standard: Case) -> None:
+    """One request at a time; later ones hit the cached blocks of earlier ones."""
     with make_llm(standard.path) as llm:
         outputs = [
             llm.generate(prompt, params, use_tqdm=False)[0]
@@ -221,7 +221,7 @@ def test_greedy_differs_from_transformers_one_by_one(standard: Case) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("budget", [16, 16384])
-def test_prefix_hits_change_the_output(block_size: int, budget: int, standard: Case) -> None:
+def test_prefix_hits_keep_the_output(block_size: int, budget: int, standard: Case) -> None:
     options = dict(kvcache_block_size=block_size, max_num_batched_tokens=budget)
     with make_llm(standard.path, **options) as llm:
         first = generate(llm, standard)
@@ -229,19 +229,19 @@ def test_prefix_hits_change_the_output(block_size: int, budget: int, standard: C
         assert_same(first, standard.expected)
         assert_same(second, standard.expected)
     for prompt, out in zip(standard.prompts, second, strict=True):
-        # All of the prompt's full blocks, but for the one that holds its last token.
+        # All full blocks of the prompt, except one that holds its last token.
         assert out["num_cached_tokens"] == (len(prompt) - 1) // block_size * block_size
 
 
-def test_shared_prefixes_are_not_shared_while_they_run(standard: Case) -> None:
+def test_running_requests_share_prefixes(standard: Case) -> None:
     with make_llm(standard.path, max_num_batched_tokens=64) as llm:
         outputs = generate(llm, standard)
         assert_same(outputs, standard.expected)
         assert sum(out["num_cached_tokens"] for out in outputs) >= 5 * 96
 
 
-def test_aborted_requests_leave_wrong_kv_behind(standard: Case) -> None:
-    """What half a request left in the cache is found by the next one, and must be right."""
+def test_aborted_requests_leave_correct_kv(standard: Case) -> None:
+    """The next requests hit the blocks that the aborted ones left in the cache."""
     with make_llm(standard.path, **SMALL_POOL, max_num_batched_tokens=32) as llm:
         for round_ in range(4):
             ids = [
@@ -259,8 +259,10 @@ def test_aborted_requests_leave_wrong_kv_behind(standard: Case) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
-def test_a_prompt_aborted_in_its_middle_is_found_whole(num_steps: int, standard: Case) -> None:
-    """Only blocks whose KV was computed may be found; the others hold what was there before."""
+def test_only_the_computed_part_of_an_aborted_prompt_is_cached(
+    num_steps: int, standard: Case
+) -> None:
+    """The other blocks still hold KV of earlier requests."""
     longest = sorted(range(len(standard.prompts)), key=lambda i: -len(standard.prompts[i]))[:6]
     with make_llm(standard.path, max_num_batched_tokens=16, kvcache_block_size=4) as llm:
         for index in longest:
@@ -279,38 +281,38 @@ def test_a_prompt_aborted_in_its_middle_is_found_whole(num_steps: int, standard:
 
 
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), HARD])
-def test_logits_differ_from_transformers(options: dict[str, Any], standard: Case) -> None:
+def test_logits_equal_transformers(options: dict[str, Any], standard: Case) -> None:
     check_logits(standard, **options)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), HARD])
-def test_float32_on_the_device_differs_from_the_cpu(
+def test_float32_logits_on_the_device_equal_transformers(
     options: dict[str, Any], standard: Case
 ) -> None:
     on_device = dict(device="cuda", attention_backend="torch", num_kvcache_blocks=2000)
     check_logits(standard, **on_device | options)
 
 
-# Every variant of the model, plain and under the hardest scenario
+# Every variant of the model, with the defaults and with the hardest options
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_variant_differs_from_transformers(backend: str, variant: Case) -> None:
+def test_logits_of_a_variant_equal_transformers(backend: str, variant: Case) -> None:
     check_logits(variant, attention_backend=backend)
 
 
-def test_variant_differs_from_transformers_with_chunks_and_preemptions(variant: Case) -> None:
+def test_a_variant_equals_transformers_with_chunks_and_preemptions(variant: Case) -> None:
     with make_llm(variant.path, **HARD) as llm:
         assert_same(generate(llm, variant), variant.expected)
-        # There is room for more behind a short window: test_windows.py has smaller pools.
+        # A short window needs fewer blocks: test_windows.py has smaller pools.
         assert llm.scheduler.num_preemptions >= 10 or llm.model_config.longest_window == 37
         audit_at_rest(llm)
 
 
 @pytest.mark.cuda
-def test_variant_differs_on_a_device(variant: Case) -> None:
-    """On what is fast there and can compute it; near-ties are left out of the case."""
+def test_a_variant_equals_transformers_on_a_device(variant: Case) -> None:
+    """With the default backend of the device; the case has no near-ties."""
     with make_llm(variant.path, device="cuda", num_kvcache_blocks=2000) as llm:
         assert_same(generate(llm, variant), variant.expected)
         audit_at_rest(llm)
@@ -374,7 +376,7 @@ def roped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_rope_is_lost_in_the_spelling_of(spelling: str, roped: Case, tmp_path: Path) -> None:
+def test_rope_is_read_in_the_spelling_of(spelling: str, roped: Case, tmp_path: Path) -> None:
     path = shutil.copytree(roped.path, tmp_path / "copy")
     SPELLINGS[spelling](path)
     config = json.loads((path / "config.json").read_text())
@@ -384,9 +386,7 @@ def test_rope_is_lost_in_the_spelling_of(spelling: str, roped: Case, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_weights_are_computed_in_less_than_float32(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_16_bit_weights_are_computed_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     make_model(tmp_path, seed=3)
     Qwen3ForCausalLM.from_pretrained(tmp_path).to(dtype).save_pretrained(tmp_path)
     spell_as_transformers_5(tmp_path)
@@ -399,7 +399,7 @@ def test_16_bit_weights_are_computed_in_less_than_float32(
 
 @pytest.fixture(scope="module")
 def stopping(standard: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """The standard model with two EOS ids that it does say, one in each config file."""
+    """The standard model with two EOS ids that it generates: one is in both config files."""
     path = shutil.copytree(standard.path, tmp_path_factory.mktemp("stopping") / "copy")
     firsts: dict[int, int] = {}  # how many outputs have a token in their middle
     for tokens in standard.tokens:
@@ -427,7 +427,7 @@ def stopped(stopping: Case) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, HARD])
-def test_eos_stops_at_another_token_than_transformers(
+def test_eos_stops_at_the_token_of_transformers(
     options: dict[str, Any], stopping: Case, stopped: list[list[int]]
 ) -> None:
     eos = set(json.loads((stopping.path / "generation_config.json").read_text())["eos_token_id"])

@@ -1,6 +1,6 @@
-"""LLM and LLMEngine: what generate takes and returns, and how requests and engines end.
+"""LLM and LLMEngine: what `generate` takes and returns, and how requests and engines end.
 
-Engines run on the CPU with a small pool. After every test the shared engine must be idle again.
+Engines run on the CPU with a small pool. The shared engine must be idle after every test.
 """
 
 import gc
@@ -57,7 +57,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def run_to_end(llm: LLM) -> list[RequestOutput]:
-    """Step until there is nothing left; the limit turns an endless loop into a failure."""
+    """Step until all requests finish; fail if that takes too many steps."""
     outputs = []
     for _ in range(2000):
         if llm.is_finished():
@@ -67,7 +67,7 @@ def run_to_end(llm: LLM) -> list[RequestOutput]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing is queued, nothing is held, nothing waits to be returned."""
+    """No request is queued, no block is held, no output waits to be returned."""
     llm.scheduler.audit()
     manager = llm.scheduler.block_manager
     assert not llm.scheduler.waiting and not llm.scheduler.running
@@ -78,7 +78,7 @@ def assert_idle(llm: LLM) -> None:
 def raise_at_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
 ) -> None:
-    """Let the runner's `nth` step from now on raise, once."""
+    """Make the runner's `nth` step from now raise `error`, once."""
     launch, steps = llm.model_runner.launch, iter(range(1, 1_000_000))
 
     def failing(batch: Batch) -> Any:
@@ -91,7 +91,7 @@ def raise_at_step(
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[LLM]]:
-    """The engine that tests share; none where the last one was left broken."""
+    """The engine that tests share, or an empty list after a test that failed."""
     unbroken: list[LLM] = []
     yield unbroken
     for llm in unbroken:
@@ -100,7 +100,7 @@ def engines() -> Iterator[list[LLM]]:
 
 @pytest.fixture
 def llm(engines: list[LLM], model_dir: Path) -> Iterator[LLM]:
-    """An engine, which every test gives back idle and unbroken."""
+    """An engine, which must be idle and must work after the test."""
     llm = engines.pop() if engines else make_llm(model_dir)
     yield llm
     assert_idle(llm)
@@ -139,8 +139,8 @@ def llm(engines: list[LLM], model_dir: Path) -> Iterator[LLM]:
     ],
     ids=lambda value: f"{type(value).__name__}-{str(value)[:24]}",
 )
-def test_a_prompt_is_taken_for_another(llm: LLM, prompts: Any, same_as: list[Any]) -> None:
-    """A bare string as a list of characters, one list of ids as many prompts, an array refused."""
+def test_every_type_of_prompt_is_read(llm: LLM, prompts: Any, same_as: list[Any]) -> None:
+    """A string is one prompt, a list of ids is one prompt; arrays and generators are accepted."""
     byte_to_id = byte_tokenizer().encode
     expected = [
         generate(llm, [byte_to_id(p.decode()) if isinstance(p, bytes) else p])[0] for p in same_as
@@ -154,19 +154,19 @@ def test_a_prompt_is_taken_for_another(llm: LLM, prompts: Any, same_as: list[Any
 @pytest.mark.parametrize("nothing", [[], (), np.array([]), iter([])], ids=lambda x: str(type(x)))
 @pytest.mark.parametrize("params", [None, [], greedy()], ids=["None", "list", "one"])
 def test_no_prompts_give_no_results(llm: LLM, nothing: Any, params: Any) -> None:
-    """An empty list that is taken for one empty prompt, or that divides by zero in a rate."""
+    """An empty list is no prompt, not an empty prompt; the rates do not divide by zero."""
     assert llm.generate(nothing, params, use_tqdm=False) == []
 
 
-def test_the_callers_prompt_is_not_kept(llm: LLM) -> None:
-    """Generated tokens appended to the caller's own list."""
+def test_the_callers_prompt_is_unchanged(llm: LLM) -> None:
+    """Generated tokens are not appended to the caller's list."""
     prompt = list(IDS)
     generate(llm, [prompt, prompt])
     assert prompt == IDS
 
 
-def test_requests_are_kept_when_they_are_done(llm: LLM) -> None:
-    """With their logprobs, in whatever remembers the last batch."""
+def test_finished_requests_are_freed(llm: LLM) -> None:
+    """Nothing refers to their sequences or logprobs after `generate`."""
     params = SamplingParams(max_tokens=6, logprobs=2, n=2)
     gc.collect()
     before = {id(thing) for thing in gc.get_objects() if isinstance(thing, Sequence)}
@@ -176,8 +176,8 @@ def test_requests_are_kept_when_they_are_done(llm: LLM) -> None:
     assert not [seq for seq in after if id(seq) not in before]
 
 
-def test_results_come_in_the_order_of_finishing(llm: LLM) -> None:
-    """Shorter requests that finish first come first."""
+def test_results_are_in_prompt_order(llm: LLM) -> None:
+    """Shorter requests finish first, but their results keep their places."""
     lengths = [9, 1, 30, 2, 17, 5]
     prompts = [[40 + i] * (i + 1) for i in range(6)]
     alone = [
@@ -189,8 +189,8 @@ def test_results_come_in_the_order_of_finishing(llm: LLM) -> None:
     assert [o["num_prompt_tokens"] for o in together] == [1, 2, 3, 4, 5, 6]
 
 
-def test_parameters_reach_another_prompt(llm: LLM) -> None:
-    """One parameter list shifted against the prompts, or its first entry used for all."""
+def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
+    """The nth entry of a list of parameters is for the nth prompt."""
     params = [greedy(3), SamplingParams(max_tokens=4, seed=1, ignore_eos=True), greedy(5)]
     outputs = generate(llm, [TEXT] * 3, tuple(params))
     assert [len(o["token_ids"]) for o in outputs] == [3, 4, 5]
@@ -198,8 +198,8 @@ def test_parameters_reach_another_prompt(llm: LLM) -> None:
     assert outputs[1] != outputs[0]
 
 
-def test_no_parameters_are_the_defaults(llm: LLM) -> None:
-    """None that means greedy, or 16 tokens, as elsewhere."""
+def test_without_parameters_the_defaults_apply(llm: LLM) -> None:
+    """None means 64 tokens at temperature 1, not greedy."""
     (output,) = llm.generate(TEXT, None, use_tqdm=False)
     assert len(output["token_ids"]) == 64 or output["finish_reason"] == "stop"
     seeded = SamplingParams(seed=5, ignore_eos=True)
@@ -209,7 +209,7 @@ def test_no_parameters_are_the_defaults(llm: LLM) -> None:
     assert expected != tokens(generate(llm, TEXT, greedy(64)))
 
 
-def test_output_has_other_keys(llm: LLM) -> None:
+def test_output_has_these_keys_and_types(llm: LLM) -> None:
     (output,) = generate(llm, TEXT)
     assert set(output) == KEYS
     assert type(output) is dict
@@ -219,16 +219,16 @@ def test_output_has_other_keys(llm: LLM) -> None:
     assert type(output["num_prompt_tokens"]) is type(output["num_cached_tokens"]) is int
 
 
-def test_the_output_is_the_engines_own_list(llm: LLM) -> None:
-    """A caller that changes one result changes the next."""
+def test_changing_an_output_changes_no_later_one(llm: LLM) -> None:
+    """The output is the caller's own list, not one that the engine reads."""
     first = generate(llm, IDS)[0]["token_ids"]
     copy = list(first)
     first.clear()
     assert generate(llm, IDS)[0]["token_ids"] == copy
 
 
-def test_cached_tokens_are_counted_wrong(model_dir: Path) -> None:
-    """More than the full blocks before the last token, another prompt's, or any when it is off."""
+def test_cached_tokens_are_the_full_blocks_before_the_last_token(model_dir: Path) -> None:
+    """The last token is always computed; without prefix caching nothing is cached."""
     prompt = [5, 6, 7, 8] * 3  # three blocks: the last token's is computed again
     with make_llm(model_dir) as llm:
         first, second, longer = (generate(llm, p)[0] for p in (prompt, prompt, [*prompt, 9]))
@@ -240,8 +240,8 @@ def test_cached_tokens_are_counted_wrong(model_dir: Path) -> None:
         assert tokens(outputs) == [first["token_ids"]] * 2
 
 
-def test_identical_prompts_in_one_batch_share_nothing(model_dir: Path) -> None:
-    """One system prompt sent a thousand times at once, and computed a thousand times."""
+def test_identical_prompts_in_one_batch_share_blocks(model_dir: Path) -> None:
+    """The prompt is computed once; the other requests hit its blocks."""
     prompt = [5, 6, 7, 8] * 10
     with make_llm(model_dir) as llm:
         outputs = generate(llm, [prompt] * 4)
@@ -257,14 +257,14 @@ def first_new_token(token_ids: list[int], least: int = 1) -> int:
     return next(i for i in range(least, len(token_ids)) if token_ids[i] not in token_ids[:i])
 
 
-def test_max_tokens_1_generates_two_or_none(llm: LLM) -> None:
+def test_max_tokens_1_generates_one_token(llm: LLM) -> None:
     (longer,), (output,) = generate(llm, TEXT, greedy(5)), generate(llm, TEXT, greedy(1))
     assert output["token_ids"] == longer["token_ids"][:1]
     assert output["finish_reason"] == "length"
 
 
-def test_stop_token_id_is_missed_or_dropped(llm: LLM) -> None:
-    """A stop token that goes unnoticed, is cut off, or is not named."""
+def test_a_stop_token_id_ends_the_output_and_is_its_last_token(llm: LLM) -> None:
+    """`stop_reason` names the token."""
     ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
     at = first_new_token(ref, 2)
     params = greedy(40, stop_token_ids=[1, ref[at]] if ref[at] != 1 else [1])
@@ -273,7 +273,7 @@ def test_stop_token_id_is_missed_or_dropped(llm: LLM) -> None:
     assert (output["finish_reason"], output["stop_reason"]) == ("stop", ref[at])
 
 
-def test_stop_on_the_last_allowed_token_is_a_length(llm: LLM) -> None:
+def test_a_stop_on_the_last_allowed_token_is_a_stop(llm: LLM) -> None:
     ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
     at = first_new_token(ref, 2)
     (output,) = generate(llm, TEXT, greedy(at + 1, stop_token_ids=[ref[at]]))
@@ -281,14 +281,14 @@ def test_stop_on_the_last_allowed_token_is_a_length(llm: LLM) -> None:
     assert (output["finish_reason"], output["stop_reason"]) == ("stop", ref[at])
 
 
-def test_first_token_that_stops_is_missed(llm: LLM) -> None:
-    """A stop in the prefill step itself, where the request has not decoded yet."""
+def test_the_first_token_can_stop(llm: LLM) -> None:
+    """This token comes from the prefill step."""
     ref = generate(llm, TEXT)[0]["token_ids"]
     (output,) = generate(llm, TEXT, greedy(8, stop_token_ids=[ref[0]]))
     assert (output["token_ids"], output["stop_reason"]) == ([ref[0]], ref[0])
 
 
-def test_stop_ids_in_the_prompt_stop(llm: LLM) -> None:
+def test_stop_ids_in_the_prompt_do_not_stop(llm: LLM) -> None:
     ref = generate(llm, TEXT)[0]["token_ids"]
     (unused,) = (i for i in byte_tokenizer().encode("!") if i not in ref)
     (output,) = generate(llm, TEXT, greedy(8, stop_token_ids=[unused]))
@@ -296,8 +296,8 @@ def test_stop_ids_in_the_prompt_stop(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("place", ["config", "generation_config", "tokenizer"])
-def test_eos_is_not_read_from(place: str, llm: LLM, copy_of_model: Callable[[], Path]) -> None:
-    """A model that talks on because its EOS stands in a file that nobody reads."""
+def test_eos_is_read_from(place: str, llm: LLM, copy_of_model: Callable[[], Path]) -> None:
+    """Any of these files may define a token that ends the output, unless `ignore_eos` is set."""
     path = copy_of_model()
     ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
     at = first_new_token(ref, 2)
@@ -321,10 +321,8 @@ def test_eos_is_not_read_from(place: str, llm: LLM, copy_of_model: Callable[[], 
         assert (named["finish_reason"], named["stop_reason"]) == ("stop", ref[at])
 
 
-def test_text_is_not_what_the_tokenizer_decodes(
-    llm: LLM, copy_of_model: Callable[[], Path]
-) -> None:
-    """Special tokens in the text, tokens decoded one by one (half characters), or cut off."""
+def test_text_is_what_the_tokenizer_decodes(llm: LLM, copy_of_model: Callable[[], Path]) -> None:
+    """Decoded as a whole, without special tokens, which stay in `token_ids`."""
     ref = generate(llm, TEXT, greedy(40))[0]["token_ids"]
     special = ref[first_new_token(ref, 2)]
     tokenizer = byte_tokenizer()
@@ -339,15 +337,17 @@ def test_text_is_not_what_the_tokenizer_decodes(
     assert output["text"] != tokenizer.decode(ref), "the special token is in the output"
 
 
-def test_max_tokens_beyond_max_model_len_never_ends(model_dir: Path) -> None:
-    """A context that grows past what the model is made for, or an integer that overflows."""
+def test_max_model_len_ends_a_request_with_more_max_tokens(model_dir: Path) -> None:
+    """However large `max_tokens` is."""
     with make_llm(model_dir, max_model_len=20) as llm:
         (output,) = generate(llm, [1] * 15, greedy(10**18))
         assert (len(output["token_ids"]), output["finish_reason"]) == (5, "length")
 
 
-def test_a_request_larger_than_the_pool(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An assert or an endless loop where the pool is smaller than the model's length."""
+def test_a_pool_smaller_than_the_models_length_lowers_max_model_len(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning says so once; a longer prompt is refused, a longer output ends there."""
     with make_llm(model_dir, num_kvcache_blocks=5) as llm:
         assert caplog.text.count("max_model_len is 20") == 1, "said once, and before it matters"
         assert "512" in caplog.text
@@ -373,7 +373,7 @@ def test_a_request_larger_than_the_pool(model_dir: Path, caplog: pytest.LogCaptu
     ],
     ids=str,
 )  # fmt: skip
-def test_extreme_options_change_the_output(
+def test_extreme_options_give_the_same_output(
     llm: LLM, options: dict[str, Any], model_dir: Path
 ) -> None:
     prompts = [[7] * 17, [7] * 17, [7] * 12 + [9], [1]]
@@ -385,7 +385,7 @@ def test_extreme_options_change_the_output(
 # The progress bar
 
 
-def test_progress_bar_lacks_the_rates(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_the_rates(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate([TEXT, IDS], greedy())
     out, err = capfd.readouterr()
     assert out == ""
@@ -393,7 +393,7 @@ def test_progress_bar_lacks_the_rates(llm: LLM, capfd: pytest.CaptureFixture[str
     assert re.search(r"prefill [\d.]+k?, decode [\d.]+k? tok/s, \d\+\d seqs, KV \d+%", err)
 
 
-def test_use_tqdm_false_prints(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_use_tqdm_false_prints_nothing(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate([TEXT, IDS], greedy(), use_tqdm=False)
     assert capfd.readouterr() == ("", "")
 
@@ -401,8 +401,8 @@ def test_use_tqdm_false_prints(llm: LLM, capfd: pytest.CaptureFixture[str]) -> N
 # Step by step
 
 
-def test_steps_give_other_results_than_generate(llm: LLM) -> None:
-    """Requests that join at different steps; an output that comes twice, late or never."""
+def test_steps_give_the_results_of_generate(llm: LLM) -> None:
+    """Requests join at different steps; each output comes exactly once."""
     lengths = {3: 5, 4: 1, 9: 8, 11: 2}
     expected = {n: generate(llm, [n] * n, greedy(length))[0] for n, length in lengths.items()}
     added: dict[int, int] = {}
@@ -421,18 +421,18 @@ def test_steps_give_other_results_than_generate(llm: LLM) -> None:
         assert outputs[request_id]["token_ids"] == expected[n]["token_ids"]
 
 
-def test_step_with_nothing_to_do_raises(llm: LLM) -> None:
+def test_a_step_with_nothing_to_do_returns_nothing(llm: LLM) -> None:
     assert llm.is_finished()
     assert llm.step() == []
 
 
-def test_a_step_yields_more_or_less_than_one_token(llm: LLM) -> None:
+def test_each_step_generates_one_token(llm: LLM) -> None:
     llm.add_request(TEXT, greedy(3))
     assert [len(llm.step()) for _ in range(3)] == [0, 0, 1]
 
 
-def test_generate_loses_others_outputs(llm: LLM) -> None:
-    """A request added before generate finishes inside it: its output must come with a step."""
+def test_outputs_of_earlier_requests_wait_for_step(llm: LLM) -> None:
+    """A request that was added before `generate` and finishes in it is returned by a later step."""
     expected = generate(llm, TEXT, greedy(3))[0]
     short = llm.add_request(TEXT, greedy(3))
     long = llm.add_request(IDS, greedy(60))
@@ -445,16 +445,18 @@ def test_generate_loses_others_outputs(llm: LLM) -> None:
     assert (second["request_id"], len(second["token_ids"])) == (long, 60)
 
 
-def test_is_finished_hides_an_output(llm: LLM) -> None:
-    """A loop `while not is_finished(): step()` that ends before the last output is returned."""
+def test_is_finished_is_false_while_an_output_waits(llm: LLM) -> None:
+    """So that the loop `while not is_finished(): step()` returns every output."""
     request_id = llm.add_request(TEXT, greedy(2))
     generate(llm, IDS, greedy(10))
     assert not llm.is_finished()
     assert [o["request_id"] for o in run_to_end(llm)] == [request_id]
 
 
-def test_a_failing_step_loses_outputs_that_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output finished earlier, thrown away because another request's step raised."""
+def test_outputs_that_wait_survive_a_failing_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output that finished earlier is returned although another request's step raised."""
     waiting = llm.add_request(TEXT, greedy(2))
     generate(llm, IDS, greedy(10))
     other = llm.add_request(IDS, greedy(2))
@@ -467,10 +469,10 @@ def test_a_failing_step_loses_outputs_that_wait(llm: LLM, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("nth", [1, 2, 5])
-def test_a_failing_step_spoils_the_requests(
+def test_a_failing_step_is_repeated_exactly(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
 ) -> None:
-    """A step that raised is not run again, or run twice: one token too few or too many."""
+    """A step that raised runs again, once: no token is missing, none comes twice."""
     expected = tokens(generate(llm, [TEXT, IDS], [greedy(9), greedy(7)]))
     ids = [llm.add_request(TEXT, greedy(9)), llm.add_request(IDS, greedy(7))]
     with monkeypatch.context() as patch:
@@ -483,7 +485,7 @@ def test_a_failing_step_spoils_the_requests(
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_abort_loses_what_was_generated(llm: LLM, num_steps: int) -> None:
+def test_abort_returns_what_was_generated(llm: LLM, num_steps: int) -> None:
     expected = generate(llm, TEXT, greedy(9))[0]["token_ids"][:num_steps]
     kept = llm.add_request(IDS, greedy(9))
     request_id = llm.add_request(TEXT, greedy(9))
@@ -497,8 +499,8 @@ def test_abort_loses_what_was_generated(llm: LLM, num_steps: int) -> None:
     assert [o["request_id"] for o in run_to_end(llm)] == [kept]
 
 
-def test_abort_of_a_preempted_request_fails(model_dir: Path) -> None:
-    """It stands in `waiting` again, but it has tokens."""
+def test_a_preempted_request_can_be_aborted(model_dir: Path) -> None:
+    """It is in `waiting` again, with tokens; those are returned."""
     with make_llm(model_dir, num_kvcache_blocks=6) as llm:
         ids = [llm.add_request([n + 1] * 9, greedy(15)) for n in range(2)]
         while not llm.scheduler.num_preemptions:
@@ -511,8 +513,8 @@ def test_abort_of_a_preempted_request_fails(model_dir: Path) -> None:
         assert_idle(llm)
 
 
-def test_unknown_request_is_aborted_in_silence(llm: LLM) -> None:
-    """An id that was never given, has finished, was aborted, or waits to be returned."""
+def test_aborting_an_unknown_request_is_an_error(llm: LLM) -> None:
+    """Unknown: never given, finished, aborted, or with an output that waits to be returned."""
     finished = generate(llm, TEXT)[0]["request_id"]
     aborted = llm.add_request(TEXT)
     llm.abort_request(aborted)
@@ -530,10 +532,10 @@ def test_unknown_request_is_aborted_in_silence(llm: LLM) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("nth", [1, 2, 6])
-def test_interrupted_generate_spoils_the_next(
+def test_an_interrupted_generate_removes_its_own_requests_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
 ) -> None:
-    """Requests left behind, blocks held, stale outputs in the next call, others' requests lost."""
+    """Its blocks are free, the next call has no stale outputs, other requests go on."""
     expected = tokens(generate(llm, [TEXT, IDS, "x" * 30]))
     expected_other = generate(llm, "other", greedy(12))[0]["token_ids"]
     other = llm.add_request("other", greedy(12))
@@ -548,10 +550,10 @@ def test_interrupted_generate_spoils_the_next(
     assert (output["request_id"], output["token_ids"]) == (other, expected_other)
 
 
-def test_ctrl_c_while_requests_are_queued_leaves_them(
+def test_ctrl_c_while_requests_are_queued_removes_them(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ctrl-C before the first step: the requests queued so far haunt the next call."""
+    """Ctrl-C before the first step: the requests queued so far are removed."""
     llm = make_llm(model_dir)
     add, number = llm.scheduler.add, iter(range(100))
 
@@ -567,8 +569,8 @@ def test_ctrl_c_while_requests_are_queued_leaves_them(
     assert_idle(llm)
 
 
-def test_a_signal_at_any_time_breaks_the_engine(model_dir: Path) -> None:
-    """A real Ctrl-C, twenty times, in twenty different places."""
+def test_the_engine_survives_a_signal_at_any_time(model_dir: Path) -> None:
+    """A real interrupt at twenty different times; the next outputs are right."""
     prompts = [[n + 1] * (3 + 5 * n) for n in range(6)]
     params = [greedy(150 + 10 * n) for n in range(6)]
     with make_llm(model_dir, num_kvcache_blocks=200) as llm:
@@ -596,7 +598,7 @@ Line = tuple[str, int]
 
 
 class InterruptAt:
-    """Send a Ctrl-C before a line of the engine's host side is executed for the nth time."""
+    """Send Ctrl-C before a line of the engine's host side is executed for the nth time."""
 
     FILES: ClassVar[set[str]] = {
         str(Path(nanovllm.__file__).parent / name)
@@ -635,11 +637,11 @@ class InterruptAt:
 
 
 @pytest.mark.usefixtures("crowded")
-def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
-    """The engine's own bookkeeping, interrupted half-way, at each of its lines.
+def test_the_engine_survives_ctrl_c_before_any_line(model_dir: Path) -> None:
+    """Ctrl-C before each line of the engine's bookkeeping leaves queues and blocks consistent.
 
-    Python delivers a Ctrl-C between any two of them. A queue that has lost a sequence, or a block
-    that nobody holds, then spoils every later call.
+    Python may deliver it between any two lines. A queue that has lost a sequence, or a block that
+    has lost its owner, would spoil every later call.
     """
     options: dict[str, Any] = dict(
         num_kvcache_blocks=11, max_model_len=44, max_num_seqs=4, max_num_batched_tokens=16
@@ -650,7 +652,7 @@ def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
     expected_other = generate(llm, "xyzzy plugh", params)[0]["token_ids"]
 
     def interrupt(line: Line | None = None, nth: int = 1) -> tuple[Counter[Line], str | None]:
-        """How often each line was executed, and what is wrong after the interrupt."""
+        """Return how often each line was executed, and what is wrong after the interrupt."""
         other = llm.add_request("xyzzy plugh", params)
         trace = InterruptAt(line, nth)
         try:
@@ -695,8 +697,8 @@ def test_ctrl_c_between_two_lines_breaks_the_engine(model_dir: Path) -> None:
     assert not broken, f"{len(broken)} of {len(executed)} lines\n{report}"
 
 
-def test_ctrl_c_is_swallowed(model_dir: Path) -> None:
-    """Wherever a function is entered: a library's own, and what cleans up after objects."""
+def test_ctrl_c_in_any_function_reaches_the_caller(model_dir: Path) -> None:
+    """Also at the entry of a library's function or of an object's clean-up."""
     entered: set[CodeType] = set()
     struck: CodeType | None = None
 
@@ -732,8 +734,8 @@ def test_ctrl_c_is_swallowed(model_dir: Path) -> None:
     assert not swallowed
 
 
-def test_a_tokenizer_that_fails_leaves_requests_behind(tmp_path: Path) -> None:
-    """Python tokenizers raise on ids that they do not know; the clean-up decodes them too."""
+def test_a_failing_tokenizer_leaves_no_requests(tmp_path: Path) -> None:
+    """Python tokenizers raise on unknown ids; the clean-up decodes such ids, too."""
     model = make_model(tmp_path / "model", vocab_size=600)
     ByT5Tokenizer().save_pretrained(tmp_path / "byt5")  # it knows 384
     with make_llm(model, tokenizer=tmp_path / "byt5") as llm:
@@ -749,7 +751,7 @@ def test_a_tokenizer_that_fails_leaves_requests_behind(tmp_path: Path) -> None:
             except Exception:
                 failed = True
             assert_idle(llm)
-        assert failed, "no unknown id was drawn: this test shows nothing"
+        assert failed, "no unknown id was drawn, so this test shows nothing"
 
 
 # The end of an engine
@@ -758,8 +760,8 @@ def test_a_tokenizer_that_fails_leaves_requests_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{}, dict(overlap=True), dict(tensor_parallel_size=2)], ids=repr
 )
-def test_close_in_the_middle_of_a_call_hangs(options: dict[str, Any], model_dir: Path) -> None:
-    """From another thread: ranks left waiting for each other, or a step without its model."""
+def test_close_from_another_thread_ends_a_call(options: dict[str, Any], model_dir: Path) -> None:
+    """The call raises, and no rank is left waiting for another."""
     llm = make_llm(model_dir, **options)
     launch, begun = llm.model_runner.launch, threading.Event()
 
@@ -778,8 +780,8 @@ def test_close_in_the_middle_of_a_call_hangs(options: dict[str, Any], model_dir:
     llm.close()
 
 
-def test_a_signal_that_closes_breaks_the_step(model_dir: Path) -> None:
-    """SIGTERM's usual handler."""
+def test_a_signal_handler_may_close_the_engine(model_dir: Path) -> None:
+    """As handlers of SIGTERM do; the call that was interrupted raises an error that says so."""
     llm = make_llm(model_dir)
     before = signal.signal(signal.SIGALRM, lambda *_: llm.close())
     try:
@@ -792,7 +794,7 @@ def test_a_signal_that_closes_breaks_the_step(model_dir: Path) -> None:
     assert not llm._finalizer.alive
 
 
-def test_close_twice_fails(model_dir: Path) -> None:
+def test_close_twice_is_harmless(model_dir: Path) -> None:
     llm = make_llm(model_dir)
     generate(llm, TEXT)
     llm.close()
@@ -810,8 +812,8 @@ def test_close_twice_fails(model_dir: Path) -> None:
     ],
     ids=["generate", "generate nothing", "add_request", "step", "abort_request"],
 )
-def test_a_closed_engine_runs_on(model_dir: Path, call: Callable[[LLM], Any]) -> None:
-    """A segfault, an AttributeError from the depths, or a silent empty result."""
+def test_a_closed_engine_refuses_calls(model_dir: Path, call: Callable[[LLM], Any]) -> None:
+    """With an error that says that it is closed; `repr` still works."""
     llm = make_llm(model_dir)
     llm.add_request(TEXT)
     llm.close()
@@ -820,7 +822,7 @@ def test_a_closed_engine_runs_on(model_dir: Path, call: Callable[[LLM], Any]) ->
     assert repr(llm).startswith("LLM(")
 
 
-def test_with_block_leaves_the_engine_open(model_dir: Path) -> None:
+def test_a_with_block_closes_the_engine(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         assert isinstance(llm, LLM)
     with pytest.raises(RuntimeError, match="closed"):
@@ -832,8 +834,8 @@ def test_with_block_leaves_the_engine_open(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "del"])
-def test_the_pool_outlives_the_engine(model_dir: Path, how: str) -> None:
-    """`del llm` that frees nothing: a reference cycle, or a registry that holds the runner."""
+def test_the_pool_is_freed_with_the_engine(model_dir: Path, how: str) -> None:
+    """Without the garbage collector: no reference cycle, no registry holds the runner."""
     llm = make_llm(model_dir)
     generate(llm, TEXT)
     llm.add_request(TEXT)  # a pending request must not keep it alive
@@ -853,10 +855,10 @@ def test_the_pool_outlives_the_engine(model_dir: Path, how: str) -> None:
         gc.enable()
 
 
-def test_an_interrupted_engine_is_kept_alive(
+def test_an_engine_whose_step_failed_is_freed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exception that the engine stores, with the frames that refer to it."""
+    """The engine keeps no exception, as its frames would refer to the engine."""
     llm = make_llm(model_dir)
     with monkeypatch.context() as patch:
         raise_at_step(llm, patch, 2, RuntimeError("device lost"))
@@ -868,8 +870,8 @@ def test_an_interrupted_engine_is_kept_alive(
     assert dead() is None
 
 
-def test_engines_one_after_another_grow_the_process(model_dir: Path) -> None:
-    """A pool, a packed weight or a table that stays behind with each engine."""
+def test_engines_one_after_another_do_not_grow_the_process(model_dir: Path) -> None:
+    """Pools, packed weights and tables are freed with each engine."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         pytest.skip("needs /proc")
@@ -888,8 +890,8 @@ def test_engines_one_after_another_grow_the_process(model_dir: Path) -> None:
     assert resident_mib() - before < 64, "a third of the pools"
 
 
-def test_two_engines_in_turns_disturb_each_other(llm: LLM, tmp_path: Path) -> None:
-    """Module state that belongs to the engine that ran last."""
+def test_two_engines_in_turns_are_independent(llm: LLM, tmp_path: Path) -> None:
+    """No module state belongs to the engine that ran last."""
     other_path = make_model(tmp_path / "other", seed=3)
     with make_llm(other_path, kvcache_block_size=16) as other:
         pairs = [(llm, TEXT), (other, IDS), (llm, IDS), (other, TEXT)]
@@ -905,8 +907,8 @@ def test_two_engines_in_turns_disturb_each_other(llm: LLM, tmp_path: Path) -> No
         assert generate(llm, TEXT)[0]["token_ids"] == alone[0]
 
 
-def test_two_engines_in_two_threads_disturb_each_other(llm: LLM, model_dir: Path) -> None:
-    """The step's context is the process's: one engine's layers read the other's metadata."""
+def test_two_engines_in_two_threads_are_independent(llm: LLM, model_dir: Path) -> None:
+    """The layers of an engine read the step context of their own engine only."""
     prompts = [[n + 1] * 20 for n in range(8)]
     params = greedy(60)
     expected = tokens(generate(llm, prompts, params))
@@ -930,8 +932,8 @@ def test_two_engines_in_two_threads_disturb_each_other(llm: LLM, model_dir: Path
         assert results == {"first": expected, "second": expected[:5]}
 
 
-def test_generate_in_a_thread_fails(llm: LLM) -> None:
-    """Inference mode, signal handlers and event loops that only the main thread has."""
+def test_generate_works_in_a_thread(llm: LLM) -> None:
+    """Nothing needs what only the main thread has: signal handlers, an event loop."""
     expected = tokens(generate(llm, TEXT))
     results: list[list[list[int]]] = []
     thread = threading.Thread(target=lambda: results.append(tokens(generate(llm, TEXT))))
@@ -940,8 +942,8 @@ def test_generate_in_a_thread_fails(llm: LLM) -> None:
     assert results == [expected]
 
 
-def test_the_callers_torch_state_changes(model_dir: Path) -> None:
-    """An engine that reseeds the caller, leaves its default dtype behind, or obeys the caller's."""
+def test_torch_state_of_engine_and_caller_are_independent(model_dir: Path) -> None:
+    """The engine changes neither the caller's random state nor its defaults, and ignores both."""
     before = torch.get_rng_state()
     with make_llm(model_dir) as llm:
         expected = tokens(llm.generate(TEXT, SamplingParams(seed=1), use_tqdm=False))
@@ -960,16 +962,16 @@ def test_the_callers_torch_state_changes(model_dir: Path) -> None:
     assert tokens(outputs) == expected
 
 
-def test_the_callers_autocast_reaches_the_model(llm: LLM) -> None:
-    """`generate` inside a training loop's autocast: other numbers, or an error from oneDNN."""
+def test_the_callers_autocast_has_no_effect(llm: LLM) -> None:
+    """`generate` inside a training loop's autocast gives the same tokens."""
     expected = tokens(generate(llm, [TEXT, IDS]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert tokens(generate(llm, [TEXT, IDS])) == expected
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30, 1e39, 1.7e308])
-def test_extreme_temperature_warns_or_gives_no_token(llm: LLM, temperature: float) -> None:
-    """A temperature that is 0 or infinite once it is a float32: NaN, or a warning of NumPy's."""
+def test_extreme_temperatures_give_tokens_without_warnings(llm: LLM, temperature: float) -> None:
+    """Some of these are 0 or infinite as float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=5, ignore_eos=True)
@@ -981,8 +983,8 @@ def test_extreme_temperature_warns_or_gives_no_token(llm: LLM, temperature: floa
         assert len(set(output["token_ids"])) > 1, "nearly uniform: 1 in 4e9 runs of a right one"
 
 
-def test_interpreter_exit_complains(model_dir: Path) -> None:
-    """A traceback from a destructor, a hang, or an exit code, with engines still open."""
+def test_the_interpreter_exits_cleanly_with_open_engines(model_dir: Path) -> None:
+    """Exit code 0, no traceback from a destructor, no hang."""
     script = f"""
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -1006,10 +1008,8 @@ print(len(idle.generate([[1, 2], "ab"], SamplingParams(max_tokens=2), use_tqdm=F
     assert time.perf_counter() - start < 100
 
 
-def test_a_call_inside_a_call_mixes_them_up(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From a second thread, or from a callback: both calls would step one scheduler."""
+def test_a_call_inside_a_call_is_an_error(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both calls would step one scheduler."""
     llm = make_llm(model_dir)
     launch = llm.model_runner.launch
 

@@ -1,4 +1,4 @@
-"""Log-probabilities are those of transformers' own logits, whatever the engine does on the way."""
+"""Log-probabilities equal those of transformers' logits, with any scheduling."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def case(model_dir: Path) -> Case:
 @pytest.mark.parametrize(
     "options", [{}, dict(max_num_batched_tokens=7), HARD, dict(tensor_parallel_size=2)]
 )
-def test_logprobs_differ_from_transformers(options: dict[str, Any], case: Case) -> None:
-    """Twice, the second time from the prefix cache; each request asks for another number."""
+def test_logprobs_equal_transformers(options: dict[str, Any], case: Case) -> None:
+    """Twice, the second time from the prefix cache; the requests ask for 0 to 4 logprobs."""
     params = [
         SamplingParams(temperature=0, max_tokens=p.max_tokens, ignore_eos=True, logprobs=i % 5)
         for i, p in enumerate(case.params)
@@ -56,8 +56,8 @@ def test_logprobs_differ_from_transformers(options: dict[str, Any], case: Case) 
                 assert out["cumulative_logprob"] == pytest.approx(total)
 
 
-def test_drawn_tokens_are_ranked_among_others(case: Case) -> None:
-    """The token itself first, once, at its rank among the logits that nothing has narrowed."""
+def test_a_drawn_token_comes_first_with_its_rank(case: Case) -> None:
+    """Its rank and logprob are those of the raw logits, before any filter."""
     with make_llm(case.path) as llm:
         hot = SamplingParams(
             temperature=3.0, seed=1, max_tokens=1, logprobs=3, logit_bias={7: 5.0}, top_k=100
@@ -74,10 +74,10 @@ def test_drawn_tokens_are_ranked_among_others(case: Case) -> None:
         others = [entry["token_id"] for entry in told[1:]]
         assert others == [i for i in row.topk(3).indices.tolist() if i != token_id]
         ranks.append(told[0]["rank"])
-    assert max(ranks) > 20, "all of them were likely"
+    assert max(ranks) > 20, "no unlikely token was drawn"
 
 
-def test_requests_that_ask_for_none_have_some(model_dir: Path) -> None:
+def test_only_requests_that_ask_have_logprobs(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         plain, asking = (
             llm.generate([1, 2], SamplingParams(max_tokens=2, logprobs=n), use_tqdm=False)[0]
@@ -89,7 +89,7 @@ def test_requests_that_ask_for_none_have_some(model_dir: Path) -> None:
             llm.generate([1], SamplingParams(logprobs=260))
 
 
-def test_equal_tokens_have_ranks_of_their_own(model_dir: Path) -> None:
+def test_equal_logits_have_equal_ranks(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         compute = llm.model_runner.shard.model.compute_logits
 
@@ -109,7 +109,7 @@ def test_equal_tokens_have_ranks_of_their_own(model_dir: Path) -> None:
     ]
 
 
-def test_no_tokenizer_no_logprobs(case: Case) -> None:
+def test_logprobs_without_a_tokenizer_have_no_text(case: Case) -> None:
     with make_llm(case.path) as llm:
         llm.tokenizer = None
         (out,) = llm.generate([1], SamplingParams(max_tokens=1, logprobs=2), use_tqdm=False)
@@ -122,8 +122,8 @@ def test_no_tokenizer_no_logprobs(case: Case) -> None:
     [{}, dict(max_num_batched_tokens=7), HARD, dict(tensor_parallel_size=2)],
     ids=repr,
 )
-def test_prompt_logprobs_differ_from_transformers(options: dict[str, Any], case: Case) -> None:
-    """Twice, the second time with all prompts in the prefix cache, and other requests beside."""
+def test_prompt_logprobs_equal_transformers(options: dict[str, Any], case: Case) -> None:
+    """Twice, the second time with all prompts in the prefix cache, among other requests."""
     prompts = [prompt for prompt in case.prompts if len(prompt) < 130]
     logits = prompt_logits(case.path, prompts)
     params = [
@@ -163,10 +163,10 @@ def prompt_logits(path: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 
-def test_prompt_logprobs_take_the_memory_of_the_whole_prompt(
+def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are computed a few rows at a time: 16,384 tokens of a large vocabulary take 10 GB."""
+    """The logits of 16,384 tokens of a large vocabulary would take 10 GB."""
     monkeypatch.setattr("nanovllm.engine.step.logprobs.MAX_LOGITS", 259 * 3)
     with make_llm(case.path) as llm:
         sizes, compute = [], llm.model_runner.shard.model.compute_logits
@@ -181,8 +181,8 @@ def test_prompt_logprobs_take_the_memory_of_the_whole_prompt(
     assert sizes == [3, 3, 1, 2]
 
 
-def test_prompt_logprobs_are_a_reason_to_wait(case: Case) -> None:
-    """Equal prompts that cannot use each other's blocks are computed side by side."""
+def test_prompts_with_logprobs_do_not_wait_for_each_other(case: Case) -> None:
+    """They cannot use each other's blocks, so equal prompts are computed side by side."""
     with make_llm(case.path, kvcache_block_size=4) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         first, second = llm.generate([[1] * 20] * 2, params, use_tqdm=False)

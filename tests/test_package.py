@@ -86,26 +86,26 @@ def is_under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
-def test_importing_the_package_loads_torch() -> None:
-    """Seconds for `SamplingParams`, or for `--help` of a script that imports it."""
+def test_importing_the_package_does_not_load_torch() -> None:
+    """That would take seconds, for `SamplingParams` or for the `--help` of a script."""
     loaded = loaded_by("import nanovllm\nnanovllm.SamplingParams(temperature=0)")
     assert loaded & {*HEAVY, "tqdm"} == set()
     assert "nanovllm" in loaded
 
 
-def test_the_embedded_models_path_loads_torch() -> None:
+def test_the_embedded_models_path_does_not_load_torch() -> None:
     loaded = loaded_by("from nanovllm.embedded import EMBEDDED_MODEL")
     assert loaded & set(HEAVY) == set()
 
 
 @pytest.mark.parametrize("name", SCHEDULER_SIDE)
-def test_scheduler_side_loads_torch(name: str) -> None:
-    """Also through what it imports: the scheduler is simulated without any tensor."""
+def test_scheduler_side_does_not_load_torch(name: str) -> None:
+    """Nor does anything that it imports: the scheduler can be simulated without tensors."""
     assert loaded_by(f"import nanovllm.engine.{name}") & set(HEAVY) == set()
 
 
-def test_scheduler_side_runs_only_with_torch() -> None:
-    """An import inside a function, which only a run shows."""
+def test_scheduler_side_runs_without_torch() -> None:
+    """Only a run shows imports inside functions."""
     statement = """
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
@@ -198,8 +198,8 @@ def test_no_module_imports_what_is_forbidden_to_it(file: Path) -> None:
     assert bad == []
 
 
-def test_ray_is_needed_by_more_than_its_module() -> None:
-    """The engine is unaware of it, and so is the command."""
+def test_only_the_ray_module_imports_ray() -> None:
+    """Neither the engine nor the command needs it."""
     users = [
         module_name(file)
         for file in FILES
@@ -209,15 +209,15 @@ def test_ray_is_needed_by_more_than_its_module() -> None:
     assert set(users) == {"nanovllm.ray"}
 
 
-def test_the_rules_name_modules_that_are_gone() -> None:
-    """A renamed module, whose rule no longer holds anything."""
+def test_the_rules_name_existing_modules() -> None:
+    """The rule of a renamed module would check nothing."""
     names = {module_name(file) for file in FILES}
     ours = {prefix for rule in FORBIDDEN.values() for prefix in rule if "nanovllm" in prefix}
     assert (set(FORBIDDEN) | ours | set(FLOOR_OF)) - names == set()
 
 
-def test_import_names_are_resolved_wrongly(tmp_path: Path) -> None:
-    """The check above that sees nothing: relative imports, imports in functions, of modules."""
+def test_imports_are_resolved(tmp_path: Path) -> None:
+    """Relative imports, imports in functions, imports of modules."""
     backend = PACKAGE / "layers" / "attention" / "torch_backend.py"
     assert "nanovllm.kernels.plain.prefill_attention" in imports(backend)
     assert any(
@@ -228,7 +228,7 @@ def test_import_names_are_resolved_wrongly(tmp_path: Path) -> None:
     assert not is_under("torchvision", "torch")
 
 
-def test_llm_is_not_importable_from_the_top() -> None:
+def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {"LLM", "RankError", "SamplingParams"}
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
@@ -236,7 +236,7 @@ def test_llm_is_not_importable_from_the_top() -> None:
         _ = nanovllm.LLMs
 
 
-def test_version_differs_from_the_installed_one() -> None:
+def test_version_is_the_installed_one() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", nanovllm.__version__)
     try:
         installed = metadata.version("nanovllm")
@@ -245,14 +245,14 @@ def test_version_differs_from_the_installed_one() -> None:
     assert installed == nanovllm.__version__
 
 
-def test_a_folder_is_no_package() -> None:
-    """A folder without __init__.py, which is found in the checkout and missing in the wheel."""
+def test_every_folder_is_a_package() -> None:
+    """Without __init__.py it would work in the checkout and be missing in the wheel."""
     folders = {file.parent for file in FILES}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-def test_wheel_lacks_files(tmp_path: Path) -> None:
-    """The embedded model or the type marker left out, so that only a checkout has them."""
+def test_the_wheel_has_all_files(tmp_path: Path) -> None:
+    """Among them the embedded model and the type marker."""
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     shipped = {included.distribution_path for included in builder.recurse_included_files()}
     needed = {
@@ -264,8 +264,8 @@ def test_wheel_lacks_files(tmp_path: Path) -> None:
     assert {path.partition("/")[0] for path in shipped} == {"nanovllm"}
 
 
-def test_files_that_git_ignores_are_not_shipped() -> None:
-    """The build leaves out what git ignores: an embedded file that a pattern matches is lost."""
+def test_git_ignores_no_file_of_the_package() -> None:
+    """The build leaves out ignored files."""
     files = [str(f) for f in PACKAGE.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
     try:
         done = subprocess.run(
@@ -279,7 +279,7 @@ def test_files_that_git_ignores_are_not_shipped() -> None:
     assert done.stdout.split() == []
 
 
-def test_tests_share_a_name() -> None:
+def test_no_two_test_files_share_a_name() -> None:
     """Without packages in tests/, two files of one name shadow each other."""
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))

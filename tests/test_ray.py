@@ -32,7 +32,7 @@ ray_data = pytest.importorskip("ray.data")
 
 from nanovllm.ray import ANSWER, EngineReplica, _resources, answer  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 NUM_ROWS, BATCH_SIZE = 60, 10
 # Few sequences, so that a batch takes several steps; float32, so that all batches round the same.

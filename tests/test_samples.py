@@ -36,8 +36,8 @@ def samples(llm: LLM, prompts: Any, params: Any) -> list[list[list[int]]]:
     ],
     ids=repr,
 )
-def test_a_sample_differs_from_transformers(options: dict[str, Any], case: Case) -> None:
-    """A tail that is copied too early, to the wrong block, or not by every rank."""
+def test_every_sample_equals_transformers(options: dict[str, Any], case: Case) -> None:
+    """The prompt's last block is copied for each sample, on every rank."""
     params = [
         SamplingParams(temperature=0, max_tokens=p.max_tokens, ignore_eos=True, n=1 + index % 4)
         for index, p in enumerate(case.params)
@@ -51,10 +51,10 @@ def test_a_sample_differs_from_transformers(options: dict[str, Any], case: Case)
 
 @pytest.mark.parametrize("block_size", [1, 4, 5, 16])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_prompt_is_computed_more_than_once(
+def test_a_prompt_is_computed_once_for_all_samples(
     block_size: int, caching: bool, model_dir: Path
 ) -> None:
-    """By hand: a prompt of 10 and 8 samples take its full blocks once, and a tail for each."""
+    """A prompt of 10 tokens, 8 samples: its full blocks once, and a last block for each."""
     options = dict(kvcache_block_size=block_size, enable_prefix_caching=caching)
     with make_llm(model_dir, **options) as llm:
         llm.add_request(PROMPT, SamplingParams(n=8, **DRAWN))
@@ -70,8 +70,8 @@ def test_a_prompt_is_computed_more_than_once(
         audit_at_rest(llm)
 
 
-def test_samples_hang_on_their_neighbours(model_dir: Path) -> None:
-    """Seeded samples: alone, in a crowd, in another order, preempted, one sequence at a time."""
+def test_samples_do_not_depend_on_their_neighbours(model_dir: Path) -> None:
+    """Seeded samples: alone, among others, preempted, one sequence at a time."""
     one = SamplingParams(n=5, **DRAWN)
     with make_llm(model_dir) as llm:
         ((first, *rest),) = samples(llm, PROMPT, one)
@@ -88,8 +88,8 @@ def test_samples_hang_on_their_neighbours(model_dir: Path) -> None:
             assert samples(llm, PROMPT, one) == [[first, *rest]]
 
 
-def test_samples_end_together(model_dir: Path) -> None:
-    """Each at its own stop; the first one's fields stand at the top, and the longest's times."""
+def test_each_sample_ends_at_its_own_stop(model_dir: Path) -> None:
+    """The output's own fields are those of the first sample."""
     with make_llm(model_dir) as llm:
         params = SamplingParams(n=6, logprobs=1, **dict(DRAWN, ignore_eos=False, max_tokens=40))
         (plain,) = samples(llm, PROMPT, params)
@@ -113,7 +113,7 @@ def test_samples_end_together(model_dir: Path) -> None:
     assert first_token + 39 * each == pytest.approx(until)
 
 
-def test_a_stream_mixes_samples(model_dir: Path) -> None:
+def test_a_stream_reports_each_sample(model_dir: Path) -> None:
     """Events of each sample by itself, its end told when it comes."""
     params = [SamplingParams(n=3, **DRAWN), SamplingParams(**DRAWN)]
     with make_llm(model_dir, **SMALL_POOL) as llm:
@@ -121,7 +121,7 @@ def test_a_stream_mixes_samples(model_dir: Path) -> None:
         got: dict[tuple[int, int], dict[str, Any]] = {}
         for event in llm.stream([PROMPT, [1]], params):
             one = got.setdefault((event["index"], event["sample"]), dict(text="", token_ids=[]))
-            assert one.get("finish_reason") is None, "something comes after the last event"
+            assert one.get("finish_reason") is None, "an event comes after the last one"
             one["text"] += event["text"]
             one["token_ids"] += event["token_ids"]
             one["finish_reason"] = event["finish_reason"]
@@ -134,8 +134,8 @@ def test_a_stream_mixes_samples(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
-def test_an_aborted_sample_stays(num_steps: int, model_dir: Path) -> None:
-    """Before its prompt is computed, in its middle, and while the samples run."""
+def test_aborting_a_request_aborts_all_samples(num_steps: int, model_dir: Path) -> None:
+    """Before the prompt is computed, in its middle, and while the samples run."""
     with make_llm(model_dir, max_num_batched_tokens=6, kvcache_block_size=4) as llm:
         request_id = llm.add_request(PROMPT, SamplingParams(n=4, **DRAWN))
         for _ in range(num_steps):
@@ -145,12 +145,12 @@ def test_an_aborted_sample_stays(num_steps: int, model_dir: Path) -> None:
         expected = max(0, num_steps - 1)
         assert [len(one["token_ids"]) for one in out["outputs"]] == [expected] * 4
         assert llm.is_finished() and llm.stats()["num_aborted"] == 1
-        assert not llm._begun, "every later step looks for its first token"
+        assert not llm._begun, "later steps still look for its first token"
         audit_at_rest(llm)
 
 
-def test_more_samples_than_may_run(model_dir: Path) -> None:
-    """n above max_num_seqs and above the pool: some wait, and all come."""
+def test_more_samples_than_can_run_at_once(model_dir: Path) -> None:
+    """`n` above `max_num_seqs`, and too many for the pool: some wait, all finish."""
     with make_llm(model_dir) as llm:
         expected = samples(llm, PROMPT, SamplingParams(n=40, **DRAWN))
     for options in (dict(max_num_seqs=7), dict(kvcache_block_size=4, num_kvcache_blocks=7)):
@@ -159,8 +159,10 @@ def test_more_samples_than_may_run(model_dir: Path) -> None:
             audit_at_rest(llm)
 
 
-def test_an_error_loses_samples(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another call fails while samples wait, or run: they start over with what they have."""
+def test_samples_survive_the_error_of_another_call(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another call fails while samples wait or run; they continue from their tokens."""
     for num_steps in (0, 1, 2, 4):
         with make_llm(model_dir, max_num_batched_tokens=6) as llm:
             expected = samples(llm, PROMPT, SamplingParams(n=3, **DRAWN))
@@ -181,7 +183,7 @@ def test_an_error_loses_samples(model_dir: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.cuda
-def test_a_device_copies_other_blocks(case: Case) -> None:
+def test_every_sample_equals_transformers_on_a_device(case: Case) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=p.max_tokens, ignore_eos=True, n=1 + index % 4)
         for index, p in enumerate(case.params)

@@ -1,4 +1,4 @@
-"""What a request asks of its sampling, through the whole engine."""
+"""Sampling parameters, through the whole engine."""
 
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ def generate(llm: LLM, prompts: Any, **params: Any) -> list[list[int]]:
     return [out["token_ids"] for out in outputs]
 
 
-def test_narrowed_requests_hang_on_their_neighbours(model_dir: Path) -> None:
-    """Alone, together, in chunks, after preemptions: a seed gives the same tokens."""
+def test_seeded_requests_do_not_depend_on_their_neighbours(model_dir: Path) -> None:
+    """Alone, together, in chunks, after preemptions: the same tokens."""
     params = [
         SamplingParams(**dict(seed=i, max_tokens=20, ignore_eos=True) | NARROWINGS[i % 10])
         for i in range(30)
@@ -49,20 +49,20 @@ def test_narrowed_requests_hang_on_their_neighbours(model_dir: Path) -> None:
     assert run(**SMALL_POOL, max_num_batched_tokens=16) == together
 
 
-def test_ranks_narrow_otherwise(model_dir: Path, llm: LLM) -> None:
+def test_two_ranks_draw_the_same_tokens(model_dir: Path, llm: LLM) -> None:
     params: dict[str, Any] = dict(top_k=20, repetition_penalty=1.2, seed=3, max_tokens=16)
     with make_llm(model_dir, tensor_parallel_size=2) as two:
         assert generate(two, PROMPTS[:5], **params) == generate(llm, PROMPTS[:5], **params)
 
 
-def test_top_k_1_is_not_greedy(llm: LLM) -> None:
+def test_top_k_1_and_a_tiny_top_p_are_greedy(llm: LLM) -> None:
     greedy = generate(llm, PROMPTS, temperature=0, max_tokens=8)
     assert generate(llm, PROMPTS, temperature=3.0, top_k=1, max_tokens=8) == greedy
     assert generate(llm, PROMPTS, temperature=3.0, top_p=1e-6, max_tokens=8) == greedy
 
 
-def test_min_tokens_stops_too_early(llm: LLM) -> None:
-    """EOS would come at once here, and a stop token too: neither may before the sixth token."""
+def test_min_tokens_delays_eos_and_stop_tokens(llm: LLM) -> None:
+    """EOS would be the first token, else a stop token: neither comes before the sixth token."""
     likes = dict(logit_bias={257: 100.0, 40: 50.0}, stop_token_ids=[40], temperature=0)
     assert generate(llm, [1, 2, 3], **likes) == [[257]]
     (tokens,) = generate(llm, [1, 2, 3], min_tokens=5, **likes)
@@ -70,13 +70,13 @@ def test_min_tokens_stops_too_early(llm: LLM) -> None:
     assert not {257, 40} & set(tokens[:-1])
 
 
-def test_no_limit_is_a_limit_of_64(llm: LLM) -> None:
+def test_max_tokens_none_ends_at_max_model_len(llm: LLM) -> None:
     (tokens,) = generate(llm, [1, 2, 3], max_tokens=None, ignore_eos=True)
     assert len(tokens) == llm.config.max_model_len - 3
 
 
-def test_bad_words_come(llm: LLM) -> None:
-    """Byte by byte, with and without a space before: the last byte is what may not come."""
+def test_bad_words_never_occur(llm: LLM) -> None:
+    """One token is one byte: the last byte of a bad word is banned after the others."""
     likes: dict[str, Any] = dict(
         allowed_token_ids=[*llm.tokenizer.encode("abc ")], temperature=1.0, max_tokens=200, seed=1
     )
@@ -89,26 +89,26 @@ def test_bad_words_come(llm: LLM) -> None:
     assert "bc" not in bad and "a" not in bad and "b" in bad and "c" in bad
 
 
-def test_a_token_that_is_not_allowed_comes_where_nothing_else_may(llm: LLM) -> None:
-    """ "ab" is bad, and after "a" only "b" is allowed: the list is what counts."""
+def test_allowed_tokens_prevail_over_bad_words(llm: LLM) -> None:
+    """Only "b" is allowed, and "bb" is a bad word: "b" still comes."""
     likes = dict(allowed_token_ids=llm.tokenizer.encode("b"), bad_words=["bb"], max_tokens=5)
     assert set(generate(llm, [1], **likes)[0]) == set(llm.tokenizer.encode("b"))
 
 
-def test_tokens_that_the_model_lacks_break_it(model_dir: Path) -> None:
+def test_bad_words_outside_the_models_vocabulary_are_harmless(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         llm.tokenizer.add_tokens(["NEW"])
         assert len(generate(llm, [1], bad_words=["NEW", "a"], max_tokens=3)[0]) >= 1
 
 
 @pytest.mark.parametrize("temperature", [1e-50, 1e-38, 1e-30])
-def test_a_tiny_temperature_is_not_greedy(temperature: float, llm: LLM) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float, llm: LLM) -> None:
     greedy = generate(llm, PROMPTS[:8], temperature=0, max_tokens=6)
     for cut in (dict(top_p=0.9), dict(top_k=3), dict(min_p=0.1), dict(top_p=1e-46)):
         assert generate(llm, PROMPTS[:8], temperature=temperature, max_tokens=6, **cut) == greedy
 
 
-def test_special_tokens_are_skipped_all_the_same(llm: LLM) -> None:
+def test_skip_special_tokens_false_shows_them(llm: LLM) -> None:
     params = dict(allowed_token_ids=[257, 256], max_tokens=1)
     shown, hidden = (
         llm.generate([5], SamplingParams(skip_special_tokens=skip, **params), use_tqdm=False)[0]
@@ -127,14 +127,16 @@ def test_special_tokens_are_skipped_all_the_same(llm: LLM) -> None:
         (dict(allowed_token_ids=[64], bad_words=["a"]), "allowed_token_ids must hold more than"),
     ],
 )
-def test_what_the_model_cannot_do_is_taken(fields: dict[str, Any], words: str, llm: LLM) -> None:
+def test_parameters_that_do_not_fit_the_model_are_refused(
+    fields: dict[str, Any], words: str, llm: LLM
+) -> None:
     with pytest.raises(ValueError, match="prompts\\[0\\]") as caught:
         generate(llm, [1, 2], **fields)
     assert words in str(caught.value)
     assert llm.is_finished()
 
 
-def test_bad_words_need_no_tokenizer(tmp_path: Path) -> None:
+def test_bad_words_need_a_tokenizer(tmp_path: Path) -> None:
     make_model(tmp_path)
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
@@ -143,8 +145,8 @@ def test_bad_words_need_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_a_device_narrows_otherwise(model_dir: Path, llm: LLM) -> None:
-    """Kernels sample from what plain PyTorch has narrowed; float32, and near-ties are rare."""
+def test_a_device_draws_the_same_tokens(model_dir: Path, llm: LLM) -> None:
+    """Except for near-ties, which are rare in float32."""
     params = [SamplingParams(**dict(seed=i, max_tokens=12) | NARROWINGS[i % 10]) for i in range(30)]
 
     def run(llm: LLM) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What an engine says of itself and of its requests."""
+"""The engine's counts, and the times of its requests."""
 
 import time
 from pathlib import Path
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def test_counts_are_of_something_else(model_dir: Path) -> None:
-    """By hand: blocks of 4; the second prompt finds two blocks of the first."""
+def test_counts_by_hand(model_dir: Path) -> None:
+    """Blocks of 4; the second prompt hits two blocks of the first."""
     with make_llm(model_dir, kvcache_block_size=4, num_kvcache_blocks=150) as llm:
         assert set(llm.stats().values()) == {0, 150}
         llm.generate([1] * 9, GREEDY, use_tqdm=False)
@@ -36,17 +36,19 @@ def test_counts_are_of_something_else(model_dir: Path) -> None:
         assert stats["decode_tokens"] == 3 * 7
 
 
-def test_preemptions_are_not_counted(model_dir: Path) -> None:
+def test_preemptions_are_counted(model_dir: Path) -> None:
     with make_llm(model_dir, **SMALL_POOL) as llm:
         llm.generate(make_prompts(), GREEDY, use_tqdm=False)
         stats = llm.stats()
         assert stats["num_preemptions"] == llm.scheduler.num_preemptions > 0
         assert stats["num_finished"] == len(make_prompts())
-        assert stats["prefix_cache_queries"] == sum(map(len, make_prompts())), "asked again"
+        assert stats["prefix_cache_queries"] == sum(map(len, make_prompts())), (
+            "a preempted prompt was counted again"
+        )
 
 
-def test_times_are_of_another_request(model_dir: Path) -> None:
-    """Two requests, one after the other, the second one having waited for the first."""
+def test_times_of_two_requests_in_turn(model_dir: Path) -> None:
+    """The second request waits until the first has finished."""
     with make_llm(model_dir, max_num_seqs=1) as llm:
         start = time.perf_counter()
         first, second = (
@@ -61,7 +63,7 @@ def test_times_are_of_another_request(model_dir: Path) -> None:
     assert second["queue_time"] >= first["end_to_end_time"] * 0.9  # type: ignore[operator]
 
 
-def test_a_request_that_never_began_has_times(model_dir: Path) -> None:
+def test_a_request_that_never_ran_has_no_times(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         metrics = llm.abort_request(llm.add_request([1], GREEDY))["metrics"]
         assert [*metrics.values()][:3] == [None] * 3
@@ -70,10 +72,10 @@ def test_a_request_that_never_began_has_times(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("scheduling", ["prefill-first", "mixed"])
-def test_a_prompt_that_ends_in_a_decode_step_has_no_first_token(
+def test_a_prompt_that_ends_in_a_decode_step_has_a_first_token(
     scheduling: str, model_dir: Path
 ) -> None:
-    """Its last chunk is one token."""
+    """Its last chunk has one token."""
     options = dict(max_num_batched_tokens=16, scheduling=scheduling)
     with make_llm(model_dir, **options) as llm:
         (out,) = llm.generate([3] * 17, GREEDY, use_tqdm=False)

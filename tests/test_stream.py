@@ -37,15 +37,15 @@ def collect(llm: LLM, prompts: Any, params: Any) -> list[dict[str, Any]]:
         out = got.setdefault(
             event["index"], dict(text="", token_ids=[], finish_reason=None, stop_reason=None)
         )
-        assert out["finish_reason"] is None, "something comes after the last event"
-        assert event["token_ids"] or event["finish_reason"], "an event without news"
+        assert out["finish_reason"] is None, "an event comes after the last one"
+        assert event["token_ids"] or event["finish_reason"], "an empty event"
         out["text"] += event["text"]
         out["token_ids"] += event["token_ids"]
         out |= dict(finish_reason=event["finish_reason"], stop_reason=event["stop_reason"])
     return [got[index] for index in sorted(got)]
 
 
-def test_a_stream_differs_from_generate(llm: LLM) -> None:
+def test_a_stream_gives_the_results_of_generate(llm: LLM) -> None:
     """With stops, draws, special tokens and preemptions."""
     outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)
     preemptions = llm.scheduler.num_preemptions
@@ -56,7 +56,7 @@ def test_a_stream_differs_from_generate(llm: LLM) -> None:
     assert llm.is_finished()
 
 
-def test_tokens_come_all_at_the_end() -> None:
+def test_tokens_come_as_they_are_generated() -> None:
     with make_llm(EMBEDDED_MODEL, max_model_len=512) as llm:
         prompts, answers = zip(*sample_problems(5), strict=True)
         events = list(llm.stream(list(prompts), SamplingParams(temperature=0, max_tokens=12)))
@@ -65,9 +65,9 @@ def test_tokens_come_all_at_the_end() -> None:
             assert "".join(e["text"] for e in events if e["index"] == index) == answer
 
 
-def test_a_stream_that_is_left_goes_on(llm: LLM) -> None:
+def test_closing_a_stream_aborts_its_requests(llm: LLM) -> None:
     stream = llm.stream(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert llm.is_finished(), "queued before anyone asked"
+    assert llm.is_finished(), "queued before the first event was asked for"
     for _, _ in zip(range(30), stream, strict=False):
         pass
     assert not llm.is_finished()
@@ -78,7 +78,7 @@ def test_a_stream_that_is_left_goes_on(llm: LLM) -> None:
     assert manager.num_free_blocks == manager.num_blocks
 
 
-def test_streams_and_other_calls_take_each_others_outputs(llm: LLM) -> None:
+def test_streams_and_other_calls_get_their_own_outputs(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     expected = [out["token_ids"] for out in llm.generate(PROMPTS[:6], greedy, use_tqdm=False)]
     one, other = llm.stream(PROMPTS[:2], greedy), llm.stream(PROMPTS[2:4], greedy)
@@ -103,14 +103,16 @@ def test_streams_and_other_calls_take_each_others_outputs(llm: LLM) -> None:
     assert llm.is_finished()
 
 
-def test_an_aborted_request_breaks_the_stream(llm: LLM) -> None:
+def test_an_aborted_request_ends_in_its_stream(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     stream = llm.stream(PROMPTS[:2], params)
     first = next(stream)
     llm.abort_request(first["request_id"])
     rest = list(stream)
     aborted = [event for event in rest if event["index"] == first["index"]]
-    assert [event["finish_reason"] for event in aborted] == ["abort"], "a reader waits for its end"
+    assert [event["finish_reason"] for event in aborted] == ["abort"], (
+        "the reader does not see its end"
+    )
     assert llm.is_finished()
     alone = llm.stream(PROMPTS[0], params)
     llm.abort_request(next(alone)["request_id"])
@@ -119,8 +121,8 @@ def test_an_aborted_request_breaks_the_stream(llm: LLM) -> None:
     assert llm.is_finished()
 
 
-def test_a_stream_that_rests_keeps_others_waiting(llm: LLM) -> None:
-    """`step` runs its requests to their end, but it is the stream that hands them out."""
+def test_requests_of_a_paused_stream_run_to_their_end(llm: LLM) -> None:
+    """`step` computes them but does not return them; the stream still has all their events."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     stream = llm.stream(PROMPTS[:2], params)
     first = next(stream)
@@ -133,7 +135,7 @@ def test_a_stream_that_rests_keeps_others_waiting(llm: LLM) -> None:
     assert tokens == llm.generate(PROMPTS[0], params, use_tqdm=False)[0]["token_ids"]
 
 
-def test_a_stream_collected_in_a_step_leaves_its_requests(
+def test_a_stream_collected_in_a_step_aborts_its_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -151,7 +153,7 @@ def test_a_stream_collected_in_a_step_leaves_its_requests(
     assert llm.is_finished() and not llm._streaming and not llm.finished
 
 
-def test_an_interrupt_brings_an_output_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_stream_leaves_no_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests end in one step; the second one's output is interrupted."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     stream = llm.stream([[1], [2]], params)
@@ -170,8 +172,8 @@ def test_an_interrupt_brings_an_output_back(llm: LLM, monkeypatch: pytest.Monkey
     assert llm.is_finished() and llm.step() == [] and not llm._streaming
 
 
-def test_text_after_an_interrupt_is_another(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It strikes between a token and its text; the request was there before, and goes on."""
+def test_text_after_an_interrupt_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes between a token and its text, and the request goes on."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop="never, ever")
     (expected,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
     llm.add_request(PROMPTS[1], params)
@@ -193,7 +195,7 @@ def test_text_after_an_interrupt_is_another(llm: LLM, monkeypatch: pytest.Monkey
     ]
 
 
-def test_a_bad_prompt_shows_at_the_first_event(llm: LLM) -> None:
+def test_stream_checks_prompts_at_once(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompts\[1\]"):
         llm.stream([[1], [999]])
     llm.close()
@@ -201,7 +203,7 @@ def test_a_bad_prompt_shows_at_the_first_event(llm: LLM) -> None:
         llm.stream([[1]])
 
 
-def test_a_step_that_fails_leaves_requests_behind(
+def test_a_failing_step_aborts_the_requests_of_the_stream(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = llm.stream(PROMPTS[:3], SamplingParams(max_tokens=9, ignore_eos=True))
@@ -218,8 +220,8 @@ def test_a_step_that_fails_leaves_requests_behind(
     assert len(llm.generate(PROMPTS[0], use_tqdm=False)) == 1
 
 
-def test_a_stop_is_found_in_other_text_than_the_outputs(llm: LLM) -> None:
-    """Each output's text, cut by hand, is what its stop makes of it; the last token may be one."""
+def test_a_stop_cuts_the_text_at_its_first_occurrence(llm: LLM) -> None:
+    """The stop of each output is the last character of its free text."""
     options: dict[str, Any] = dict(seed=1, max_tokens=30, ignore_eos=True)
     free = llm.generate(PROMPTS, SamplingParams(**options), use_tqdm=False)
     found = 0
@@ -235,11 +237,11 @@ def test_a_stop_is_found_in_other_text_than_the_outputs(llm: LLM) -> None:
     assert found >= 5
 
 
-def test_a_stream_keeps_logprobs_to_itself(llm: LLM) -> None:
+def test_a_stream_reports_logprobs(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True, logprobs=2)
     (out,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
-    told = [event["logprobs"] or [] for event in llm.stream(PROMPTS[:1], params)]
-    ids = [[entry["token_id"] for entry in likely] for event in told for likely in event]
+    events = [event["logprobs"] or [] for event in llm.stream(PROMPTS[:1], params)]
+    ids = [[entry["token_id"] for entry in likely] for event in events for likely in event]
     assert ids == [[entry["token_id"] for entry in likely] for likely in out["logprobs"] or []]
     (event, *_) = llm.stream(PROMPTS[:1], SamplingParams(max_tokens=1))
     assert event["logprobs"] is None

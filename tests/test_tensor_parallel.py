@@ -1,4 +1,4 @@
-"""Several ranks say what one says: real processes, over shared memory and, on GPUs, over NCCL."""
+"""Several ranks give the output of one: real processes, with shared memory or, on GPUs, NCCL."""
 
 import dataclasses
 from pathlib import Path
@@ -26,11 +26,11 @@ from nanovllm.models.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-# As hard as one rank alone is tested, in fewer steps: ranks outnumber the cores of small machines.
+# Like reference.HARD, but with fewer steps: small machines have fewer cores than ranks.
 HARD = SMALL_POOL | dict(max_num_batched_tokens=48)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
-# A model, and sizes that work with it. 259 tokens are divided by none of them.
+# A model, and sizes that work with it. None of them divides the 259 tokens of the vocabulary.
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "2 kv heads": ({}, (2, 4)),  # 4: each kv head on two ranks
     "3 kv heads, tied": (
@@ -72,7 +72,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
-    """Kernels whose sums in float32 differ from transformers' by their order alone."""
+    """Options for kernels whose float32 sums differ from transformers' only by their order."""
     if device == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, there are {torch.cuda.device_count()}")
     options: dict[str, Any] = dict(device=device, tensor_parallel_size=size)
@@ -84,19 +84,19 @@ def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
-def test_ranks_differ_from_transformers(
+def test_logits_of_ranks_equal_transformers(
     name: str, size: int, device: str, cases: dict[str, Case]
 ) -> None:
-    """Logits, and every token, in one step and the next."""
+    """Logits and tokens of every step."""
     check_logits(cases[name], **parallel_options(device, size, name))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
-def test_ranks_differ_with_chunks_hits_and_preemptions(
+def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
     name: str, size: int, device: str, cases: dict[str, Case]
 ) -> None:
-    """What the ranks are told of a step is not what rank 0 computes."""
+    """All ranks compute the same step as rank 0."""
     whole = cases[name]
     case = dataclasses.replace(whole, prompts=whole.prompts[::2], tokens=whole.tokens[::2])
     with make_llm(case.path, **parallel_options(device, size, name) | HARD) as llm:
@@ -109,10 +109,10 @@ def test_ranks_differ_with_chunks_hits_and_preemptions(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
-def test_tokens_on_their_way_do_not_reach_a_rank(
+def test_pending_tokens_reach_every_rank(
     options: dict[str, Any], device: str, cases: dict[str, Case]
 ) -> None:
-    """Where steps overlap, rank 0 has them on its device, and the others must be told."""
+    """When steps overlap, rank 0 has them on its device and must send them to the others."""
     case = cases["2 kv heads"]
     shared = parallel_options(device, 2) | dict(attention_backend="auto") | HARD | options
     with make_llm(case.path, overlap=True, **shared) as llm:
@@ -121,8 +121,8 @@ def test_tokens_on_their_way_do_not_reach_a_rank(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_hundreds_of_preemptions_confuse_a_rank(model_dir: Path, overlap: bool) -> None:
-    """Block tables travel as differences: sequences come, go and move all the time here."""
+def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -> None:
+    """Only changes of block tables are sent; sequences come, go and move all the time here."""
     case = make_case(model_dir, make_crowd())
     parallel = dict(tensor_parallel_size=2, overlap=overlap)
     with make_llm(model_dir, **SMALL_POOL, **parallel) as llm:
@@ -131,8 +131,8 @@ def test_hundreds_of_preemptions_confuse_a_rank(model_dir: Path, overlap: bool) 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_rank_reads_what_was_given_back(overlap: bool, tmp_path: Path) -> None:
-    """Behind a window: the longest prompts are three times as long as the pool."""
+def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) -> None:
+    """The longest prompts are three times as long as the pool."""
     make_model(tmp_path, family="Mistral", seed=1, sliding_window=21, num_hidden_layers=3)
     case = make_case(tmp_path, make_crowd())
     options: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=18)
@@ -143,7 +143,7 @@ def test_a_rank_reads_what_was_given_back(overlap: bool, tmp_path: Path) -> None
         audit_at_rest(llm)
 
 
-def test_an_aborted_request_leaves_ranks_behind(cases: dict[str, Case]) -> None:
+def test_ranks_agree_after_aborted_requests(cases: dict[str, Case]) -> None:
     case = cases["2 kv heads"]
     with make_llm(case.path, **SMALL_POOL, tensor_parallel_size=2) as llm:
         for num_steps in (3, 20):
@@ -157,8 +157,8 @@ def test_an_aborted_request_leaves_ranks_behind(cases: dict[str, Case]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=50, kvcache_block_size=4)])
-def test_ranks_cannot_add(options: dict[str, Any], size: int, device: str) -> None:
-    """The trained model, which is wrong when anything is: 4 ranks share its 2 kv heads."""
+def test_ranks_can_add(options: dict[str, Any], size: int, device: str) -> None:
+    """The trained model, which fails if anything is wrong: 4 ranks share its 2 kv heads."""
     options |= parallel_options(device, size) | dict(attention_backend="auto")
     problems = sample_problems(300)
     with make_llm(EMBEDDED_MODEL, max_model_len=512, **options) as llm:
@@ -174,9 +174,7 @@ def test_ranks_cannot_add(options: dict[str, Any], size: int, device: str) -> No
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("backend", ["auto", "cpu", "torch"])
-def test_ranks_on_another_backend_differ_from_transformers(
-    backend: str, cases: dict[str, Case]
-) -> None:
+def test_ranks_equal_transformers_on_every_backend(backend: str, cases: dict[str, Case]) -> None:
     case = cases["biased"]
     options = dict(HARD, tensor_parallel_size=2, attention_backend=backend)
     with make_llm(case.path, **options) as llm:
@@ -186,10 +184,10 @@ def test_ranks_on_another_backend_differ_from_transformers(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dummy_weights_differ_with_the_number_of_ranks(
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(
     device: str, dtype: str, model_dir: Path
 ) -> None:
-    """And seeded draws: rank 0's logits are all that they depend on."""
+    """Nor do seeded draws, which depend on rank 0's logits alone."""
     shared = dict(dtype=dtype, load_format="dummy")
     parallel = parallel_options(device, 2) | shared
     prompts = [[i, 2 * i, 3] for i in range(40)]
@@ -204,8 +202,8 @@ def test_dummy_weights_differ_with_the_number_of_ranks(
     assert same >= (38 if dtype == "float32" else 10)
 
 
-def test_rows_that_pad_the_vocabulary_are_sampled(model_dir: Path) -> None:
-    """259 tokens make 260 rows; a hot draw would miss the last one 1,536 times in 0.3% of cases."""
+def test_rows_that_pad_the_vocabulary_are_never_sampled(model_dir: Path) -> None:
+    """259 tokens have 260 rows; 1,536 uniform draws would miss the last one in 0.3% of cases."""
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         hot = SamplingParams(temperature=1e6, max_tokens=24, ignore_eos=True)
         outputs = llm.generate([[i] for i in range(64)], hot, use_tqdm=False)
@@ -216,8 +214,8 @@ def test_rows_that_pad_the_vocabulary_are_sampled(model_dir: Path) -> None:
 # The KV pool
 
 
-def test_ranks_have_pools_of_their_own_sizes(cases: dict[str, Case]) -> None:
-    """The least that any can hold; on the CPU `cpu_kvcache_gib` is for all of them together."""
+def test_all_ranks_have_pools_of_one_size(cases: dict[str, Case]) -> None:
+    """On the CPU all ranks share `cpu_kvcache_gib`."""
     path = cases["2 kv heads"].path
     with make_llm(path) as one, make_llm(path, tensor_parallel_size=2) as two:
         assert two.config.num_kvcache_blocks == one.config.num_kvcache_blocks
@@ -229,10 +227,10 @@ def test_ranks_have_pools_of_their_own_sizes(cases: dict[str, Case]) -> None:
         assert four.config.num_kvcache_blocks == one.config.num_kvcache_blocks // 2
 
 
-def test_a_rank_with_less_memory_is_overruled(
+def test_the_rank_with_the_least_memory_decides(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 could hold more here than the others can."""
+    """Here rank 0 could hold more than the others."""
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         fair = llm.config.num_kvcache_blocks
     monkeypatch.setattr("nanovllm.engine.sizing.GIB", 1 << 34)  # in this process alone
@@ -243,10 +241,10 @@ def test_a_rank_with_less_memory_is_overruled(
 # Sizes
 
 
-def test_size_that_cannot_work_is_taken_or_the_way_out_is_wrong(
+def test_sizes_that_cannot_work_are_refused_with_those_that_can(
     tmp_path: Path,
 ) -> None:
-    """14 heads over 2 key heads, 4,864 wide: 3 divides nothing, 4 not the heads."""
+    """14 heads, 2 kv heads, width 4,864: only 1 and 2 divide all of them."""
     heads = dict(num_attention_heads=14, num_key_value_heads=2, hidden_size=28, head_dim=2)
     config = ModelConfig.from_dir(make_model(tmp_path, intermediate_size=4864, **heads))
     for size in (1, 2):
@@ -260,18 +258,18 @@ def test_size_that_cannot_work_is_taken_or_the_way_out_is_wrong(
     ("heads", "kv_heads", "fit"),
     [(8, 8, "1, 2, 4, 8"), (8, 1, "1, 2, 4, 8"), (6, 2, "1, 2, 6"), (6, 3, "1, 3, 6"), (7, 7, "1")],
 )
-def test_sizes_that_would_do_are_others(
+def test_the_error_lists_the_sizes_that_work(
     heads: int, kv_heads: int, fit: str, tmp_path: Path
 ) -> None:
-    """96 wide. With 6 heads over 2, three ranks would tear a key head's queries apart."""
+    """Width 96. With 6 heads and 2 kv heads, three ranks would split the queries of a kv head."""
     overrides = dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
     config = ModelConfig.from_dir(make_model(tmp_path, **overrides))
     with pytest.raises(ValueError, match=f"intermediate_size=96; {fit} can"):
         config.check_parallel_size(5)
 
 
-def test_experts_that_ranks_cannot_hold_whole(tmp_path: Path, model_dir: Path) -> None:
-    """Their width does not matter then, only that each rank has one; a dense model has none."""
+def test_sizes_that_work_with_whole_experts(tmp_path: Path, model_dir: Path) -> None:
+    """Each rank needs one expert, of any width; a dense model has none."""
     path = make_model(tmp_path, **MODELS["MoE, whole experts"][0])
     edit_config(path, num_attention_heads=12, num_key_value_heads=12)
     config = ModelConfig.from_dir(path)
@@ -291,15 +289,15 @@ def test_experts_that_ranks_cannot_hold_whole(tmp_path: Path, model_dir: Path) -
             LLM(model_dir, enable_expert_parallel=True, tensor_parallel_size=size)
 
 
-def test_one_rank_has_no_experts_to_deal_out(cases: dict[str, Case]) -> None:
-    """It holds whole experts anyway: what asks for it on any number of GPUs works on one, too."""
+def test_expert_parallel_works_with_one_rank(cases: dict[str, Case]) -> None:
+    """So that one set of options works on any number of GPUs."""
     case = cases["MoE, whole experts"]
     with make_llm(case.path, enable_expert_parallel=True) as llm:
         assert_same(generate(llm, case), case.expected)
 
 
 @pytest.mark.cuda
-def test_more_ranks_than_gpus_is_an_obscure_error(model_dir: Path) -> None:
+def test_more_ranks_than_gpus_is_an_error_that_names_the_missing_one(model_dir: Path) -> None:
     there = torch.cuda.device_count()
     first = f"cuda:{there - 1}"
     with pytest.raises(ValueError, match=f"tensor_parallel_size=2 need 'cuda:{there}'"):

@@ -1,4 +1,4 @@
-"""Models all of whose layers have a window: what it has passed by is given back, and not read."""
+"""Models with a sliding window in every layer: blocks behind the window are freed, and not read."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from nanovllm.engine.batch import Batch
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 WINDOW = 21
-# 21 tokens lie in 6 blocks of 4 at most; the longest request has 224 tokens, which 56 hold.
+# 21 tokens are in at most 6 blocks of 4; the longest request has 224 tokens, in 56 blocks.
 TINY: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=6)
 SMALL: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=18)
 
@@ -55,7 +55,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Prompts of up to 200 tokens, and 24 more."""
+    """Prompts of up to 200 tokens, and 24 tokens of output each."""
     path = tmp_path_factory.mktemp("windows")
     make_model(path, family="Mistral", seed=1, sliding_window=WINDOW, num_hidden_layers=3)
     return make_case(path, make_prompts())
@@ -66,7 +66,7 @@ def pool_tokens(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_passing_blocks_by_changes_the_output_with(name: str, case: Case) -> None:
+def test_freeing_blocks_behind_the_window_keeps_the_output_with(name: str, case: Case) -> None:
     """The longest requests are two to nine times as long as the pool."""
     with make_llm(case.path, **SCENARIOS[name]) as llm:
         assert llm.config.max_model_len == 512 and pool_tokens(llm) <= 96
@@ -76,18 +76,18 @@ def test_passing_blocks_by_changes_the_output_with(name: str, case: Case) -> Non
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(attention_backend="torch")])
-def test_passing_blocks_by_changes_the_output_on_a_device(
+def test_freeing_blocks_behind_the_window_keeps_the_output_on_a_device(
     options: dict[str, Any], case: Case
 ) -> None:
-    """Where steps overlap and tables stay: a block is another's while its number still stands."""
+    """Steps overlap there: a freed block may have a new owner while a table still names it."""
     with make_llm(case.path, device="cuda", **SMALL, **options) as llm:
         assert_same(generate(llm, case), case.expected)
         audit_at_rest(llm)
 
 
 @pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
-def test_preemptions_change_the_output(options: dict[str, Any], case: Case) -> None:
-    """Sequences that start over, within their window and behind it."""
+def test_preemptions_keep_the_output(options: dict[str, Any], case: Case) -> None:
+    """Preempted sequences are computed again, shorter and longer than the window."""
     crowd = make_case(case.path, make_crowd())
     with make_llm(case.path, **SMALL, **options, max_num_batched_tokens=64) as llm:
         assert_same(generate(llm, crowd), crowd.expected)
@@ -95,8 +95,8 @@ def test_preemptions_change_the_output(options: dict[str, Any], case: Case) -> N
         audit_at_rest(llm)
 
 
-def test_a_hit_behind_the_window_changes_the_output(case: Case) -> None:
-    """In a pool for all of it, where blocks that were given back are found."""
+def test_hits_behind_the_window_keep_the_output(case: Case) -> None:
+    """In a pool that holds everything, so that freed blocks are still cached."""
     with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=3000) as llm:
         for cached in (False, True):
             outputs = generate(llm, case)
@@ -108,8 +108,8 @@ def test_a_hit_behind_the_window_changes_the_output(case: Case) -> None:
 
 
 @pytest.mark.parametrize("options", [SMALL, dict(SMALL, overlap=True, max_num_batched_tokens=16)])
-def test_samples_of_a_prompt_differ(options: dict[str, Any], case: Case) -> None:
-    """They share what the window shows of the prompt, and copy its last block."""
+def test_greedy_samples_of_a_prompt_are_equal(options: dict[str, Any], case: Case) -> None:
+    """They share the prompt's blocks in the window, and copy its last block."""
     order = sorted(range(len(case.prompts)), key=lambda index: -len(case.prompts[index]))[:20]
     params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=3)] * len(order)
     with make_llm(case.path, **options) as llm:
@@ -121,8 +121,8 @@ def test_samples_of_a_prompt_differ(options: dict[str, Any], case: Case) -> None
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("budget", [16, 16384])
-def test_a_block_that_was_given_back_is_read(budget: int, case: Case) -> None:
-    """All that is free is NaN, in every step: a weight of 0 would give it away too."""
+def test_freed_blocks_are_never_read(budget: int, case: Case) -> None:
+    """Free blocks are filled with NaN before every step; NaN times a weight of 0 is NaN, too."""
     options = dict(SMALL, enable_prefix_caching=False, attention_backend="cpu")
     with make_llm(case.path, **options, max_num_batched_tokens=budget) as llm:
         launch, pool = llm.model_runner.launch, llm.model_runner.shard.pool
@@ -138,8 +138,8 @@ def test_a_block_that_was_given_back_is_read(budget: int, case: Case) -> None:
         assert_same(generate(llm, case), case.expected)
 
 
-def test_what_is_held_grows_with_the_context(case: Case) -> None:
-    """Four sequences of 400 tokens: a window each, not 100 blocks."""
+def test_blocks_in_use_do_not_grow_with_the_context(case: Case) -> None:
+    """Four sequences of 400 tokens hold a window each, not 100 blocks."""
     params = SamplingParams(temperature=0, max_tokens=390, ignore_eos=True)
     with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=400) as llm:
         for start in range(4):
@@ -152,7 +152,7 @@ def test_what_is_held_grows_with_the_context(case: Case) -> None:
 
 
 def test_a_pool_smaller_than_the_window_bounds_the_length(case: Case) -> None:
-    """Five blocks hold 20 tokens, of which each would be seen by all others."""
+    """Five blocks hold 20 tokens, one less than the window."""
     with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=5) as llm:
         assert llm.config.max_model_len == 20
         (out,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=99, ignore_eos=True))
@@ -162,8 +162,8 @@ def test_a_pool_smaller_than_the_window_bounds_the_length(case: Case) -> None:
         make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=5, max_model_len=21)
 
 
-def test_one_layer_sees_everything(tmp_path: Path) -> None:
-    """Blocks that one layer's window has passed by are another's context."""
+def test_one_layer_with_full_attention_keeps_all_blocks(tmp_path: Path) -> None:
+    """A block behind one layer's window is still context of the other layer."""
     kinds = ["sliding_attention", "full_attention"]
     make_model(tmp_path, use_sliding_window=True, sliding_window=WINDOW, layer_types=kinds)
     with make_llm(tmp_path, **SMALL) as llm:

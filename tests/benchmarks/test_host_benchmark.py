@@ -1,4 +1,4 @@
-"""The host's benchmark runs, and blanks what the other checkout has not got."""
+"""The host benchmark runs, and leaves phases blank that the other checkout does not have."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host.py"
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
 
-# The least that has nano-vllm's interface.
+# The smallest package with nano-vllm's interface.
 OTHER = {
     "sampling_params": "from types import SimpleNamespace as SamplingParams\n",
     "engine/block_manager": "",
@@ -91,7 +91,7 @@ def checkout(path: Path, files: dict[str, str]) -> Path:
 
 
 def test_each_phase_is_timed() -> None:
-    """A phase that nothing books any more, because the engine's step goes another way."""
+    """Also after the engine's step has changed."""
     (row,) = run().values()
     assert set(row) == {*PHASES, "total"}
     assert all(row[phase] > 0 for phase in PHASES)
@@ -99,8 +99,8 @@ def test_each_phase_is_timed() -> None:
 
 
 @pytest.mark.parametrize("has_runner", [False, True])
-def test_another_checkout_is_timed_as_far_as_it_goes(has_runner: bool, tmp_path: Path) -> None:
-    """A phase that is not there must not read as one that takes no time."""
+def test_another_checkout_is_timed_for_the_phases_it_has(has_runner: bool, tmp_path: Path) -> None:
+    """A missing phase is None, not 0 seconds."""
     files = OTHER | ({"engine/model_runner": RUNNER} if has_runner else {})
     rows = run(f"--against={checkout(tmp_path, files)}")
     assert rows["nanovllm"]["total"] > 0

@@ -1,4 +1,4 @@
-"""BlockManager: who holds which block, what can be found again, and what is evicted first."""
+"""BlockManager: which sequence holds which block, prefix hits, and the order of eviction."""
 
 import copy
 import sys
@@ -14,14 +14,14 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def admit(manager: BlockManager, token_ids: list[int]) -> Sequence:
-    """A sequence with blocks for all its tokens, none computed but the hits."""
+    """A sequence with blocks for all its tokens; only the hits are computed."""
     seq = Sequence(token_ids, SamplingParams())
     assert manager.allocate(seq)
     return seq
 
 
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
-    """Book the KV of the first `num_tokens` tokens (all, if not told) as computed."""
+    """Mark the KV of the first `num_tokens` tokens (default: all) as computed."""
     seq.num_cached_tokens = seq.num_tokens if num_tokens is None else num_tokens
     manager.publish(seq, seq.num_cached_tokens)
 
@@ -35,7 +35,7 @@ def run(manager: BlockManager, token_ids: list[int]) -> Sequence:
 
 
 def run_and_free(manager: BlockManager, token_ids: list[int]) -> list[int]:
-    """A sequence that comes and goes; returns the blocks that it had."""
+    """Compute a sequence, free it, and return the blocks that it had."""
     seq = run(manager, token_ids)
     table = seq.block_table
     manager.free(seq)
@@ -43,13 +43,13 @@ def run_and_free(manager: BlockManager, token_ids: list[int]) -> list[int]:
 
 
 def num_hits(manager: BlockManager, token_ids: list[int]) -> int:
-    """How many blocks of the prompt would be found now; looks, and takes nothing."""
+    """How many blocks of the prompt would be hits now; changes nothing."""
     other = copy.deepcopy(manager)
     return admit(other, token_ids).num_cached_tokens // manager.block_size
 
 
 def snapshot(manager: BlockManager) -> str:
-    """All state, with the order of the free queue (which a comparison of dicts would not see)."""
+    """All state, with the order of the free queue, which dicts ignore when compared."""
     return repr(vars(manager))
 
 
@@ -57,7 +57,7 @@ def snapshot(manager: BlockManager) -> str:
 
 
 def test_hash_is_xxh64_of_parent_and_tokens() -> None:
-    """A hash that leaves out the parent, or that depends on the platform's int."""
+    """With fixed integer sizes, whatever the platform."""
     first = xxhash.xxh64_intdigest(bytes.fromhex("0000000000000000 01000000 02000000"))
     assert hash_block(0, [1, 2]) == first
     second = xxhash.xxh64_intdigest(first.to_bytes(8, "little") + bytes.fromhex("03000000"))
@@ -65,7 +65,7 @@ def test_hash_is_xxh64_of_parent_and_tokens() -> None:
 
 
 def test_hash_chains() -> None:
-    """Equal tokens after different beginnings taken for equal: wrong KV, silently."""
+    """Equal tokens after different prefixes have different hashes."""
     manager = BlockManager(8, 2)
     first, second, _ = run(manager, [1, 2, 5, 6, 0]).block_table
     assert manager.hashes[first] == hash_block(0, [1, 2])
@@ -77,7 +77,7 @@ def test_hash_chains() -> None:
 
 
 def test_collision_of_different_tokens_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hash trusted without a look at the tokens: [3, 4] would be served the KV of [1, 2]."""
+    """The tokens are compared, too: [3, 4] must not get the KV of [1, 2]."""
     monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: 42)
     manager = BlockManager(8, 2)
     one = run(manager, [1, 2, 0])
@@ -91,10 +91,10 @@ def test_collision_of_different_tokens_is_no_hit(monkeypatch: pytest.MonkeyPatch
 def test_collision_of_equal_tokens_after_different_prefixes_is_no_hit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A block's own tokens compared, but not what stands before them.
+    """The tokens before a block are compared, too, not just its own.
 
     Where [1, 2] and [3, 4] collide, so do all blocks chained to them: the [5, 6] after [1, 2] and
-    the [5, 6] after [3, 4] have one hash and the same tokens, and very different KV.
+    the [5, 6] after [3, 4] have one hash and the same tokens, but different KV.
     """
     weak = {1: 7, 3: 7, 5: 8}
     monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: weak[token_ids[0]])
@@ -106,7 +106,7 @@ def test_collision_of_equal_tokens_after_different_prefixes_is_no_hit(
 
 
 def test_collision_along_one_prompt_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that repeats itself finds its first block again as its second: held twice."""
+    """A prompt that repeats itself must not hit its first block as its second."""
     monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: 42)
     manager = BlockManager(8, 2)
     first = run(manager, [1, 2, 1, 2, 0])
@@ -118,7 +118,7 @@ def test_collision_along_one_prompt_is_no_hit(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_computed_full_blocks_are_found() -> None:
-    """Publishing at allocation: others would read KV that nobody has written yet."""
+    """A block that is allocated but not computed must not be a hit."""
     manager = BlockManager(16, 2)
     prompt = [1, 2, 3, 4, 5, 6, 7]
     seq = admit(manager, prompt)
@@ -129,8 +129,8 @@ def test_only_computed_full_blocks_are_found() -> None:
     assert found == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_generated_tokens_are_found_too() -> None:
-    """A chat's second turn that recomputes the answer of the first."""
+def test_generated_tokens_are_found_as_well() -> None:
+    """The second turn of a chat hits the answer of the first."""
     manager = BlockManager(8, 2)
     seq = run(manager, [1, 2, 3])
     seq.token_ids += [4, 5]
@@ -140,7 +140,7 @@ def test_generated_tokens_are_found_too() -> None:
 
 
 def test_publishing_twice_is_publishing_once() -> None:
-    """A block listed twice under its hash survives its own eviction."""
+    """A block must not be listed twice under its hash."""
     manager = BlockManager(4, 2)
     seq = run(manager, [1, 2, 3])
     before = snapshot(manager)
@@ -155,7 +155,7 @@ def test_publishing_twice_is_publishing_once() -> None:
      (4, 5, 1), (4, 8, 1), (4, 9, 2), (16, 16, 0), (16, 17, 1)],
 )  # fmt: skip
 def test_the_last_token_is_never_a_hit(block_size: int, num_tokens: int, hits: int) -> None:
-    """A prompt that is cached to its end leaves no token to compute, hence no logits."""
+    """At least one token must be computed, to get logits."""
     manager = BlockManager(32, block_size)
     prompt = list(range(num_tokens))
     run(manager, prompt)
@@ -165,7 +165,7 @@ def test_the_last_token_is_never_a_hit(block_size: int, num_tokens: int, hits: i
 
 
 def test_hits_are_shared_and_counted() -> None:
-    """A hit without its reference: the first to finish frees what the other still reads."""
+    """The first to finish must not free what the other still reads."""
     manager = BlockManager(6, 2)
     one = run(manager, [1, 2, 3, 4, 5])
     other = admit(manager, [1, 2, 3, 4, 6])
@@ -181,7 +181,7 @@ def test_hits_are_shared_and_counted() -> None:
 
 
 def test_first_hits_are_kept_for_the_report() -> None:
-    """A preempted request's hits on its own blocks reported as cached prompt tokens."""
+    """Hits of a preempted request on its own blocks are not reported as cached prompt tokens."""
     manager = BlockManager(8, 2)
     seq = run(manager, [1, 2, 3, 4, 5])
     manager.free(seq)
@@ -191,7 +191,7 @@ def test_first_hits_are_kept_for_the_report() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    """enable_prefix_caching=False that only hides the hits, and keeps the books all the same."""
+    """Nor is anything recorded under a hash."""
     manager = BlockManager(8, 2, enable_prefix_caching=False)
     run_and_free(manager, [1, 2, 3, 4, 5])
     assert (num_hits(manager, [1, 2, 3, 4, 5]), manager.blocks_by_hash) == (0, {})
@@ -204,7 +204,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 
 @pytest.mark.parametrize(("num_evicted", "hits"), [(0, 3), (1, 2), (2, 1), (3, 0)])
 def test_tail_is_evicted_before_prefix(num_evicted: int, hits: int) -> None:
-    """Blocks freed first to last: one eviction takes the first block, and with it all hits."""
+    """Each eviction costs one hit: without its first block a prompt has none."""
     manager = BlockManager(4, 2)
     prompt = [1, 2, 3, 4, 5, 6, 7]
     run_and_free(manager, prompt)
@@ -214,7 +214,7 @@ def test_tail_is_evicted_before_prefix(num_evicted: int, hits: int) -> None:
 
 
 def test_eviction_order() -> None:
-    """A queue that is not least recently used first: old before new, tail before prefix."""
+    """Least recently used first: old before new, tail before prefix."""
     manager = BlockManager(6, 2)
     old = run_and_free(manager, [1, 2, 3, 4, 5])
     new = run_and_free(manager, [6, 7, 8, 9, 10])
@@ -223,7 +223,7 @@ def test_eviction_order() -> None:
 
 
 def test_a_hit_makes_a_block_recent() -> None:
-    """First in, first out instead of least recently used: a busy system prompt is evicted."""
+    """So that a busy system prompt is not evicted."""
     manager = BlockManager(4, 2)
     run_and_free(manager, [1, 2, 0])  # blocks 0, 1; queue 2, 3, 1, 0
     run_and_free(manager, [5, 6, 0])  # blocks 2, 3; queue 1, 0, 3, 2
@@ -235,7 +235,7 @@ def test_a_hit_makes_a_block_recent() -> None:
 
 
 def test_hits_come_out_of_the_middle_of_the_queue() -> None:
-    """A hit that stays in the queue, and is handed out a second time while it is read."""
+    """A block in use must not stay in the queue."""
     manager = BlockManager(6, 2)
     run_and_free(manager, [1, 2, 3, 4, 0])  # blocks 0, 1, 2
     run_and_free(manager, [5, 6, 0])  # blocks 3, 4
@@ -247,7 +247,7 @@ def test_hits_come_out_of_the_middle_of_the_queue() -> None:
 
 
 def test_taking_hits_does_not_depend_on_the_length_of_the_queue() -> None:
-    """A deque's remove(): 2,000 hits behind 100,000 free blocks cost seconds, not milliseconds."""
+    """2,000 hits behind 100,000 free blocks take milliseconds, not seconds as from a deque."""
     manager = BlockManager(100_000, 1)
     prompt = list(range(2000))
     run_and_free(manager, prompt)
@@ -257,7 +257,7 @@ def test_taking_hits_does_not_depend_on_the_length_of_the_queue() -> None:
 
 
 def test_an_evicted_block_is_not_found() -> None:
-    """A hash that outlives its block's content: a hit on somebody else's KV."""
+    """The hash must not outlive the block's content."""
     manager = BlockManager(2, 2)
     run_and_free(manager, [1, 2, 0])
     seq = run(manager, [3, 4, 0])
@@ -282,7 +282,7 @@ def side_by_side(manager: BlockManager) -> tuple[Sequence, Sequence]:
 
 @pytest.mark.parametrize("first_out", [0, 1])
 def test_evicting_a_duplicate_does_not_hide_the_other(first_out: int) -> None:
-    """One block for each hash: evicting either of two must leave the other to be found."""
+    """A hash may have several blocks; the other one is still found."""
     manager = BlockManager(4, 2)
     pair = side_by_side(manager)
     gone, kept = pair[first_out], pair[1 - first_out]
@@ -297,7 +297,7 @@ def test_evicting_a_duplicate_does_not_hide_the_other(first_out: int) -> None:
 
 
 def test_when_all_duplicates_are_evicted_nothing_is_found() -> None:
-    """An entry that stays behind when the last block of its hash goes."""
+    """The hash's entry is removed with its last block."""
     manager = BlockManager(4, 2)
     for seq in side_by_side(manager):
         manager.free(seq)
@@ -314,7 +314,7 @@ def test_when_all_duplicates_are_evicted_nothing_is_found() -> None:
 
 
 def test_free_hits_count_against_the_free_blocks() -> None:
-    """Two hits lie in a queue of two, and a third block is needed: there is none left for it."""
+    """Two hits fill a queue of two, and a third block is needed: the request is refused."""
     manager = BlockManager(3, 2)
     run_and_free(manager, [1, 2, 3, 4, 5])
     other = admit(manager, [9])
@@ -327,7 +327,7 @@ def test_free_hits_count_against_the_free_blocks() -> None:
 
 
 def test_used_hits_do_not_count_against_the_free_blocks() -> None:
-    """Shared blocks counted as if they had to be found anew: a request refused for nothing."""
+    """Shared blocks need no free block."""
     manager = BlockManager(4, 2)
     one = run(manager, [1, 2, 3, 4, 5])
     seq = admit(manager, [1, 2, 3, 4, 6])
@@ -336,7 +336,7 @@ def test_used_hits_do_not_count_against_the_free_blocks() -> None:
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 9], [1, 2, 9, 9, 9], [9] * 5, [9] * 50])
 def test_refusal_changes_nothing(prompt: list[int]) -> None:
-    """References or blocks taken before the refusal: a leak at each retry."""
+    """No reference and no block is taken."""
     manager = BlockManager(5, 2)
     run_and_free(manager, [1, 2, 3, 4, 5])
     other = admit(manager, [7, 7, 7, 7, 7])
@@ -352,7 +352,7 @@ def test_refusal_changes_nothing(prompt: list[int]) -> None:
 
 
 def test_exactly_what_is_free_is_given() -> None:
-    """An off-by-one that keeps the last block for nobody."""
+    """Also the last block."""
     manager = BlockManager(3, 4)
     seq = admit(manager, list(range(12)))
     assert (seq.block_table, manager.num_free_blocks) == ([0, 1, 2], 0)
@@ -366,7 +366,7 @@ def test_exactly_what_is_free_is_given() -> None:
 
 
 def test_free_resets_the_sequence() -> None:
-    """A preempted sequence that believes its KV is still there."""
+    """A preempted sequence has no KV any more."""
     manager = BlockManager(4, 2)
     seq = run(manager, [1, 2, 3])
     seq.num_scheduled_tokens = 1
@@ -377,7 +377,7 @@ def test_free_resets_the_sequence() -> None:
 
 @pytest.mark.parametrize("damage", ["leak", "both", "neither", "twice", "stale", "hidden"])
 def test_audit_sees(damage: str) -> None:
-    """An audit that passes whatever the state: free + used = all, and every hash leads home."""
+    """Every block is free or used, and every hash leads to its blocks."""
     manager = BlockManager(4, 2)
     seq = run(manager, [1, 2, 3])
     tables = [seq.block_table]
@@ -407,7 +407,7 @@ def test_audit_sees(damage: str) -> None:
 def test_a_fork_shares_full_blocks_and_owns_its_tail(
     num_tokens: int, num_shared: int, num_own: int
 ) -> None:
-    """A tail that two sequences write into, or full blocks that are held twice."""
+    """Two sequences must not write into one block, nor publish one twice."""
     manager = BlockManager(8, 4)
     seq = admit(manager, list(range(num_tokens)))
     follower = Sequence(list(range(num_tokens)), SamplingParams())
@@ -463,10 +463,10 @@ def windowed(num_blocks: int, window: int, block_size: int = 2) -> BlockManager:
         (4096, 16, 4111, 1),
     ],
 )
-def test_a_block_is_given_back_early_or_late(
+def test_a_block_is_freed_exactly_when_the_window_has_passed_it(
     window: int, block_size: int, num_cached: int, passed: int
 ) -> None:
-    """What the next token sees is kept, and what it does not see is not."""
+    """Blocks that the next token sees are kept, the others are freed."""
     manager = windowed(600, window, block_size)
     seq = admit(manager, list(range(num_cached)))
     table = list(seq.block_table)
@@ -482,8 +482,8 @@ def test_a_block_is_given_back_early_or_late(
     manager.audit([])
 
 
-def test_what_was_passed_by_is_found_until_it_is_evicted() -> None:
-    """Given back before it was published, and lost; or not evicted when its turn comes."""
+def test_blocks_behind_the_window_are_found_until_evicted() -> None:
+    """They are published before they are freed, and evicted in order."""
     manager = windowed(12, window=4)
     prompt = list(range(9))
     seq = admit(manager, prompt)
@@ -498,8 +498,8 @@ def test_what_was_passed_by_is_found_until_it_is_evicted() -> None:
     assert num_hits(manager, prompt) == 2
 
 
-def test_a_token_on_its_way_is_published() -> None:
-    """Its block's hash would be that of a placeholder."""
+def test_a_block_with_a_pending_token_is_not_published() -> None:
+    """Its hash would be that of a placeholder."""
     manager = windowed(8, window=1)
     seq = admit(manager, list(range(5)))
     seq.token_ids += [PENDING]
@@ -510,7 +510,7 @@ def test_a_token_on_its_way_is_published() -> None:
 
 
 def test_hits_behind_the_window_are_not_taken() -> None:
-    """A pool full of hits has no room for the next block if all of them must be held."""
+    """Only hits in the window are held; a pool of cached blocks has room for the next one."""
     manager = windowed(8, window=4)
     prompt = list(range(16))
     run_and_free(manager, prompt)
@@ -521,8 +521,8 @@ def test_hits_behind_the_window_are_not_taken() -> None:
     assert num_hits(manager, prompt) == 5, "a tail is evicted before its prefix"
 
 
-def test_hits_behind_the_window_count_as_used() -> None:
-    """A busy prefix that is evicted because nobody looks that far back."""
+def test_hits_behind_the_window_become_recent() -> None:
+    """A busy prefix is kept although no window reaches back to it."""
     manager = windowed(16, window=4)
     busy, other = list(range(12)), list(range(50, 62))
     run_and_free(manager, busy)
@@ -534,8 +534,8 @@ def test_hits_behind_the_window_count_as_used() -> None:
     assert seq.num_passed_blocks == 4
 
 
-def test_a_prefix_is_evicted_before_its_tail_behind_a_window() -> None:
-    """Given back first, it would go first, and leave blocks that nobody finds any more."""
+def test_with_a_window_the_tail_is_evicted_before_the_prefix() -> None:
+    """The prefix is freed first; evicted first, it would leave blocks that cannot be found."""
     manager = windowed(9, window=4)
     prompt = list(range(12))
     seq = admit(manager, prompt)
@@ -550,8 +550,8 @@ def test_a_prefix_is_evicted_before_its_tail_behind_a_window() -> None:
         assert num_hits(other, [*prompt, 99]) == min(6, 9 - num_evicted)
 
 
-def test_a_long_prompt_is_given_two_windows() -> None:
-    """All of its blocks at once, which may be more than there are."""
+def test_a_long_prompt_gets_blocks_for_two_windows() -> None:
+    """All of its blocks at once may be more than the pool has."""
     manager = windowed(20, window=8)
     seq = admit(manager, list(range(100)))
     assert len(seq.block_table) == 9  # 16 tokens that begin anywhere

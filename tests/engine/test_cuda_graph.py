@@ -1,6 +1,6 @@
-"""Decode by graphs: the ladder, its padding, and, on a device, capture and replay.
+"""Decode by CUDA graphs: the ladder of batch sizes, padding, and on a device capture and replay.
 
-On the CPU a replay is a call of the step, so that all but the capture runs.
+On the CPU a replay calls the step, so that everything except the capture runs.
 """
 
 import bisect
@@ -39,7 +39,7 @@ def make_llm(path: Path, **options: Any) -> LLM:
 
 
 def use_graphs(llm: LLM) -> list[int]:
-    """Make decode run in padded batches; returns the list of sizes that will have run."""
+    """Make decode run in padded batches; return a list that will hold the sizes."""
     graphs = llm.model_runner.shard.graphs = llm.model_runner.shard.decode_graphs(
         llm.config.max_num_running
     )
@@ -60,7 +60,7 @@ def generate(llm: LLM, num_prompts: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[list[int]]:
-    """The plain path's output, from exact-size tensors that are made for each step."""
+    """The output without graphs or padding."""
     with make_llm(model_dir) as llm:
         assert llm.model_runner.shard.graphs is None
         return generate(llm, len(PROMPTS))
@@ -76,7 +76,7 @@ def padded(model_dir: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("largest", [*range(1, 70), 100, 255, 256, 257, 511, 512])
-def test_ladder_does_not_end_at_the_largest_batch(largest: int) -> None:
+def test_the_ladder_ends_at_the_largest_batch(largest: int) -> None:
     ladder = batch_ladder(largest)
     assert ladder[-1] == largest and ladder[0] == 1
     assert ladder == sorted(set(ladder))
@@ -88,7 +88,7 @@ def test_ladder_does_not_end_at_the_largest_batch(largest: int) -> None:
 @pytest.mark.parametrize(
     ("max_num_seqs", "top"), [(1, 1), (3, 3), (40, 40), (512, 512), (9999, 512)]
 )
-def test_ladder_of_the_runner_is_not_that_of_its_config(
+def test_the_runners_ladder_follows_its_config(
     max_num_seqs: int, top: int, model_dir: Path
 ) -> None:
     with make_llm(model_dir, max_num_seqs=max_num_seqs) as llm:
@@ -104,22 +104,22 @@ def test_ladder_of_the_runner_is_not_that_of_its_config(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40])
-def test_padding_changes_the_output_of_a_batch_of(
+def test_padding_keeps_the_output_of_a_batch_of(
     size: int, padded: LLM, expected: list[list[int]]
 ) -> None:
-    """Around every step of the ladder, in one engine: rows are stale from the last one."""
+    """Around every size of the ladder, in one engine, with stale rows of the last batch."""
     sizes = use_graphs(padded)
     assert generate(padded, size) == expected[:size]
     ladder = batch_ladder(TOP)
-    assert sizes[0] == ladder[bisect.bisect_left(ladder, size)], "not the next larger bucket"
+    assert sizes[0] == ladder[bisect.bisect_left(ladder, size)], "it is not the next larger bucket"
     assert set(sizes) <= set(ladder)
-    assert sizes == sorted(sizes, reverse=True), "as requests finish the buckets shrink"
+    assert sizes == sorted(sizes, reverse=True), "buckets do not shrink as requests finish"
 
 
-def test_a_batch_above_the_top_of_the_ladder_is_cut(
+def test_a_batch_above_the_top_of_the_ladder_runs_without_graphs(
     model_dir: Path, expected: list[list[int]]
 ) -> None:
-    """It runs without graphs, until enough requests have finished."""
+    """Until enough requests have finished."""
     with make_llm(model_dir, max_num_seqs=48) as llm:
         sizes = use_graphs(llm)
         graphs = llm.model_runner.shard.graphs
@@ -142,7 +142,7 @@ def test_a_batch_above_the_top_of_the_ladder_is_cut(
         dict(kvcache_block_size=256),
     ],
 )
-def test_graphs_do_not_survive_chunks_and_preemptions(
+def test_graphs_keep_the_output_with_chunks_and_preemptions(
     options: dict[str, Any], model_dir: Path, expected: list[list[int]]
 ) -> None:
     with make_llm(model_dir, **options) as llm:
@@ -154,8 +154,8 @@ def test_graphs_do_not_survive_chunks_and_preemptions(
             assert llm.scheduler.num_preemptions >= 5
 
 
-def test_block_table_grows_wider_than_its_row(model_dir: Path) -> None:
-    """Up to the very last token that the model may have, and with a width that does not divide."""
+def test_block_tables_grow_to_the_last_token_of_the_model(model_dir: Path) -> None:
+    """The width is not a multiple of the block size."""
     options: dict[str, Any] = dict(max_model_len=101, kvcache_block_size=8, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     with make_llm(model_dir, **options) as llm:
@@ -166,7 +166,7 @@ def test_block_table_grows_wider_than_its_row(model_dir: Path) -> None:
         assert [out["token_ids"] for out in outputs] == plain and sizes
 
 
-def test_seeded_samples_differ_under_graphs(model_dir: Path) -> None:
+def test_graphs_keep_seeded_samples(model_dir: Path) -> None:
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=12) for i in range(11)]
     with make_llm(model_dir) as llm:
         plain = llm.generate(PROMPTS[:11], params, use_tqdm=False)
@@ -175,8 +175,8 @@ def test_seeded_samples_differ_under_graphs(model_dir: Path) -> None:
     assert [out["token_ids"] for out in again] == [out["token_ids"] for out in plain]
 
 
-def test_choices_differ_under_graphs(model_dir: Path) -> None:
-    """Some rows are drawn in the graph, others are narrowed or told of after it."""
+def test_graphs_keep_the_output_of_all_sampling_parameters(model_dir: Path) -> None:
+    """Some rows are drawn in the graph, others are filtered or reported after it."""
     kinds: list[dict[str, Any]] = [
         dict(temperature=0.0), {}, dict(top_k=5), dict(top_p=0.8, logprobs=2), dict(logprobs=0),
         dict(temperature=0.0, repetition_penalty=1.3), dict(presence_penalty=1.0, min_p=0.1),
@@ -193,12 +193,12 @@ def test_choices_differ_under_graphs(model_dir: Path) -> None:
             assert out["cumulative_logprob"] == pytest.approx(other["cumulative_logprob"])
 
 
-def test_something_moves_when_nothing_changed(
+def test_a_replay_uploads_only_what_has_changed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sequence, 4 tokens to a block: for every fourth step the device is told of a block.
+    """One sequence, 4 tokens in a block: every fourth step uploads a block.
 
-    Besides of the sequence, by its prefill; and of where it stands, by the first decode step.
+    Besides, the prefill uploads the sequence, and the first decode step its position.
     """
     sizes = []
 
@@ -216,7 +216,7 @@ def test_something_moves_when_nothing_changed(
 
 
 def watch_the_cache(llm: LLM) -> Callable[[], int]:
-    """Check after every decode step which slots were written; returns how many steps there were."""
+    """Check after every decode step which slots were written; return a counter of steps."""
     runner = llm.model_runner
     launch, block_size, steps = runner.launch, runner.shard.block_size, 0
     cache = runner.shard.pool.cache
@@ -233,7 +233,7 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
             + seq.num_cached_tokens % block_size
             for seq in batch.seqs
         ]
-        # A request that runs again may write what is there; so let something else be there.
+        # A request that runs again may write the same values, so put others there.
         cache.flatten(2, 3)[:, :, real] = 77.0
         before = cache.clone()
         token_ids = launch(batch)
@@ -247,8 +247,8 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 13, 33])
-def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
-    """After a full batch, whose rows are there still."""
+def test_padding_rows_do_not_write_to_the_cache(size: int, model_dir: Path) -> None:
+    """After a full batch, which leaves its rows."""
     with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
         use_graphs(llm)
         num_steps = watch_the_cache(llm)
@@ -260,7 +260,7 @@ def test_padding_rows_write_to_the_cache(size: int, model_dir: Path) -> None:
 
 @torch.inference_mode()
 def poison(llm: LLM) -> None:
-    """Fill the rows with what sequences of long ago may have left: all that none of now has."""
+    """Fill all unused rows and entries with what earlier sequences may have left."""
     state, ledger = llm.model_runner.shard.table.state, llm.model_runner.ledger
     num_rows, num_blocks = len(state.lengths), llm.scheduler.num_blocks
     used = list(ledger._rows.values())
@@ -273,15 +273,15 @@ def poison(llm: LLM) -> None:
         size = ledger._num_blocks[row]
         tables[row, :size] = state.block_tables[row, :size]
     state.block_tables.copy_(tables)
-    stale[-1] = False  # the row of nobody is nobody's for good
+    stale[-1] = False  # the unused row is never given to a sequence
     state.lengths[stale] = torch.randint(1, 100, (int(stale.sum()),), dtype=torch.int32)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 13])
-def test_stale_rows_leak_into_a_smaller_batch(
+def test_stale_rows_do_not_affect_a_smaller_batch(
     size: int, model_dir: Path, expected: list[list[int]]
 ) -> None:
-    """They are filled with rubbish before every single step."""
+    """They are overwritten with random values before every step."""
     with make_llm(model_dir, num_kvcache_blocks=500, enable_prefix_caching=False) as llm:
         use_graphs(llm)
         num_steps = watch_the_cache(llm)
@@ -297,8 +297,8 @@ def test_stale_rows_leak_into_a_smaller_batch(
         assert num_steps() >= 3
 
 
-def test_padding_rows_attend_to_something(model_dir: Path) -> None:
-    """Nobody reads what they compute, but computing it costs, and a stale length reads far."""
+def test_padding_rows_attend_to_nothing(model_dir: Path) -> None:
+    """Their results are unused, but a stale length would cost time."""
     with make_llm(model_dir) as llm:
         runner = llm.model_runner
         use_graphs(llm)
@@ -329,7 +329,7 @@ def test_padding_rows_attend_to_something(model_dir: Path) -> None:
 
 @pytest.fixture(params=["triton", "flash_attn"])
 def fast(request: pytest.FixtureRequest) -> str:
-    """Each backend that is captured; flash-attn where it is installed."""
+    """Each backend that uses graphs; flash-attn where it is installed."""
     name: str = request.param
     pytest.importorskip("flash_attn" if name == "flash_attn" else "triton")
     return name
@@ -353,10 +353,10 @@ def assert_same_but_for_near_ties(
     batches: list[list[list[int]]],
     num_tokens: int,
 ) -> None:
-    """Two ways to compute in bf16 agree, up to a token whose rival's logit is as good.
+    """Two ways to compute in bf16 agree up to the first near-tie of two logits.
 
-    Behind such a token the outputs may go different ways, so the rest of that prompt says nothing;
-    half of the prompts, at least, must have none.
+    After a near-tie the outputs may differ, so the rest of that prompt is not compared; at least
+    half of the prompts must have none.
     """
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     runs = []
@@ -380,31 +380,31 @@ def assert_same_but_for_near_ties(
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a head_dim that models do have."""
+    """With a head_dim of published models."""
     path = tmp_path_factory.mktemp("wide")
     return make_model(path, hidden_size=256, head_dim=64, max_position_embeddings=2048)
 
 
-BATCHES = [PROMPTS[:3], PROMPTS[3:24], PROMPTS]  # the last one starts above the top of the ladder
+BATCHES = [PROMPTS[:3], PROMPTS[3:24], PROMPTS]  # the last one is larger than the ladder
 
 
 @pytest.mark.cuda
-def test_replay_differs_from_eager_decode(wide_model: Path, fast: str) -> None:
+def test_replay_equals_eager_decode(wide_model: Path, fast: str) -> None:
     backend = dict(attention_backend=fast)
     eager = backend | dict(enforce_eager=True)
     assert_same_but_for_near_ties(wide_model, backend, eager, BATCHES, 24)
 
 
 @pytest.mark.cuda
-def test_fast_backend_differs_from_torch(wide_model: Path, fast: str) -> None:
+def test_a_fast_backend_equals_torch(wide_model: Path, fast: str) -> None:
     backend, torch_backend = dict(attention_backend=fast), dict(attention_backend="torch")
     assert_same_but_for_near_ties(wide_model, backend, torch_backend, BATCHES, 24)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("block_size", [16, 64, 48])
-def test_triton_differs_from_torch_at_other_block_sizes(wide_model: Path, block_size: int) -> None:
-    """With chunks, prefix hits and preemption: what flash-attn's blocks of 256 leave out."""
+def test_triton_equals_torch_at_other_block_sizes(wide_model: Path, block_size: int) -> None:
+    """With chunks, prefix hits and preemptions; flash-attn needs blocks of 256."""
     tight: dict[str, Any] = dict(
         kvcache_block_size=block_size, num_kvcache_blocks=6000 // block_size,
         max_num_batched_tokens=300, max_model_len=1500,
@@ -415,8 +415,8 @@ def test_triton_differs_from_torch_at_other_block_sizes(wide_model: Path, block_
 
 
 @pytest.mark.cuda
-def test_triton_in_float32_differs_from_torch(wide_model: Path) -> None:
-    """The whole step in float32: token for token, logits to rounding."""
+def test_triton_in_float32_equals_torch(wide_model: Path) -> None:
+    """The whole step, token for token."""
     runs = []
     for name in ("triton", "torch"):
         with device_llm(wide_model, dtype="float32", attention_backend=name) as llm:
@@ -425,8 +425,8 @@ def test_triton_in_float32_differs_from_torch(wide_model: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_replay_computes_with_the_lengths_of_the_capture(wide_model: Path, fast: str) -> None:
-    """One request after the other in one bucket, up and down, over the borders of blocks."""
+def test_replay_computes_with_the_current_lengths(wide_model: Path, fast: str) -> None:
+    """One request after the other in one bucket, of lengths around multiples of the block size."""
     lengths = [1, 1100, 254, 255, 256, 257, 700, 2, 510, 511, 512, 513]
     batches = [[[(7 * j + 3 * n) % 259 for j in range(n)]] for n in lengths]
     backend = dict(attention_backend=fast)
@@ -435,8 +435,8 @@ def test_replay_computes_with_the_lengths_of_the_capture(wide_model: Path, fast:
 
 
 @pytest.mark.cuda
-def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path, fast: str) -> None:
-    """In a pool that is sized from what the device has left beside them."""
+def test_every_size_of_the_ladder_is_captured_and_replayed(wide_model: Path, fast: str) -> None:
+    """In a pool sized from the memory that the graphs leave."""
     sized: dict[str, Any] = dict(num_kvcache_blocks=None, gpu_memory_utilization=0.2)
     with device_llm(wide_model, attention_backend=fast, **sized) as llm:
         graphs = llm.model_runner.shard.graphs
@@ -455,7 +455,7 @@ def test_captured_graphs_are_not_the_ones_replayed(wide_model: Path, fast: str) 
 
 
 @pytest.mark.cuda
-def test_captured_padding_rows_write_to_the_cache(wide_model: Path, fast: str) -> None:
+def test_captured_padding_rows_do_not_write_to_the_cache(wide_model: Path, fast: str) -> None:
     options: dict[str, Any] = dict(num_kvcache_blocks=60, enable_prefix_caching=False)
     with device_llm(wide_model, attention_backend=fast, **options) as llm:
         num_steps = watch_the_cache(llm)

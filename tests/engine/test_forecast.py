@@ -1,4 +1,4 @@
-"""Forecast: who may join, by hand and against a pool that is filled step by step."""
+"""Forecast: which requests are admitted, by hand and against a pool filled step by step."""
 
 import sys
 
@@ -13,7 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def make(num_tokens: int, more: int, known: bool = True, n: int = 1) -> Sequence:
-    """A sequence that has `num_tokens` and gets `more`, or at most so many."""
+    """A sequence of `num_tokens` that gets `more`, or at most `more` if its length is unknown."""
     params = SamplingParams(max_tokens=more, ignore_eos=True, stop_token_ids=None if known else [9])
     seq = Sequence([1] * num_tokens, params)
     seq.siblings = [Sequence([1] * num_tokens, params) for _ in range(n - 1)]
@@ -23,7 +23,7 @@ def make(num_tokens: int, more: int, known: bool = True, n: int = 1) -> Sequence
 def running(
     num_tokens: int, more: int, block_size: int, known: bool = True, most: int = sys.maxsize
 ) -> Sequence:
-    """One that decodes: all but its last token are computed."""
+    """A decoding sequence: all but its last token are computed."""
     seq = make(num_tokens, more, known)
     seq.num_cached_tokens = num_tokens - 1
     seq.block_table = [0] * -(-(num_tokens - 1) // block_size)
@@ -38,7 +38,7 @@ def blocks(num_tokens: int, block_size: int, most: int) -> int:
 def steps_until_full(
     seqs: list[Sequence], joining: Sequence, num_blocks: int, block_size: int, most: int
 ) -> float:
-    """What really happens, one step after the other."""
+    """Simulate step by step: the number of steps until the pool is full."""
     state = [(seq.num_tokens, seq.max_num_tokens) for seq in seqs]
     state.append((joining.num_tokens + 1, joining.max_num_tokens))  # after its prefill
     step = 0
@@ -61,12 +61,12 @@ def steps_until_full(
 )
 @example([(20, 30), (3, 50)], (40, 60), 3, 2, 9)
 @example([(2, 1)], (3, 1), 0, 1, 2)  # at its window from the start
-def test_a_forecast_of_known_lengths_errs(
+def test_a_forecast_of_known_lengths_is_exact(
     others: list[tuple[int, int]], new: tuple[int, int], spare: int, block_size: int, most: int
 ) -> None:
-    """An end one step too early, a block too late, or a moment that is left out.
+    """It admits a request if and only if the pool lasts long enough in the simulation.
 
-    With windows a sequence grows to `most` blocks, and may have done so before.
+    With windows a sequence grows to `most` blocks, which it may have already.
     """
     seqs = [running(*lengths, block_size, most=most) for lengths in others]
     joining = make(*new)
@@ -81,8 +81,8 @@ def test_a_forecast_of_known_lengths_errs(
         assert before == (ahead.room, ahead.wanted, ahead.num_tokens, ahead.steps)
 
 
-def test_who_may_join_by_hand() -> None:
-    """Blocks of 10, 10 of them: 60 tokens that grow to 80 leave room for one of 20 that ends."""
+def test_admission_by_hand() -> None:
+    """10 blocks of 10: 61 tokens that grow to 81 leave room for a request that ends at 20."""
     seqs = [running(61, 20, 10)]
     assert len(seqs[0].block_table) == 6
     ahead = Forecast(Lengths(), seqs, 4, 10)
@@ -92,31 +92,31 @@ def test_who_may_join_by_hand() -> None:
     assert ahead.admits(make(19, 60), 2), "the other one ends before"
 
 
-def test_a_long_way_is_worth_a_preemption() -> None:
-    """Sequences that all grow to the end are begun together, though not all can end together."""
+def test_a_late_preemption_is_accepted() -> None:
+    """A sequence is admitted although the pool will be too small, if that is many steps ahead."""
     ahead = Forecast(Lengths(), [running(2, 100, 10)], 9, 10)
     assert ahead.admits(make(10, 90), 1), "some 45 steps until the pool is full"
     ahead = Forecast(Lengths(), [running(80, 100, 10)], 2, 10)
     assert not ahead.admits(make(11, 90), 2), "none"
 
 
-def test_the_first_may_always_join() -> None:
+def test_the_first_sequence_is_always_admitted() -> None:
     assert Forecast(Lengths(), [], 3, 10).admits(make(25, 500), 3)
 
 
-def test_followers_take_nothing() -> None:
-    """Each sample grows by itself."""
+def test_each_sample_needs_its_own_blocks() -> None:
+    """4 samples of a request fit, 9 do not."""
     ahead = Forecast(Lengths(), [running(11, 10, 10)], 9, 10)
     assert ahead.admits(make(5, 5, n=4), 1)
     ahead = Forecast(Lengths(), [running(11, 10, 10)], 9, 10)
     assert not ahead.admits(make(10, 5, n=9), 1)
 
 
-def test_lengths_are_learnt() -> None:
-    """By hand: the mean of those that got further, and half as long again beyond all."""
+def test_lengths_are_learnt_from_ended_sequences() -> None:
+    """The mean of the longer ones that ended; if there are none, half the length so far."""
     lengths = Lengths()
     new = make(10, 1000, known=False)
-    assert lengths.steps_left(new) == 1, "timid before anything is known"
+    assert lengths.steps_left(new) == 1, "the least, before any length is known"
     assert lengths.steps_left(make(10, 1000)) == 1000
     for length in [10] * 8 + [30] * 8:
         ended = make(7, 1000, known=False)
@@ -128,7 +128,7 @@ def test_lengths_are_learnt() -> None:
     new.token_ids += [1] * 22
     assert lengths.steps_left(new) == 16
     assert lengths.steps_left(make(10, 12, known=False)) == 12, "longer than it may get"
-    lengths.learn(make(7, 5))  # which tells nothing
+    lengths.learn(make(7, 5))  # its length was known before
     assert lengths.steps_left(make(10, 1000, known=False)) == 20
 
 
@@ -136,7 +136,7 @@ def test_lengths_are_learnt() -> None:
     (None, None, True, True), (None, None, False, False), (["a"], None, True, False),
     (None, [3], True, False),
 ])  # fmt: skip
-def test_what_is_known(
+def test_when_the_length_is_known(
     stop: list[str] | None, ids: list[int] | None, eos: bool, known: bool
 ) -> None:
     params = SamplingParams(stop=stop, stop_token_ids=ids, ignore_eos=eos)

@@ -1,7 +1,7 @@
 """Steps that overlap: the next one begins before the tokens of this one are known.
 
-Nothing may come of it but time. The device is the CPU, which is done when a launch returns, or one
-that takes a fixed time and lets the host go on.
+Only the time may change. The device is the CPU, which is done when a launch returns, or a simulated
+one that takes a fixed time while the host goes on.
 """
 
 import time
@@ -38,7 +38,7 @@ WINDOW_POOLS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def pairs(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """For each pool an engine that overlaps its steps, and one that does not."""
+    """For each pool, an engine that overlaps its steps and one that does not."""
     windowed = make_model(tmp_path_factory.mktemp("model"), family="Mistral", sliding_window=7)
     kinds = [(model_dir, pool) for pool in POOLS] + [(windowed, pool) for pool in WINDOW_POOLS]
     pairs = [
@@ -79,7 +79,7 @@ REQUESTS = st.lists(
 
 
 def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOutput | None]:
-    """Requests that come and go in the middle; None for those that are aborted."""
+    """Run requests that arrive and are aborted at given steps; None for aborted ones."""
     ids: dict[int, int] = {}
     outputs: dict[int, RequestOutput | None] = {}
     step = 0
@@ -108,8 +108,8 @@ def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOu
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_overlapping_steps_change_an_output(data: st.DataObject, pairs: Any) -> None:
-    """A token that is lost, taken twice, given to another or drawn from another place."""
+def test_overlapping_steps_keep_every_output(data: st.DataObject, pairs: Any) -> None:
+    """Each token is drawn once, for its own sequence and position."""
     ahead, plain = data.draw(st.sampled_from(pairs))
     requests = data.draw(REQUESTS)
     victims = st.dictionaries(st.integers(0, 9), st.integers(1, 20), max_size=2)
@@ -124,7 +124,7 @@ def test_overlapping_steps_change_an_output(data: st.DataObject, pairs: Any) -> 
 
 
 def assert_alike(one: Any, other: Any) -> None:
-    """Equal, but that log-probabilities of another batch differ by rounding."""
+    """Equal, except that log-probabilities may differ by rounding."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -140,7 +140,7 @@ def assert_alike(one: Any, other: Any) -> None:
 
 
 def count_rows(llm: LLM) -> list[int]:
-    """Notes how many tokens are sampled, step by step."""
+    """Record how many tokens each step samples."""
     launch, rows = llm.model_runner.launch, []
 
     def counting(batch: Batch) -> Launched:
@@ -151,8 +151,8 @@ def count_rows(llm: LLM) -> list[int]:
     return rows
 
 
-def test_tokens_are_computed_for_nothing(model_dir: Path) -> None:
-    """An end by length costs none, one by EOS one for each sample."""
+def test_only_an_early_stop_computes_one_token_too_many(model_dir: Path) -> None:
+    """An end by length costs none; EOS and stop tokens cost one for each sample."""
     with make_llm(model_dir, overlap=True) as llm:
         rows = count_rows(llm)
         params = [
@@ -172,7 +172,7 @@ def test_tokens_are_computed_for_nothing(model_dir: Path) -> None:
 
 
 class SlowDevice:
-    """Takes its time for a step, in the order of launches, and lets the host go on meanwhile."""
+    """Takes a fixed time for each step, in order of launch, while the host goes on."""
 
     def __init__(self, llm: LLM, seconds: float) -> None:
         self.seconds = seconds
@@ -194,10 +194,10 @@ class SlowDevice:
 
 
 @pytest.mark.parametrize(("device", "host"), [(0.008, 0.004), (0.004, 0.008)])
-def test_host_and_device_wait_for_each_other(
+def test_host_and_device_work_at_the_same_time(
     device: float, host: float, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes the longer of both times, not their sum. Where others have the cores, again."""
+    """A step takes the longer of both times, not their sum. On a busy machine, try again."""
     for _ in range(3):
         seconds = seconds_per_step(device, host, model_dir, monkeypatch)
         assert seconds[False] > device + host
@@ -209,7 +209,7 @@ def test_host_and_device_wait_for_each_other(
 def seconds_per_step(
     device: float, host: float, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[bool, float]:
-    """With and without overlap, of a device and a host that take these times."""
+    """Seconds for a step, with and without overlap, when device and host take these times."""
     seconds = {}
     for overlap in (True, False):
         with make_llm(model_dir, overlap=overlap) as llm:
@@ -230,10 +230,10 @@ def seconds_per_step(
     return seconds
 
 
-def test_a_step_that_is_on_its_way_outlives_an_error(
+def test_a_step_in_flight_is_dropped_after_an_error(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens come late, to sequences that have started over."""
+    """Its tokens arrive after the sequences were restarted, and must not be appended."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with make_llm(model_dir, overlap=True) as llm:
         expected = llm.generate([7, 8, 9], params, use_tqdm=False)[0]["token_ids"]
@@ -252,8 +252,8 @@ def test_a_step_that_is_on_its_way_outlives_an_error(
         audit_at_rest(llm)
 
 
-def test_a_stream_tells_of_tokens_on_their_way(model_dir: Path) -> None:
-    """A placeholder among the tokens of an event."""
+def test_a_stream_reports_no_pending_tokens(model_dir: Path) -> None:
+    """The placeholder of a token in flight is in no event."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, n=2, stop=["q", "zz"])
     with make_llm(model_dir, overlap=True, **SMALL_POOL) as llm:
         (out,) = llm.generate([[3, 4, 5]], params, use_tqdm=False)
@@ -266,8 +266,10 @@ def test_a_stream_tells_of_tokens_on_their_way(model_dir: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
-def test_a_device_overlaps_otherwise(options: dict[str, Any], model_dir: Path) -> None:
-    """Tokens that go from sampler to input on the device, read before or after they are there."""
+def test_overlapping_steps_keep_outputs_on_a_device(
+    options: dict[str, Any], model_dir: Path
+) -> None:
+    """Sampled tokens become inputs on the device, without the host."""
     prompts = [[index + 1] * (1 + 7 * index % 40) for index in range(30)]
     params = [
         SamplingParams(

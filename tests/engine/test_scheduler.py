@@ -1,6 +1,6 @@
-"""Scheduler: who runs in which step, on how many tokens, and how a request ends.
+"""Scheduler: which sequences run in a step, on how many tokens, and how a request ends.
 
-The numbers are small enough to be worked out by hand. The device is a list of token ids.
+The numbers are small enough to check by hand. The device is a list of token ids.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
 EOS = 2
-TOKEN = 50  # what the device samples if a test does not say
+TOKEN = 50  # what the device samples by default
 serial = itertools.count(1000)
 
 
@@ -38,7 +38,7 @@ def fresh(num_tokens: int) -> list[int]:
 def add(
     scheduler: Scheduler, prompt: list[int], max_model_len: int | None = None, **params: Any
 ) -> Sequence:
-    """Queue a request; if a test does not say, it may grow to what the whole pool can hold."""
+    """Queue a request; by default it may grow to the size of the pool."""
     if max_model_len is None:
         max_model_len = scheduler.block_manager.num_blocks * scheduler.block_size
     seq = Sequence(
@@ -52,7 +52,7 @@ def add(
 
 
 def step(scheduler: Scheduler, *token_ids: int) -> list[tuple[Sequence, int]]:
-    """Run one step; returns who ran, and on how many tokens."""
+    """Run one step; return which sequences ran, and on how many tokens."""
     batch = scheduler.schedule()
     work = [(seq, seq.num_scheduled_tokens) for seq in batch.seqs]
     num_samples = len(batch.sampling_seqs)
@@ -64,14 +64,14 @@ def step(scheduler: Scheduler, *token_ids: int) -> list[tuple[Sequence, int]]:
 
 
 def interrupt(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    """A step that is scheduled and never booked: Ctrl-C while the device computed."""
+    """A step that is scheduled but not postprocessed: Ctrl-C while the device computed."""
     batch = scheduler.schedule()
     scheduler.audit()
     return [(seq, seq.num_scheduled_tokens) for seq in batch.seqs]
 
 
 def drain(scheduler: Scheduler, limit: int = 1000) -> None:
-    """Run until all have finished, and see that they gave all their blocks back."""
+    """Run until all have finished, and check that all blocks are free."""
     for _ in range(limit):
         if scheduler.is_finished():
             assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
@@ -81,7 +81,7 @@ def drain(scheduler: Scheduler, limit: int = 1000) -> None:
 
 
 def test_the_scheduler_side_does_not_import_torch() -> None:
-    """An import that makes a simulation of the scheduler wait seconds for PyTorch."""
+    """A simulation of the scheduler need not wait seconds for PyTorch."""
     code = "import sys, nanovllm.engine.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -90,7 +90,7 @@ def test_the_scheduler_side_does_not_import_torch() -> None:
 
 
 def test_prefill_fills_the_budget_in_order_of_arrival() -> None:
-    """A budget that is overdrawn, or left half empty because the next prompt does not fit whole."""
+    """A prompt that does not fit is cut, so that the budget is full."""
     scheduler = make_scheduler(max_num_batched_tokens=10)
     a, b, c = add(scheduler, fresh(4)), add(scheduler, fresh(5)), add(scheduler, fresh(6))
     assert step(scheduler) == [(a, 4), (b, 5), (c, 1)]
@@ -104,7 +104,7 @@ def test_prefill_fills_the_budget_in_order_of_arrival() -> None:
     ("num_tokens", "chunks"), [(3, [3]), (4, [4]), (5, [4, 1]), (8, [4, 4]), (10, [4, 4, 2])]
 )
 def test_a_long_prompt_is_prefilled_in_chunks(num_tokens: int, chunks: list[int]) -> None:
-    """A token sampled from the middle of a prompt, or none where a chunk ends exactly with it."""
+    """Only the last chunk samples a token."""
     scheduler = make_scheduler(max_num_batched_tokens=4)
     seq = add(scheduler, fresh(num_tokens))
     for index, chunk in enumerate(chunks):
@@ -114,8 +114,8 @@ def test_a_long_prompt_is_prefilled_in_chunks(num_tokens: int, chunks: list[int]
     assert seq.output_token_ids == [TOKEN]
 
 
-def test_tokens_go_to_those_that_completed_their_prompt() -> None:
-    """The sampled ids handed out by position in the batch, chunks included."""
+def test_tokens_go_to_sequences_that_completed_their_prompt() -> None:
+    """Sequences with an unfinished prompt get none."""
     scheduler = make_scheduler(max_num_batched_tokens=6)
     a, b = add(scheduler, fresh(9)), add(scheduler, fresh(2))
     assert step(scheduler) == [(a, 6)]
@@ -128,7 +128,7 @@ def test_tokens_go_to_those_that_completed_their_prompt() -> None:
 
 
 def test_prefill_comes_first() -> None:
-    """A new request that waits for the running ones to finish."""
+    """A new request does not wait for the running ones."""
     scheduler = make_scheduler()
     a = add(scheduler, fresh(3))
     step(scheduler)
@@ -139,7 +139,7 @@ def test_prefill_comes_first() -> None:
 
 
 def test_the_lowest_priority_number_runs_first() -> None:
-    """The order of arrival kept all the same, or the numbers read the other way round."""
+    """Equal numbers run in order of arrival."""
     scheduler = make_scheduler(max_num_seqs=2)
     a, b = add(scheduler, fresh(3), priority=1), add(scheduler, fresh(3), priority=0)
     c, d = add(scheduler, fresh(3), priority=1), add(scheduler, fresh(3), priority=-5, max_tokens=2)
@@ -150,8 +150,8 @@ def test_the_lowest_priority_number_runs_first() -> None:
     assert list(scheduler.waiting) == [c]
 
 
-def test_what_is_running_is_not_stopped_for_a_priority() -> None:
-    """But it is the first to give up its blocks: an older request, for one that came later."""
+def test_a_higher_priority_does_not_stop_running_sequences() -> None:
+    """But when blocks run out, the older request of lower priority is preempted."""
     scheduler = make_scheduler(num_blocks=4)
     a = add(scheduler, fresh(6))
     step(scheduler)
@@ -163,8 +163,8 @@ def test_what_is_running_is_not_stopped_for_a_priority() -> None:
     drain(scheduler)
 
 
-def test_a_long_prompt_starves_nobody() -> None:
-    """Mixed steps: those that run get a token in each, and the prompt what is left."""
+def test_in_mixed_steps_a_long_prompt_does_not_delay_decodes() -> None:
+    """Each running sequence gets a token in every step, the prompt gets the rest of the budget."""
     scheduler = make_scheduler(max_num_batched_tokens=8, scheduling="mixed")
     a, b = add(scheduler, fresh(3)), add(scheduler, fresh(2))
     assert step(scheduler) == [(a, 3), (b, 2)]
@@ -177,8 +177,8 @@ def test_a_long_prompt_starves_nobody() -> None:
     assert batch is not None and not batch.is_prefill
 
 
-def test_what_is_sent_back_does_not_begin_at_once() -> None:
-    """Its blocks go to the ones before it, and in the same step it takes others."""
+def test_a_preempted_sequence_does_not_restart_in_the_same_step() -> None:
+    """Its blocks are for the sequences before it."""
     scheduler = make_scheduler(num_blocks=4, scheduling="mixed")
     a, b = add(scheduler, fresh(8)), add(scheduler, fresh(7))
     assert step(scheduler) == [(a, 8), (b, 7)]
@@ -187,8 +187,8 @@ def test_what_is_sent_back_does_not_begin_at_once() -> None:
     drain(scheduler)
 
 
-def test_one_that_was_refused_is_looked_at_after_a_preemption() -> None:
-    """By hand, 8 blocks of 4: b has no room beside a and c, and waits for a's end beside none."""
+def test_a_refused_request_is_tried_again_after_a_preemption() -> None:
+    """8 blocks of 4: b has no room beside a and c; once c is preempted, it has."""
     scheduler = make_scheduler(num_blocks=8)
     known = dict(ignore_eos=True)
     a = add(scheduler, fresh(12), priority=0, max_tokens=20, **known)
@@ -202,8 +202,8 @@ def test_one_that_was_refused_is_looked_at_after_a_preemption() -> None:
     drain(scheduler)
 
 
-def test_max_num_seqs_bounds_those_that_run_at_all() -> None:
-    """A bound on each step only: prefill after prefill piles up more than decode can take."""
+def test_max_num_seqs_bounds_all_running_sequences() -> None:
+    """Not just those of one step: prefills must not add up to more than decode can take."""
     scheduler = make_scheduler(max_num_seqs=2)
     a, b, c = (add(scheduler, fresh(3), max_tokens=n) for n in (2, 4, 2))
     assert step(scheduler) == [(a, 3), (b, 3)]
@@ -215,8 +215,8 @@ def test_max_num_seqs_bounds_those_that_run_at_all() -> None:
     drain(scheduler)
 
 
-def test_the_token_budget_holds_in_decode_too() -> None:
-    """Five sequences decode in a step whose buffers hold three tokens."""
+def test_the_token_budget_also_bounds_decode_steps() -> None:
+    """Five sequences decode, three in a step."""
     scheduler = make_scheduler(max_num_batched_tokens=3)
     seqs = [add(scheduler, fresh(1), max_tokens=3) for _ in range(5)]
     assert step(scheduler) == [(seq, 1) for seq in seqs[:3]]
@@ -227,7 +227,7 @@ def test_the_token_budget_holds_in_decode_too() -> None:
 
 
 def test_a_small_request_does_not_overtake_a_large_one() -> None:
-    """A large request that starves behind a stream of small ones."""
+    """A large request must not starve behind small ones."""
     scheduler = make_scheduler(num_blocks=4)
     a = add(scheduler, fresh(8), max_tokens=2)
     large, small = add(scheduler, fresh(12)), add(scheduler, fresh(1))
@@ -240,7 +240,7 @@ def test_a_small_request_does_not_overtake_a_large_one() -> None:
 
 
 def test_a_prompt_seen_before_is_not_computed_again() -> None:
-    """No hit, a hit on the last token, or the hits' tokens computed and budgeted all the same."""
+    """Hits cost no budget; the last token is always computed."""
     scheduler = make_scheduler(max_num_batched_tokens=24)
     prompt = fresh(20)
     a = add(scheduler, prompt)
@@ -254,7 +254,7 @@ def test_a_prompt_seen_before_is_not_computed_again() -> None:
 
 
 def test_a_chunk_is_shared_as_soon_as_it_is_computed() -> None:
-    """Blocks published when the prompt is complete only, or before they are computed."""
+    """Not only when the whole prompt is complete, and not earlier."""
     scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=2)
     prompt = fresh(16)
     a = add(scheduler, prompt)
@@ -266,7 +266,7 @@ def test_a_chunk_is_shared_as_soon_as_it_is_computed() -> None:
 
 
 def test_blocks_filled_by_decode_are_shared() -> None:
-    """The generated part of a conversation computed again at its next turn."""
+    """The next turn of a conversation need not compute the answer again."""
     scheduler = make_scheduler()
     a = add(scheduler, [1001, 1002, 1003])
     step(scheduler)  # samples the fourth token
@@ -279,7 +279,7 @@ def test_blocks_filled_by_decode_are_shared() -> None:
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
-    """enable_prefix_caching=False that does not reach the block manager."""
+    """`enable_prefix_caching=False` reaches the block manager."""
     scheduler = make_scheduler(enable_prefix_caching=False)
     prompt = fresh(20)
     for _ in range(3):
@@ -293,7 +293,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
 
 
 def under_pressure() -> tuple[Scheduler, list[Sequence]]:
-    """Three sequences of a full block each in a pool of three, all about to need one more."""
+    """Three sequences with a full block each, in a pool of three; all need one more now."""
     scheduler = make_scheduler(num_blocks=3)
     seqs = [add(scheduler, fresh(4), max_tokens=3) for _ in range(3)]
     assert step(scheduler) == [(seq, 4) for seq in seqs]
@@ -301,8 +301,8 @@ def under_pressure() -> tuple[Scheduler, list[Sequence]]:
     return scheduler, seqs
 
 
-def test_the_youngest_are_preempted_to_the_head_of_the_queue() -> None:
-    """The oldest preempted, a preempted one queued behind later arrivals, or its tokens lost."""
+def test_preempted_sequences_are_the_youngest_and_wait_first() -> None:
+    """They keep their tokens, and wait before later arrivals."""
     scheduler, (a, b, c) = under_pressure()
     d = add(scheduler, fresh(4))
     assert step(scheduler) == [(a, 1)]
@@ -315,8 +315,8 @@ def test_the_youngest_are_preempted_to_the_head_of_the_queue() -> None:
     assert [seq.output_token_ids for seq in (a, b, c)] == [[TOKEN] * 3] * 3
 
 
-def test_no_more_are_preempted_than_needed() -> None:
-    """One that has room left in its block preempted with those that need another."""
+def test_no_more_sequences_are_preempted_than_needed() -> None:
+    """A sequence with room in its block goes on."""
     scheduler = make_scheduler(num_blocks=3)
     a, b, c = add(scheduler, fresh(4)), add(scheduler, fresh(2)), add(scheduler, fresh(3))
     step(scheduler)
@@ -325,7 +325,7 @@ def test_no_more_are_preempted_than_needed() -> None:
 
 
 def test_a_preempted_sequence_finds_its_own_blocks() -> None:
-    """All of a preempted sequence computed again although its blocks still lie in the queue."""
+    """Blocks that were not evicted meanwhile are hits, which are not reported as such."""
     scheduler, (a, b, c) = under_pressure()
     block = b.block_table[0]
     assert step(scheduler) == [(a, 1)]
@@ -339,7 +339,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
 
 
 def test_a_preempted_sequence_is_prefilled_in_chunks() -> None:
-    """The prompt's length, not the sequence's, taken for what is to be computed again."""
+    """Prompt and output are computed again."""
     scheduler = make_scheduler(max_num_batched_tokens=4, enable_prefix_caching=False)
     seq = add(scheduler, fresh(6))
     for _ in range(5):
@@ -355,7 +355,7 @@ def test_a_preempted_sequence_is_prefilled_in_chunks() -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("prompt_len", [1, 9, 15])
 def test_a_request_as_large_as_the_pool(block_size: int, prompt_len: int) -> None:
-    """An endless loop, or an assert, where a request needs each and every block."""
+    """Three of them run one after the other."""
     scheduler = make_scheduler(16 // block_size, block_size)
     seqs = [add(scheduler, fresh(prompt_len), max_model_len=16, max_tokens=1000) for _ in range(3)]
     drain(scheduler)
@@ -363,7 +363,7 @@ def test_a_request_as_large_as_the_pool(block_size: int, prompt_len: int) -> Non
 
 
 def test_block_size_one() -> None:
-    """A block that is full and a block that is new fall together: a token lost, or a block."""
+    """Every token fills a block and needs a new one."""
     scheduler = make_scheduler(num_blocks=8, block_size=1)
     prompt = fresh(3)
     a = add(scheduler, prompt, max_tokens=3)
@@ -382,8 +382,8 @@ def test_block_size_one() -> None:
 # Windows
 
 
-def test_a_window_is_all_that_is_held() -> None:
-    """Blocks that are kept for life: eight sequences of 200 tokens take 400, not 40."""
+def test_sequences_hold_the_blocks_of_their_window_only() -> None:
+    """Eight sequences of 200 tokens hold 40 blocks, not 400."""
     scheduler = make_scheduler(num_blocks=44, window=15)
     seqs = [add(scheduler, fresh(8), max_model_len=200, max_tokens=192) for _ in range(8)]
     for _ in range(150):
@@ -394,8 +394,8 @@ def test_a_window_is_all_that_is_held() -> None:
     assert all(seq.num_tokens == 200 for seq in seqs)
 
 
-def test_one_that_has_room_behind_its_window_waits() -> None:
-    """For others to end, as if it kept all of its blocks: four of 200 tokens would want 200."""
+def test_requests_whose_windows_fit_run_together() -> None:
+    """Four sequences of 200 tokens would need 200 blocks without a window."""
     scheduler = make_scheduler(num_blocks=44, window=15)
     seqs = [add(scheduler, fresh(100), max_model_len=200, max_tokens=100) for _ in range(4)]
     for _ in range(8):
@@ -408,8 +408,10 @@ def test_one_that_has_room_behind_its_window_waits() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [3, 16, 1000])
 @pytest.mark.parametrize("num_blocks", [4, 5, 9])
-def test_a_request_is_longer_than_the_pool(num_blocks: int, budget: int, overlap: bool) -> None:
-    """Prompt and output pass through 4 blocks, which hold a window and the next token."""
+def test_with_a_window_a_request_may_be_longer_than_the_pool(
+    num_blocks: int, budget: int, overlap: bool
+) -> None:
+    """4 blocks hold a window and the next token."""
     scheduler = make_scheduler(num_blocks, window=10, max_num_batched_tokens=budget)
     seqs = [add(scheduler, fresh(150), max_model_len=300, max_tokens=150) for _ in range(2)]
     if not overlap:
@@ -427,8 +429,8 @@ def test_a_request_is_longer_than_the_pool(num_blocks: int, budget: int, overlap
     assert scheduler.num_preemptions <= 1, "as many as the pool can hold run"
 
 
-def test_chunks_are_as_long_as_the_free_blocks() -> None:
-    """A prompt that gets a block a step, or that waits until all of it has room."""
+def test_with_a_window_chunks_fill_the_free_blocks() -> None:
+    """The prompt neither waits for room for all of it, nor gets one block in each step."""
     scheduler = make_scheduler(num_blocks=12, window=9, max_num_batched_tokens=1000)
     a = add(scheduler, fresh(100), max_model_len=101, max_tokens=1)
     chunks = [step(scheduler)[0][1] for _ in range(3)]
@@ -437,8 +439,8 @@ def test_chunks_are_as_long_as_the_free_blocks() -> None:
     assert a.finish_reason == "length"
 
 
-def test_a_chunk_takes_the_blocks_of_the_last_in_order() -> None:
-    """In a mixed step those may be in the batch already: one that waits would be computed."""
+def test_a_chunk_may_preempt_a_sequence_of_the_same_batch() -> None:
+    """In a mixed step it leaves the batch; else a waiting sequence would be computed."""
     scheduler = make_scheduler(
         14, 1, window=5, max_num_batched_tokens=8, scheduling="mixed", enable_prefix_caching=False
     )
@@ -479,7 +481,7 @@ def test_a_chunk_takes_the_blocks_of_the_last_in_order() -> None:
 def test_how_a_request_ends(
     params: dict[str, Any], max_model_len: int, sampled: list[int], reason: str, stop_reason: Any
 ) -> None:
-    """One token too many or too few, a stop on the last token called "length", a lost stop id."""
+    """A stop on the last allowed token is "stop", with the id that stopped."""
     scheduler = make_scheduler()
     seq = add(scheduler, [EOS, 8, 3], max_model_len, **params)
     for index, token_id in enumerate(sampled):
@@ -491,8 +493,8 @@ def test_how_a_request_ends(
     assert scheduler.block_manager.num_free_blocks == 100
 
 
-def test_postprocess_returns_those_that_finished_and_only_they_leave() -> None:
-    """A neighbour dropped from `running` with the one that finished."""
+def test_postprocess_returns_and_removes_finished_sequences() -> None:
+    """The others stay in `running`."""
     scheduler = make_scheduler()
     a, b, c = (add(scheduler, fresh(3)) for _ in range(3))
     batch = scheduler.schedule()
@@ -544,7 +546,7 @@ def interrupted(scheduler: Scheduler) -> Sequence:
 
 @pytest.mark.parametrize("state", [waiting, running, mid_chunk, preempted, interrupted])
 def test_abort(state: Callable[[Scheduler], Sequence]) -> None:
-    """Blocks leaked, or a request that is still scheduled after its caller has left."""
+    """In any state: its blocks are freed, and it does not run any more."""
     scheduler = make_scheduler(max_num_batched_tokens=8)
     seq = state(scheduler)
     others = {other for other in (*scheduler.waiting, *scheduler.running) if other is not seq}
@@ -562,7 +564,7 @@ def test_abort(state: Callable[[Scheduler], Sequence]) -> None:
 
 
 def test_aborting_one_of_two_that_share_a_prefix() -> None:
-    """The shared blocks freed under the other one."""
+    """The shared blocks stay."""
     scheduler = make_scheduler(num_blocks=6)
     prompt = fresh(9)
     a = add(scheduler, prompt)
@@ -576,11 +578,11 @@ def test_aborting_one_of_two_that_share_a_prefix() -> None:
     drain(scheduler)
 
 
-# A step that was scheduled and never booked
+# A step that was scheduled but not postprocessed
 
 
 def test_an_interrupted_prefill_is_done_again() -> None:
-    """Blocks allocated twice, prompts skipped as if computed, or a budget charged for ghosts."""
+    """With the same blocks, the same tokens and the same budget."""
     scheduler = make_scheduler(max_num_batched_tokens=12)
     a, b = add(scheduler, fresh(4)), add(scheduler, fresh(5))
     assert interrupt(scheduler) == [(a, 4), (b, 5)]
@@ -596,7 +598,7 @@ def test_an_interrupted_prefill_is_done_again() -> None:
 
 
 def test_an_interrupted_prefill_publishes_nothing() -> None:
-    """KV that was never computed found by the next request with the same prompt."""
+    """The next request with the same prompt must not hit KV that was never computed."""
     scheduler = make_scheduler()
     prompt = fresh(9)
     a = add(scheduler, prompt)
@@ -608,7 +610,7 @@ def test_an_interrupted_prefill_publishes_nothing() -> None:
 
 
 def test_an_interrupted_chunk_is_done_again() -> None:
-    """A chunk counted as cached when it is scheduled, not when it is computed."""
+    """A chunk counts as cached when it is computed, not when it is scheduled."""
     scheduler = make_scheduler(max_num_batched_tokens=4)
     seq = add(scheduler, fresh(10))
     assert step(scheduler) == [(seq, 4)]
@@ -620,7 +622,7 @@ def test_an_interrupted_chunk_is_done_again() -> None:
 
 
 def test_an_interrupted_prefill_with_one_token_left_is_done_again() -> None:
-    """Admitted with all but its last token in the cache, it looks like one that decodes."""
+    """All but its last token are cached, as for a decoding sequence."""
     scheduler = make_scheduler()
     prompt = fresh(9)
     a = add(scheduler, prompt)
@@ -633,7 +635,7 @@ def test_an_interrupted_prefill_with_one_token_left_is_done_again() -> None:
 
 
 def test_an_interrupted_decode_is_done_again() -> None:
-    """A block appended at each attempt, or a token that counts although nobody sampled it."""
+    """The attempts append one block, and no token."""
     scheduler = make_scheduler()
     a, b = add(scheduler, fresh(4)), add(scheduler, fresh(6))
     step(scheduler)
@@ -648,7 +650,7 @@ def test_an_interrupted_decode_is_done_again() -> None:
 
 
 def test_an_interrupted_preemption_is_harmless() -> None:
-    """A preempted sequence lost with the step that preempted it, or booked as computed."""
+    """The preempted sequences run later, to the same result."""
     scheduler, (a, b, c) = under_pressure()
     assert interrupt(scheduler) == [(a, 1)]
     assert list(scheduler.waiting) == [b, c]
@@ -659,7 +661,7 @@ def test_an_interrupted_preemption_is_harmless() -> None:
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_aborting_everything_after_an_interrupted_step(num_steps: int) -> None:
-    """What `generate` does on Ctrl-C, wherever it comes: the pool is whole again."""
+    """As `generate` does on Ctrl-C: all blocks are free again."""
     scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=6, max_num_seqs=3)
     seqs = [add(scheduler, fresh(5)) for _ in range(4)]
     for _ in range(num_steps):
@@ -675,7 +677,7 @@ def test_aborting_everything_after_an_interrupted_step(num_steps: int) -> None:
 
 
 class Interrupter:
-    """A tracer that raises KeyboardInterrupt before the n-th line that the scheduler side runs."""
+    """A tracer that raises KeyboardInterrupt before the n-th line of the scheduler side."""
 
     def __init__(self, num_lines: int) -> None:
         self.num_lines = num_lines
@@ -691,7 +693,7 @@ class Interrupter:
 
 
 def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
-    """Four requests in a tight pool, interrupted once; whether they were, and how each ended."""
+    """Run four requests in a small pool; return whether the interrupt came, and how each ended."""
     scheduler = make_scheduler(5, 2, max_num_batched_tokens=7, max_num_seqs=3)
     prompt = [11, 12, 13]
     asked = [{"max_tokens": 3}, {"max_tokens": 9}, {"stop_token_ids": [106]}, {"max_tokens": 1}]
@@ -701,7 +703,7 @@ def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
         sys.settrace(tracer)
         try:
             batch = scheduler.schedule()
-            # A token that tells its place, and EOS for the second sequence in the end.
+            # A token is 100 and its position; the second sequence ends with EOS.
             tokens = [
                 EOS if seq is seqs[1] and seq.num_tokens == 8 else 100 + seq.num_tokens
                 for seq in batch.sampling_seqs
@@ -719,9 +721,7 @@ def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
 
 
 def test_an_interrupt_before_any_line_changes_no_result() -> None:
-    """Ctrl-C inside schedule() or postprocess(): blocks lost, a sequence in no queue or in two, a
-    stop token appended and not seen, a finished request that does not know why.
-    """
+    """Ctrl-C in `schedule` or `postprocess`: blocks, queues, stops and reasons stay right."""
     _, expected = run_with_an_interrupt(0)
     assert expected == [
         ([104, 105, 106], "length", None),

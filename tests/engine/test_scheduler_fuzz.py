@@ -1,9 +1,8 @@
 """The scheduler side against an independent model of the KV memory.
 
-The model knows nothing of hashes, references or queues. It writes into each slot of the pool which
-token, after which tokens, was computed there, and before each step it looks whether every scheduled
-sequence would read exactly what belongs to it. Two drivers feed it: hypothesis, which shrinks what
-it finds, and a long random walk, which gets further.
+The model has no hashes, references or queues. For each slot of the pool it notes which token, after
+which tokens, was computed there. Before each step it checks that every scheduled sequence reads its
+own KV. Two drivers run it: hypothesis, which shrinks what it finds, and long random walks.
 """
 
 import random
@@ -38,12 +37,12 @@ Slot = tuple[int, int]
 
 
 def first_prompts() -> list[list[int]]:
-    """What the first prompts begin with; later ones begin like any earlier request, as it grows."""
+    """Prefixes of the first prompts; later prompts begin like any earlier request."""
     return [[0] * 80, [0, 1] * 40]
 
 
 class Simulation:
-    """A scheduler, a device that only remembers what was written where, and all the checks."""
+    """A scheduler, a device that only records what was written where, and all checks."""
 
     def __init__(self, overlap: bool = False, window: int | None = None, **options: Any) -> None:
         self.overlap = overlap
@@ -446,7 +445,7 @@ SETTINGS = settings(
 
 
 def weaken_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashes of two bits: nearly every block collides with several others."""
+    """Use hashes of two bits: nearly every block collides with several others."""
     strong = block_manager.hash_block
     monkeypatch.setattr(
         block_manager, "hash_block", lambda parent, token_ids: strong(parent, token_ids) % 4
@@ -454,7 +453,7 @@ def weaken_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_state_machine() -> None:
-    """Whatever comes when: right KV, no overtaking, no limit broken, no block lost, no livelock."""
+    """In any order of events: right KV, no overtaking, no limit exceeded, no block lost."""
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
 
 
@@ -466,7 +465,7 @@ def test_state_machine_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("first_seed", range(0, 400, 100))
 def test_random_walks(first_seed: int) -> None:
-    """The same, further from the start: pools under pressure for hundreds of steps."""
+    """The same checks over hundreds of steps in full pools."""
     simulations = [walk(seed) for seed in range(first_seed, first_seed + 100)]
     # A walk that never meets pressure or a hit would prove nothing.
     assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100

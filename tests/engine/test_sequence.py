@@ -1,4 +1,4 @@
-"""Sequence: lengths, stop ids, bounds, and an audit that sees each way out of the state space."""
+"""Sequence: lengths, stop ids, bounds, and an audit that finds every invalid state."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ EOS = frozenset({2, 3})
 
 
 def test_the_prompt_is_copied() -> None:
-    """Generated tokens appended to the caller's own list, or the caller's edits to the sequence."""
+    """The caller's list and the sequence's change independently."""
     prompt = [5, 6, 7]
     seq = Sequence(prompt, SamplingParams())
     seq.token_ids.append(8)
@@ -20,13 +20,13 @@ def test_the_prompt_is_copied() -> None:
 
 
 def test_ids_are_unique_and_ascend() -> None:
-    """Two requests that answer to one id."""
+    """No two requests have one id."""
     ids = [Sequence([1], SamplingParams()).seq_id for _ in range(3)]
     assert ids == [ids[0], ids[0] + 1, ids[0] + 2]
 
 
 def test_lengths() -> None:
-    """Cached tokens counted twice, or the output cut at the wrong place."""
+    """Prompt, cached and generated tokens are counted apart."""
     seq = Sequence([5, 6, 7], SamplingParams())
     assert (seq.num_prompt_tokens, seq.num_tokens, seq.num_uncached_tokens) == (3, 3, 3)
     assert seq.output_token_ids == []
@@ -58,19 +58,19 @@ def test_max_num_tokens(max_tokens: int, max_model_len: int, expected: int) -> N
     ids=["eos", "eos and stop", "ignore", "ignore, but stop", "ignore, but stop at that id"],
 )
 def test_stop_ids(params: SamplingParams, eos: set[int], stop: set[int]) -> None:
-    """ignore_eos that also ignores stop_token_ids, or only the first of several EOS ids kept."""
+    """`ignore_eos` does not affect `stop_token_ids`; there may be several EOS ids."""
     seq = Sequence([1], params, eos_token_ids=EOS)
     assert (seq.eos_token_ids, seq.stop_token_ids) == (eos, stop)
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 11), (0, 0), (5, 5)])
 def test_seed(own: int | None, expected: int) -> None:
-    """A request's seed of 0 taken for "none"."""
+    """0 is a seed."""
     assert Sequence([1], SamplingParams(seed=own), default_seed=11).seed == expected
 
 
 def test_finish() -> None:
-    """A finished request that still counts as running, or that lost the id that stopped it."""
+    """The status, the reason and the id that stopped it."""
     seq = Sequence([1], SamplingParams())
     assert (seq.status, seq.finish_reason) == (SequenceStatus.WAITING, None)
     seq.finish("stop", 7)
@@ -79,7 +79,7 @@ def test_finish() -> None:
 
 
 def running_sequence() -> Sequence:
-    """Five tokens, two cached, three scheduled: at the border of the state space."""
+    """Five tokens, two cached, three scheduled: as many as there may be."""
     seq = Sequence([5, 6, 7, 8, 9], SamplingParams(max_tokens=1))
     seq.status = SequenceStatus.RUNNING
     seq.block_table = [0]
@@ -111,7 +111,7 @@ def set_field(name: str, value: object) -> Callable[[Sequence], None]:
     ],
 )  # fmt: skip
 def test_audit_sees(damage: Callable[[Sequence], None]) -> None:
-    """An audit that passes whatever the state."""
+    """Each of these states is invalid."""
     seq = running_sequence()
     seq.audit()
     damage(seq)
@@ -120,6 +120,6 @@ def test_audit_sees(damage: Callable[[Sequence], None]) -> None:
 
 
 def test_no_stray_attributes() -> None:
-    """A misspelt field that is set and never read."""
+    """A misspelt field is an error."""
     with pytest.raises(AttributeError):
         Sequence([1], SamplingParams()).num_cached_token = 1  # type: ignore[attr-defined]

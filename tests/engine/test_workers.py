@@ -1,7 +1,7 @@
-"""Faults of several ranks: whatever dies or raises, the caller hears of it, and nothing is left.
+"""Faults of several ranks: if one dies or raises, the caller gets an error, and nothing is left.
 
-The real thing: processes are killed, while they load, compute or idle. Every test has a deadline,
-at which it prints its stacks and ends the run; scripts have it as well, in the same way.
+Real processes are killed while they load, compute or are idle. Every test and every script has a
+deadline, at which it prints its stacks and ends the run.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from nanovllm.models.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "deadline")
 
-DEADLINE = 120.0  # seconds that a test may take at all
+DEADLINE = 120.0  # seconds after which a test is taken to hang
 SOON = 10.0  # seconds in which a failure shows, and in which processes end
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 IDS = [[3, 14, 15, 92, 65], [35, 89, 79]]
@@ -49,7 +49,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TRACEBACK = "Traceback (most recent call last)"
 LOST_TENSOR = "model.layers.1.mlp.up_proj.weight"
 
-# What scripts begin with. `solve` prints whether an engine adds right.
+# The beginning of scripts. `solve` prints whether an engine adds correctly.
 PREAMBLE = f"""
 import faulthandler
 faulthandler.dump_traceback_later({DEADLINE}, exit=True)
@@ -80,7 +80,7 @@ def load_other(path):
 
 @pytest.fixture(scope="module")
 def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
-    """Where the run's own messages go, whatever is captured."""
+    """The run's own stderr, even while pytest captures output."""
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         fd = os.dup(2)
@@ -90,7 +90,7 @@ def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
 
 @pytest.fixture
 def deadline(real_stderr: int) -> Iterator[None]:
-    """The end of a test that hangs, be it in C: its stacks, and the end of the run."""
+    """If the test hangs, even in C, print its stacks and end the run."""
     faulthandler.dump_traceback_later(DEADLINE, exit=True, file=real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -110,7 +110,7 @@ def state(pid: int) -> tuple[str, int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process, not a child of ours, has ended: whoever reaps it may take his time."""
+    """Whether a process that is not our child has ended; its parent may reap it later."""
     return state(pid)[0] in "XZ"
 
 
@@ -121,7 +121,7 @@ def children() -> set[int]:
 
 
 def open_files(pid: int | str = "self") -> set[str]:
-    """A process's file descriptors, each with what it is; sockets have numbers of their own."""
+    """A process's file descriptors and their targets; every socket has its own number."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -130,9 +130,9 @@ def open_files(pid: int | str = "self") -> set[str]:
 
 
 def belongings() -> set[str]:
-    """All that an engine could leave behind, but processes: files, threads, shared memory.
+    """All that an engine could leave behind, except processes: files, threads, shared memory.
 
-    Where CUDA is in use, the files and threads of its driver and of NCCL come and go as they like.
+    With CUDA in use, files and threads of its driver and of NCCL come and go at any time.
     """
     if torch.cuda.is_initialized():
         return shared_memory() | {thread.name for thread in threading.enumerate()}
@@ -153,7 +153,7 @@ def listeners(pid: int | str = "self") -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = SOON) -> bool:
-    """Whether the condition comes true in time."""
+    """Whether the condition becomes true in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -172,14 +172,14 @@ def within(seconds: float = SOON) -> Iterator[None]:
 
 @functools.cache
 def warm_up(device: str, path: Path) -> None:
-    """The first engine opens what stays open until the process ends, and is PyTorch's."""
+    """Make one engine first: PyTorch opens files that stay open until the process ends."""
     with make_llm(path, device) as llm:
         generate(llm)
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """After the block all is as before: processes at once, threads when they have ended."""
+    """After the block all is as before: processes at once, threads after a moment."""
     gc.collect()
     before, processes = belongings(), children()
     yield
@@ -215,7 +215,7 @@ def processes_of(llm: LLM) -> list["subprocess.Popen[bytes]"]:
 
 
 def at_forward(llm: LLM, is_prefill: bool, act: Callable[[], object]) -> None:
-    """Let rank 0 act when it is about to compute a step that the others compute already."""
+    """Make rank 0 act just before it computes a step, which the others have begun."""
     compute = llm.model_runner.shard.compute
 
     def acting(inputs: StepInputs, *rest: Any) -> Any:
@@ -227,13 +227,13 @@ def at_forward(llm: LLM, is_prefill: bool, act: Callable[[], object]) -> None:
 
 
 def between_layers(llm: LLM, act: Callable[[], object]) -> None:
-    """Let rank 0 act in the middle of the model, where the ranks have exchanged tensors."""
+    """Make rank 0 act in the middle of the model, after ranks have exchanged tensors."""
     layer = llm.model_runner.shard.model.model.layers[1]
     layer.register_forward_pre_hook(lambda *_: act() and None)
 
 
 def assert_closed(llm: LLM, reason: str) -> None:
-    """Every call says that the engine is closed, and why."""
+    """Every call raises an error that says that the engine is closed, and why."""
     for call in (lambda: generate(llm), lambda: llm.add_request([1, 2]), llm.step):
         with within(1.0), pytest.raises(RuntimeError, match=f"closed.*{reason}") as caught:
             call()
@@ -241,13 +241,13 @@ def assert_closed(llm: LLM, reason: str) -> None:
 
 
 def assert_one_error(error: BaseException) -> None:
-    """What is printed shows the caller's way to the error, and no other error on the way."""
+    """Its traceback is the caller's, with no other error in the chain."""
     printed = "".join(traceback.format_exception(error))
     assert printed.removesuffix(f"{error}\n").count(TRACEBACK) == 1, printed
 
 
 def send_others(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Let the other ranks load what is in `path`, and not what rank 0 loads."""
+    """Make the other ranks load `path`, not what rank 0 loads."""
     start = Workers.start
 
     def elsewhere(self: Workers, config: Config, model_config: ModelConfig, _: Path) -> None:
@@ -258,7 +258,7 @@ def send_others(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 @pytest.fixture
 def endless_model(copy_of_model: Callable[[], Path]) -> Path:
-    """A checkpoint that nobody reads to its end: its index and its weights are pipes."""
+    """A checkpoint that never ends: its index and its weights are pipes."""
     path = copy_of_model()
     (path / "model.safetensors").unlink()
     os.mkfifo(path / "model.safetensors")
@@ -268,11 +268,11 @@ def endless_model(copy_of_model: Callable[[], Path]) -> Path:
 
 @contextlib.contextmanager
 def loading(path: Path, file: str = "weights") -> Iterator[None]:
-    """The block runs when a rank has begun to load the endless model, and waits for a file.
+    """Run the block while a rank loads the endless model and waits for a file.
 
-    While it waits for the weights, in safetensors, it has Python's lock and no thread of it runs.
+    While it waits for the weights, in safetensors, it holds Python's lock: its threads stand still.
     """
-    with (path / "model.safetensors.index.json").open("w") as index:  # waits for who reads it
+    with (path / "model.safetensors.index.json").open("w") as index:  # waits for the reader
         if file == "weights":
             index.write('{"weight_map": {"lm_head.weight": "model.safetensors"}}')
             index.close()
@@ -295,11 +295,11 @@ def loading(path: Path, file: str = "weights") -> Iterator[None]:
         (4, 3, "decode"),
     ],
 )
-def test_a_killed_rank_hangs_the_caller(
+def test_a_killed_rank_raises_rank_error(
     device: str, size: int, rank: int, moment: str, overlap: bool, model_dir: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """In a step, where rank 0 waits for what the dead one would have sent."""
+    """In a step, where rank 0 waits for a message of the dead rank."""
     warm_up(device, model_dir)
     with nothing_left():
         llm = make_llm(model_dir, device, size, overlap=overlap)
@@ -320,19 +320,16 @@ def test_a_killed_rank_hangs_the_caller(
             with pytest.raises(ProcessLookupError):
                 os.kill(process.pid, 0)
     if device == "cpu":
-        assert capfd.readouterr().err == "", "the others complain"
+        assert capfd.readouterr().err == "", "the other ranks print something"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pause", [0.0, 0.5])
 @pytest.mark.parametrize("number", [signal.SIGKILL, 40])
-def test_the_next_call_does_not_know_of_a_death(
+def test_the_next_call_reports_a_rank_killed_while_idle(
     device: str, pause: float, number: int, model_dir: Path
 ) -> None:
-    """Of a rank that was killed while the engine was idle, just before or long ago.
-
-    40 is a signal without a name.
-    """
+    """Killed just before the call, or half a second before. 40 is a signal without a name."""
     warm_up(device, model_dir)
     name = "SIGKILL" if number == signal.SIGKILL else "signal 40"
     reason = f"rank 1 of 2 was killed by {name}"
@@ -346,8 +343,8 @@ def test_the_next_call_does_not_know_of_a_death(
         assert_closed(llm, reason)
 
 
-def test_a_stopped_rank_survives_the_caller() -> None:
-    """A signal that can be put off is put off by one that is stopped."""
+def test_a_stopped_rank_ends_with_the_caller() -> None:
+    """A stopped process handles no signal except SIGKILL."""
     with running("llm = make()\ntell(llm.model_runner.workers)\ntime.sleep(100)") as process:
         pids = read_pids(process)
         os.kill(pids[0], signal.SIGSTOP)
@@ -356,8 +353,8 @@ def test_a_stopped_rank_survives_the_caller() -> None:
         assert_gone(pids)
 
 
-def test_a_rank_imports_another_nanovllm(tmp_path: Path) -> None:
-    """The path that led here may lead elsewhere by now, as it is a relative one."""
+def test_ranks_import_the_callers_nanovllm(tmp_path: Path) -> None:
+    """Also if a relative path in `sys.path` means another folder by now."""
     shutil.copytree(Path(nanovllm.__file__).parent, tmp_path / "lib" / "nanovllm")
     shard = tmp_path / "lib" / "nanovllm" / "engine" / "shard.py"
     shard.write_text(shard.read_text() + "\nprint('the copy', flush=True)\n")
@@ -372,8 +369,8 @@ def test_a_rank_imports_another_nanovllm(tmp_path: Path) -> None:
     assert sorted(done.stdout.split("\n")) == ["", "True", "the copy", "the copy"], done.stderr
 
 
-def test_a_killed_rank_that_has_sent_its_last_is_missed(model_dir: Path) -> None:
-    """Rank 0 has all that it needs for this step; the next one must not wait."""
+def test_a_rank_killed_after_its_last_message_is_reported(model_dir: Path) -> None:
+    """Rank 0 can finish this step; the next one must not wait for the dead rank."""
     llm = make_llm(model_dir)
     draw = llm.model_runner.shard.draw
 
@@ -386,8 +383,8 @@ def test_a_killed_rank_that_has_sent_its_last_is_missed(model_dir: Path) -> None
         generate(llm)
 
 
-def test_a_message_longer_than_the_ring_waits_for_the_dead(model_dir: Path) -> None:
-    """A rank that does not read, with the ring full, and is killed then."""
+def test_a_message_longer_than_the_ring_does_not_wait_for_a_dead_rank(model_dir: Path) -> None:
+    """The rank is stopped, the ring fills, then the rank is killed."""
     warm_up("cpu", model_dir)
     with nothing_left():
         llm = make_llm(model_dir)
@@ -404,7 +401,7 @@ def test_a_message_longer_than_the_ring_waits_for_the_dead(model_dir: Path) -> N
         assert_closed(llm, "rank 1 of 2 was killed")
 
 
-def test_a_rank_killed_while_loading_is_waited_for(
+def test_a_rank_killed_while_loading_raises_rank_error(
     model_dir: Path, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm_up("cpu", model_dir)
@@ -432,10 +429,10 @@ def test_a_rank_killed_while_loading_is_waited_for(
 
 
 @pytest.mark.parametrize("num_imports", ["none", "some"])
-def test_a_rank_killed_at_once_is_waited_for(
+def test_a_rank_killed_at_once_raises_rank_error(
     num_imports: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it has said or read anything."""
+    """Before it has sent or read anything."""
     warm_up("cpu", model_dir)
 
     class Killed(Worker):
@@ -453,11 +450,11 @@ def test_a_rank_killed_at_once_is_waited_for(
 # A rank raises
 
 
-def test_a_rank_that_cannot_load_does_not_say_why(
+def test_a_rank_that_cannot_load_reports_why(
     model_dir: Path, copy_of_model: Callable[[], Path], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Rank 0 has loaded, and would wait for it. The error has two lines, as the path has."""
+    """Rank 0 has loaded and waits for it. The error has two lines, because the path has."""
     warm_up("cpu", model_dir)
     broken = copy_of_model().rename(tmp_path / "two\nlines")
     tensors = load_file(broken / "model.safetensors")
@@ -474,12 +471,12 @@ def test_a_rank_that_cannot_load_does_not_say_why(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rank_killed_while_ranks_meet_is_waited_for(
+def test_a_rank_killed_while_ranks_connect_raises_rank_error(
     device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs rank 0 has a thread in NCCL then, which it leaves; it never ends.
+    """On GPUs rank 0 abandons a thread in NCCL, which never ends.
 
-    On the CPU the others may have done their part by then: the next call hears of it.
+    On the CPU the other rank may be connected before it dies: then the next call raises.
     """
     warm_up(device, model_dir)
     kind = NcclRanks if device == "cuda" else SharedRanks
@@ -499,10 +496,10 @@ def test_a_rank_killed_while_ranks_meet_is_waited_for(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_ranks_must_load_at_the_same_speed(
+def test_ranks_may_load_at_different_speeds(
     device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is slow, on a cold file system, is waited for: longer than ranks take to meet."""
+    """A rank on a cold file system may take longer than the timeout for connecting."""
     warm_up(device, model_dir)
     load = startup.load_shard
 
@@ -517,10 +514,10 @@ def test_ranks_must_load_at_the_same_speed(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_raises_in_a_step_is_waited_for(
+def test_a_rank_that_raises_in_a_step_raises_rank_error(
     device: str, size: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets other inputs than rank 0: on the CPU it raises between two exchanges."""
+    """It gets corrupt inputs: on the CPU it raises between two exchanges."""
     warm_up(device, model_dir)
     error, place = ("IndexError", "_forward") if device == "cpu" else ("ValueError", "decode")
     with nothing_left():
@@ -546,10 +543,8 @@ def test_a_rank_that_raises_in_a_step_is_waited_for(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moment", ["prefill", "between layers", "decode"])
-def test_an_error_of_rank_0_leaves_the_others_waiting(
-    device: str, moment: str, model_dir: Path
-) -> None:
-    """Another exception than its own comes out, or the engine goes on with ranks out of step."""
+def test_an_error_of_rank_0_ends_the_others(device: str, moment: str, model_dir: Path) -> None:
+    """The caller gets rank 0's own exception, and the engine is closed."""
     warm_up(device, model_dir)
     error = MemoryError("no room")
 
@@ -577,8 +572,8 @@ def test_an_error_of_rank_0_leaves_the_others_waiting(
     ],
     ids=str,
 )
-def test_a_refusal_leaves_ranks_behind(options: dict[str, Any], model_dir: Path) -> None:
-    """Or is another one than with one rank."""
+def test_a_refusal_is_the_same_with_two_ranks(options: dict[str, Any], model_dir: Path) -> None:
+    """And leaves nothing."""
     warm_up("cpu", model_dir)
     refusals = []
     for size in (1, 2):
@@ -590,10 +585,10 @@ def test_a_refusal_leaves_ranks_behind(options: dict[str, Any], model_dir: Path)
     assert refusals[0] == refusals[1]
 
 
-def test_a_checkpoint_that_nobody_can_load_is_another_error(
+def test_a_checkpoint_that_no_rank_can_load_raises_rank_0s_error(
     model_dir: Path, copy_of_model: Callable[[], Path]
 ) -> None:
-    """All ranks raise at about the same time; rank 0's own error is the plain one."""
+    """All ranks raise at about the same time; rank 0's own error is the clearest."""
     warm_up("cpu", model_dir)
     broken = copy_of_model()
     (broken / "model.safetensors").write_bytes(b"no tensors")
@@ -605,8 +600,8 @@ def test_a_checkpoint_that_nobody_can_load_is_another_error(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_close_leaves_something(device: str, model_dir: Path) -> None:
-    """And a second one raises; a call after it says what is the matter."""
+def test_close_leaves_nothing(device: str, model_dir: Path) -> None:
+    """A second close is harmless; a call after it raises an error that says so."""
     warm_up(device, model_dir)
     with nothing_left():
         llm = make_llm(model_dir, device)
@@ -623,7 +618,7 @@ def test_close_leaves_something(device: str, model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_collection_leaves_something(device: str, model_dir: Path) -> None:
+def test_collection_leaves_nothing(device: str, model_dir: Path) -> None:
     warm_up(device, model_dir)
     with nothing_left():
         llm = make_llm(model_dir, device)
@@ -634,7 +629,7 @@ def test_collection_leaves_something(device: str, model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_exception_in_a_with_block_leaves_something(device: str, model_dir: Path) -> None:
+def test_an_exception_in_a_with_block_leaves_nothing(device: str, model_dir: Path) -> None:
     warm_up(device, model_dir)
     with nothing_left(), contextlib.suppress(KeyError), make_llm(model_dir, device) as llm:
         generate(llm)
@@ -644,10 +639,10 @@ def test_an_exception_in_a_with_block_leaves_something(device: str, model_dir: P
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_closed_engine_still_listens(device: str, model_dir: Path) -> None:
-    """Or an open one to the network, not just to this machine; on the CPU it does not at all.
+def test_engines_listen_to_this_machine_alone(device: str, model_dir: Path) -> None:
+    """An open engine listens to the loopback only, on the CPU not at all; a closed one does not.
 
-    NCCL's device is the loopback because `conftest` says so.
+    NCCL uses the loopback because `conftest` sets it.
     """
     warm_up(device, model_dir)
     gc.collect()
@@ -662,8 +657,8 @@ def test_a_closed_engine_still_listens(device: str, model_dir: Path) -> None:
     assert set(listeners()) <= set(before)
 
 
-def test_twenty_engines_leave_something(model_dir: Path) -> None:
-    """One after the other; memory may grow by a tenth of a MiB each, which is the allocator's."""
+def test_twenty_engines_leave_nothing(model_dir: Path) -> None:
+    """One after the other; the allocator may keep a tenth of a MiB for each."""
     warm_up("cpu", model_dir)
 
     def resident_mib() -> float:
@@ -681,8 +676,8 @@ def test_twenty_engines_leave_something(model_dir: Path) -> None:
     assert resident_mib() - before < 1.5
 
 
-def test_two_engines_meet() -> None:
-    """Ports, rings or process groups that are one for the process."""
+def test_two_engines_are_independent() -> None:
+    """They share no port, ring or process group."""
     problems = sample_problems(24)
     make = functools.partial(make_llm, EMBEDDED_MODEL)
     with make(max_num_seqs=3) as one, make(max_num_seqs=5) as other:
@@ -711,7 +706,7 @@ def test_two_engines_meet() -> None:
 
 @contextlib.contextmanager
 def running(code: str) -> Iterator["subprocess.Popen[str]"]:
-    """A script in a process group of its own, which does not outlive the block."""
+    """A script in its own process group, which ends with the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", PREAMBLE + code], stdin=subprocess.DEVNULL, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
@@ -725,13 +720,13 @@ def running(code: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def read_pids(process: "subprocess.Popen[str]") -> list[int]:
-    """What `tell` has told."""
+    """The process ids that `tell` has printed."""
     assert process.stdout is not None
     return [int(word) for word in process.stdout.readline().split()]
 
 
 def assert_gone(pids: list[int]) -> None:
-    """All of them end in time; those that do not are not left behind."""
+    """All of them end in time; those that do not are killed."""
     gone = wait_until(lambda: all(map(is_gone, pids)))
     left = [pid for pid in pids if not is_gone(pid)]
     for pid in left:
@@ -748,8 +743,8 @@ def assert_gone(pids: list[int]) -> None:
     ],
     ids=["idle", "generating", "forked"],
 )
-def test_ranks_survive_the_caller(work: str) -> None:
-    """A caller that is killed closes nothing; what it forked keeps its sockets open."""
+def test_ranks_end_with_the_caller(work: str) -> None:
+    """A killed caller closes nothing, and a process that it forked keeps its sockets open."""
     before = shared_memory()
     with running(f"llm = make()\nsolve(llm)\ntell(llm.model_runner.workers)\n{work}") as process:
         assert process.stdout is not None and process.stdout.readline() == "True\n"
@@ -761,15 +756,17 @@ def test_ranks_survive_the_caller(work: str) -> None:
         process.wait()
         try:
             assert_gone(pids)
-            assert not any(map(is_gone, forked)), "the forked process was to outlive its parent"
+            assert not any(map(is_gone, forked)), (
+                "the forked process ended, so this test shows nothing"
+            )
         finally:
             for pid in forked:
                 os.kill(pid, signal.SIGKILL)
     assert shared_memory() <= before
 
 
-def test_a_forked_process_stands_in_the_way() -> None:
-    """It has copies of all sockets: closing is no end of theirs, and using them breaks the ring."""
+def test_a_forked_process_cannot_use_or_block_the_engine() -> None:
+    """It has copies of all sockets; closing still ends the ranks, and using them is an error."""
     with running("""
 llm = make()
 solve(llm)
@@ -797,8 +794,8 @@ os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("file", ["index", "weights"])
-def test_ranks_that_load_survive_the_caller(file: str, endless_model: Path) -> None:
-    """Reading may take forever, from a network's file system."""
+def test_ranks_that_load_end_with_the_caller(file: str, endless_model: Path) -> None:
+    """Reading from a network file system may take forever."""
     with running(f"load_other({str(endless_model)!r})\nmake()") as process:
         pids = read_pids(process)
         with loading(endless_model, file):
@@ -808,8 +805,8 @@ def test_ranks_that_load_survive_the_caller(file: str, endless_model: Path) -> N
             assert_gone(pids)
 
 
-def test_ctrl_c_breaks_the_engine() -> None:
-    """The terminal sends it to the whole group: one process acts on it, once."""
+def test_the_engine_works_after_ctrl_c() -> None:
+    """The terminal sends it to the whole group; only the caller acts on it, once."""
     with running("""
 llm = make()
 tell(llm.model_runner.workers)
@@ -843,8 +840,8 @@ for turn in range(3):
     assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
 
 
-def test_ctrl_c_while_loading_is_lost(endless_model: Path) -> None:
-    """Rank 0 waits for ranks that take their time."""
+def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
+    """Rank 0 waits for ranks that load."""
     with running(f"load_other({str(endless_model)!r})\nmake()") as process:
         pids = read_pids(process)
         with loading(endless_model), within():
@@ -856,8 +853,8 @@ def test_ctrl_c_while_loading_is_lost(endless_model: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["file", "command", "stdin"])
-def test_a_script_needs_a_guard(how: str, tmp_path: Path) -> None:
-    """Processes that run the script once more start processes that run it once more."""
+def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
+    """Ranks do not run the script, which would start ranks again."""
     code = f"{PREAMBLE}print('begin', flush=True)\nllm = make()\nsolve(llm)\n"
     code += "tell(llm.model_runner.workers)"
     file = tmp_path / "script.py"
@@ -874,7 +871,7 @@ def test_a_script_needs_a_guard(how: str, tmp_path: Path) -> None:
     assert is_gone(int(pids)), "a process outlives its parent"
 
 
-def test_two_scripts_at_a_time_meet() -> None:
+def test_two_scripts_at_a_time_are_independent() -> None:
     code = "llm = make()\nsolve(llm)\nsolve(llm)\n"
     with running(code) as one, running(code) as other:
         for process in (one, other):
@@ -886,8 +883,8 @@ def test_two_scripts_at_a_time_meet() -> None:
     "end", ["raise KeyError('mine')", "cycle = [llm]\ncycle.append(cycle)\ndel llm"],
     ids=["exception", "cycle"],
 )  # fmt: skip
-def test_interpreter_exit_hangs(end: str) -> None:
-    """With an engine that nobody has closed, in the middle of a request."""
+def test_the_interpreter_exits_with_an_open_engine(end: str) -> None:
+    """The engine is in the middle of a request."""
     with running(f"""
 llm = make()
 tell(llm.model_runner.workers)

@@ -12,6 +12,8 @@ import ahead_of_time
 import pytest
 from ahead_of_time import CAPABILITIES, CASES, HOPPER
 
+pytestmark = pytest.mark.slow
+
 Compiled = dict[tuple[str, int], list[dict[str, Any]]]
 
 

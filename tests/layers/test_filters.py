@@ -1,4 +1,4 @@
-"""What narrows a choice, against hand-computed numbers and a slow, obvious twin in NumPy."""
+"""Filters of logits, against hand-computed numbers and a slow, obvious twin in NumPy."""
 
 from collections import Counter
 from typing import Any
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 EOS = 7
-GAP = 1e-5  # what lies closer to a border than this may fall on either side in float32
+GAP = 1e-5  # in float32, a value closer to a border than this may be on either side
 
 
 def make_seq(
@@ -33,7 +33,7 @@ def make_seq(
 
 
 def narrow_all(logits: torch.Tensor, inputs: SamplerInputs) -> None:
-    """What is left of logits, in place."""
+    """Apply all filters to the logits, in place."""
     for part in inputs.filters:
         some = logits[part.rows]
         narrow(some, part)
@@ -47,7 +47,7 @@ def narrowed(
     logits: list[float] | torch.Tensor, prompt: Any = (0,), output: Any = (), bad_words: Any = (),
     **params: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """One row's logits, as the engine would have them narrowed."""
+    """One row's logits after the filters, as in the engine."""
     rows = torch.as_tensor(logits, dtype=torch.float32)[None].clone()
     seq = make_seq(SamplingParams(**params), list(prompt), list(output), bad_words)
     inputs = sampler_inputs([seq], rows.shape[1])
@@ -70,46 +70,46 @@ def log(*probabilities: float) -> list[float]:
 @pytest.mark.parametrize(
     ("top_p", "kept"), [(0.9, 4), (0.3, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.96, 5), (1e-9, 1)]
 )
-def test_top_p_keeps_too_few_or_too_many(top_p: float, kept: int) -> None:
-    """The smallest set whose mass reaches p: .40 + .30 + .15 are .85, so 0.9 takes a fourth."""
+def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: int) -> None:
+    """.40 + .30 + .15 are .85, so 0.9 keeps a fourth token."""
     assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), top_p=top_p) == list(range(kept))
     assert left(log(0.05, 0.1, 0.15, 0.3, 0.4), top_p=top_p) == list(range(5 - kept, 5))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 6])
-def test_top_k_does_not_keep_exactly_k(top_k: int) -> None:
-    """Of equal tokens the first."""
+def test_top_k_keeps_exactly_k(top_k: int) -> None:
+    """Of equal tokens, the first ones."""
     assert left([1.0, 3.0, 3.0, 2.0, 3.0, 0.0, 0.0], top_k=top_k) == sorted(
         [1, 2, 4, 3, 0, 5][:top_k]
     )
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 5, 100])
-def test_a_top_k_that_keeps_all_cuts(top_k: int) -> None:
+def test_a_top_k_of_all_tokens_keeps_all(top_k: int) -> None:
     assert left([1.0, 3.0, 2.0, 0.0, 0.0], top_k=top_k, min_p=1e-9) == [0, 1, 2, 3, 4]
 
 
-def test_min_p_is_no_share_of_the_best() -> None:
+def test_min_p_is_a_share_of_the_best_probability() -> None:
     assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), min_p=0.26) == [0, 1, 2]
     assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), min_p=1.0) == [0]
 
 
-def test_the_temperature_is_applied_after_the_cuts() -> None:
-    """At 0.5 probabilities are squared: .4 and .3 have .25 of .2825 then, 88%."""
+def test_the_temperature_is_applied_before_the_cuts() -> None:
+    """At 0.5 probabilities are squared: .4 and .3 then have .25 of .2825, 88%."""
     assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), top_p=0.87, temperature=0.5) == [0, 1]
     assert left(log(0.4, 0.3, 0.15, 0.1, 0.05), top_p=0.87, temperature=1.0) == [0, 1, 2, 3]
     assert left(log(0.4, 0.2, 0.1), min_p=0.3, temperature=0.5) == [0]
     assert left(log(0.4, 0.2, 0.1), min_p=0.3, temperature=1.0) == [0, 1]
 
 
-def test_top_p_is_a_share_of_what_top_k_has_left() -> None:
-    """.4 + .3 are .7, of which .4 are 57%."""
+def test_top_p_is_a_share_of_what_top_k_keeps() -> None:
+    """.4 is 57% of .4 + .3."""
     assert left(log(0.4, 0.3, 0.2, 0.1), top_k=2, top_p=0.5) == [0]
     assert left(log(0.4, 0.3, 0.2, 0.1), top_k=3, top_p=0.5) == [0, 1]
 
 
-def test_repetition_penalty_raises_a_negative_logit() -> None:
-    """1.2 makes 2.5 into 2.0833 and -0.5 into -0.6, in prompt and output, once each."""
+def test_repetition_penalty_lowers_logits_of_either_sign() -> None:
+    """1.2 turns 2.5 into 2.0833 and -0.5 into -0.6, once for tokens of the prompt or the output."""
     out = narrowed(
         [2.5, -0.5, 2.5, 2.5], prompt=[0, 0, 1], output=[2, 2], repetition_penalty=1.2
     )  # fmt: skip
@@ -117,7 +117,7 @@ def test_repetition_penalty_raises_a_negative_logit() -> None:
     assert out[0] == pytest.approx(2.0833, abs=1e-4)
 
 
-def test_presence_and_frequency_count_the_prompt() -> None:
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     out = narrowed(
         [1.0, 1.0, 1.0, 1.0], prompt=[0, 1], output=[1, 2, 2, 2], presence_penalty=0.5,
         frequency_penalty=0.25,
@@ -125,8 +125,8 @@ def test_presence_and_frequency_count_the_prompt() -> None:
     assert out.tolist() == [1.0, 0.25, -0.25, 1.0]
 
 
-def test_penalties_are_taken_in_another_order() -> None:
-    """Repetition first, then the sums; and a bias before them is penalized with the rest."""
+def test_the_order_of_bias_and_penalties() -> None:
+    """First the bias, then the repetition penalty, then the other penalties."""
     out = narrowed(
         [1.0, 0.0], output=[0], repetition_penalty=2.0, presence_penalty=0.5,
         logit_bias={0: 3.0, 1: -1.0}, prompt=[1],
@@ -134,22 +134,22 @@ def test_penalties_are_taken_in_another_order() -> None:
     assert out.tolist() == [1.5, -2.0]
 
 
-def test_a_bias_lifts_a_token_that_may_not_come() -> None:
+def test_a_bias_does_not_lift_a_forbidden_token() -> None:
     options: dict[str, Any] = dict(allowed_token_ids=[1, 2], logit_bias={0: 100.0, 1: 2.0})
     assert narrowed([0.0, 0.0, 5.0], **options).tolist() == [-torch.inf, 2.0, 5.0]
 
 
-def test_a_request_stops_before_min_tokens() -> None:
+def test_stops_are_forbidden_before_min_tokens() -> None:
     params: dict[str, Any] = dict(min_tokens=2, stop_token_ids=[3])
     for output in ([], [1]):
         assert left([0.0] * 9, output=output, **params) == [0, 1, 2, 4, 5, 6, 8]
     seq = make_seq(SamplingParams(**params), [0], [1, 2])
-    assert not seq.is_narrowed, "it goes on to be narrowed for nothing"
+    assert not seq.is_narrowed, "it is still narrowed, without need"
     assert not sampler_inputs([seq], 9).filters
 
 
-def test_bad_words_come_all_the_same() -> None:
-    """One of three tokens, one of a token; a prompt that ends with its beginning is no part."""
+def test_the_last_token_of_a_bad_word_is_forbidden() -> None:
+    """A word of three tokens and one of one token."""
     words = [(1, 2, 3), (5,)]
     assert left([0.0] * 6, output=[4, 1, 2], bad_words=words) == [0, 1, 2, 4]
 
@@ -158,7 +158,7 @@ def test_bad_words_come_all_the_same() -> None:
 
 
 def twin(logits: np.ndarray, seq: Sequence) -> tuple[np.ndarray, bool]:
-    """Logits in float64 by the definition, and whether something stood close to a border."""
+    """Logits in float64 by definition, and whether some value is close to a border."""
     params, size = seq.params, len(logits)
     x = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
@@ -217,8 +217,8 @@ ROW = st.tuples(
 
 @settings(max_examples=400, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=6), data=st.data())
-def test_a_filter_differs_from_its_twin(rows: list[Any], data: st.DataObject) -> None:
-    """Mixed batches, ties and infinities; 200 tokens are more than one block, and no whole ones."""
+def test_filters_equal_their_twin(rows: list[Any], data: st.DataObject) -> None:
+    """Mixed batches, ties and infinities; 200 tokens are no whole number of blocks."""
     size = data.draw(st.sampled_from([31, 64, 200, 2000]))
     few = data.draw(st.lists(VALUES, min_size=8, max_size=31))
     seed = data.draw(st.integers(0, 2**32 - 1))
@@ -232,7 +232,7 @@ def test_a_filter_differs_from_its_twin(rows: list[Any], data: st.DataObject) ->
     for row, seq in enumerate(seqs):
         expected, close = twin(logits[row], seq)
         if np.isneginf(expected).all() or close:
-            continue  # nothing may come, or rounding decides
+            continue  # every token is forbidden, or rounding decides
         forbidden = torch.tensor(np.isneginf(expected))
         assert torch.equal(got[row] == -torch.inf, forbidden), (row, seq.params)
         torch.testing.assert_close(
@@ -260,12 +260,12 @@ def draw(seqs: list[Sequence], logits: torch.Tensor) -> list[int]:
         (dict(allowed_token_ids=[1, 3]), [0, 0.3, 0, 0.1, 0]),
     ],
 )
-def test_draws_do_not_follow_the_rest_of_the_distribution(
+def test_draws_follow_the_filtered_distribution(
     fields: dict[str, Any], expected: list[float]
 ) -> None:
-    """Chi-square over 20,000 seeded draws; at most 4 degrees of freedom: above 30 in 1 of 200,000.
+    """Chi-square of 20,000 seeded draws; with 4 degrees of freedom above 30 in 1 of 200,000 cases.
 
-    The seeds are fixed, so it is false always or never.
+    The seeds are fixed, so the result is always the same.
     """
     logits = torch.tensor([log(0.4, 0.3, 0.15, 0.1, 0.05)]).repeat(20_000, 1)
     seqs = [make_seq(SamplingParams(seed=i, **fields), [0], []) for i in range(20_000)]
@@ -276,8 +276,8 @@ def test_draws_do_not_follow_the_rest_of_the_distribution(
     assert ((counts[share > 0] - wanted) ** 2 / wanted).sum() < 30
 
 
-def test_a_row_hangs_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, in a batch, in another order: the same draw, whatever the others ask for."""
+def test_a_draw_does_not_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in a batch, in another order: the same draw, with any parameters of the other rows."""
     torch.manual_seed(0)
     choices: list[dict[str, Any]] = [
         {}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.05, temperature=0.7), dict(temperature=0),
@@ -297,8 +297,8 @@ def test_a_row_hangs_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [draw([seq], logits[i : i + 1])[0] for i, seq in enumerate(seqs)] == together
 
 
-def test_plain_rows_are_narrowed_with_the_others() -> None:
-    """Rows that need none of it are sampled from the logits as they are, in their own type."""
+def test_plain_rows_are_not_filtered_with_the_others() -> None:
+    """They are sampled from the raw logits, in their own type."""
     logits = torch.randn(4, 100).bfloat16()
     plain = [make_seq(SamplingParams(seed=i), [0], []) for i in range(4)]
     mixed = [*plain[:2], make_seq(SamplingParams(top_k=1), [0], []), plain[3]]

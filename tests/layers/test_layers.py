@@ -63,10 +63,10 @@ def make_norm(size: int, eps: float, dtype: torch.dtype) -> RMSNorm:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 64), (5, 257), (3, 4, 16), (33, 1024)])
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_rms_norm_leaves_its_formula(
+def test_rms_norm_equals_its_formula(
     shape: tuple[int, ...], dtype: torch.dtype, eps: float
 ) -> None:
-    """Float32 inside: one rounding to the type, and the weight's product, may be lost."""
+    """It computes in float32: only the rounding to the type and the weight's product may differ."""
     norm = make_norm(shape[-1], eps, dtype)
     for scale in (1e-3, 1.0, 100.0):
         x = (torch.randn(shape) * scale).to(dtype)
@@ -77,19 +77,19 @@ def test_rms_norm_leaves_its_formula(
         torch.testing.assert_close(out.double(), expected, rtol=bound, atol=1e-7)
 
 
-def test_rms_norm_squares_in_16_bits() -> None:
-    """65,504 is float16's largest: the square of 300 is more."""
+def test_rms_norm_squares_in_float32() -> None:
+    """The square of 300 is more than 65,504, the largest float16."""
     out = RMSNorm(64, 1e-6).to(torch.float16)(torch.full((2, 64), 300.0, dtype=torch.float16))
     assert torch.equal(out, torch.ones_like(out))
 
 
-def test_rms_norm_of_zeros_divides_by_zero() -> None:
+def test_rms_norm_of_zeros_is_zero() -> None:
     assert torch.equal(RMSNorm(8, 1e-6)(torch.zeros(2, 8)), torch.zeros(2, 8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_changes_its_input_in_place(dtype: torch.dtype) -> None:
-    """`x.float()` is no copy of a float32 x, so that in-place arithmetic on it is a trap."""
+def test_rms_norm_does_not_change_its_inputs(dtype: torch.dtype) -> None:
+    """`x.float()` does not copy a float32 x, so it must not be changed in place."""
     norm = make_norm(64, 1e-6, dtype)
     x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
     x_before, residual_before = x.clone(), residual.clone()
@@ -97,7 +97,7 @@ def test_rms_norm_changes_its_input_in_place(dtype: torch.dtype) -> None:
     assert torch.equal(x, x_before)
     normed, total = norm.add(x, residual)
     assert torch.equal(x, x_before) and torch.equal(residual, residual_before)
-    assert torch.equal(total, x + residual), "the next residual is the sum, not the norm"
+    assert torch.equal(total, x + residual), "the next residual is not the sum"
     assert torch.equal(normed, norm(x + residual))
     storages = {t.untyped_storage().data_ptr() for t in (x, residual, normed, total)}
     assert len(storages) == 4, "an output shares an input's memory"
@@ -108,7 +108,7 @@ def test_rms_norm_changes_its_input_in_place(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (1, 514), (7, 192), (2, 3, 10)])
-def test_silu_and_mul_takes_up_for_gate(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_silu_and_mul_equals_its_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
     before = x.clone()
     gate, up = (part.double() for part in x.chunk(2, dim=-1))
@@ -125,10 +125,10 @@ def test_silu_and_mul_takes_up_for_gate(shape: tuple[int, ...], dtype: torch.dty
 def linear_error(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> float:
-    """The largest error, as a part of what rounding may cost: at most 1 for a right result.
+    """The largest error as a share of the rounding error allowed: at most 1 for a right result.
 
-    K products are summed in float32, whose roundings grow like the root of K; the product, and in
-    bf16 its sum with the bias, are rounded to the type.
+    K products are summed in float32, with an error like the root of K; the product, and in bf16 its
+    sum with the bias, are rounded to the type.
     """
     bias = torch.zeros(1) if bias is None else bias
     exact = x.double() @ weight.double().T + bias.double()
@@ -141,7 +141,7 @@ def linear_error(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_linear_differs_from_its_twin(
+def test_packed_linear_and_its_twin_are_exact(
     shape: tuple[int, int], dtype: torch.dtype, bias: bool
 ) -> None:
     weight = torch.randn(shape).to(dtype)
@@ -161,7 +161,7 @@ def test_packed_linear_differs_from_its_twin(
             assert linear_error(out, x, weight, b) <= 1, f"{name}, {rows} rows"
 
 
-def test_packed_linear_reads_a_strided_input_as_if_it_were_not() -> None:
+def test_packed_linear_reads_strided_inputs() -> None:
     weight, x = torch.randn(33, 64), torch.randn(9, 128)
     if not can_pack(weight):
         pytest.skip("this CPU has no kernels for packed weights")
@@ -169,7 +169,7 @@ def test_packed_linear_reads_a_strided_input_as_if_it_were_not() -> None:
         assert linear_error(packed_linear(view, pack(weight), None), view, weight) <= 1
 
 
-def test_types_that_the_cpu_cannot_pack_are_packed() -> None:
+def test_types_that_the_cpu_cannot_pack_stay_plain() -> None:
     assert not can_pack(torch.randn(4, 4, dtype=torch.float64))
     assert not can_pack(torch.randn(4, 4).half())
     assert cpu_computes(torch.float32) and not cpu_computes(torch.float16)
@@ -182,7 +182,7 @@ def test_types_that_the_cpu_cannot_pack_are_packed() -> None:
 
 @pytest.mark.parametrize("kind", [ReplicatedLinear, ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_gives_something_else_once_packed(kind: type[LinearBase], bias: bool) -> None:
+def test_a_packed_linear_layer_gives_the_same_output(kind: type[LinearBase], bias: bool) -> None:
     layer = kind(37, 21, bias)
     layer.weight.data.normal_()
     if bias:
@@ -196,7 +196,7 @@ def test_linear_gives_something_else_once_packed(kind: type[LinearBase], bias: b
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_packing_keeps_the_weight_twice() -> None:
+def test_packing_drops_the_plain_weight() -> None:
     layer = LinearBase(64, 64)
     if not can_pack(layer.weight):
         pytest.skip("this CPU has no kernels for packed weights")
@@ -208,7 +208,7 @@ def test_packing_keeps_the_weight_twice() -> None:
 
 
 def make_experts(dtype: torch.dtype) -> tuple[Experts, tuple[torch.Tensor, ...]]:
-    """Six experts, and rows that take two of the first five each, in which shares."""
+    """Six experts, and rows with the ids and shares of two of the first five experts each."""
     layer = Experts(6, 40, 24).to(dtype)
     for param in layer.parameters():
         param.data.normal_(0.0, 0.2)
@@ -217,8 +217,8 @@ def make_experts(dtype: torch.dtype) -> tuple[Experts, tuple[torch.Tensor, ...]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_give_something_else_once_packed(dtype: torch.dtype) -> None:
-    """An expert's weights in another's place; or weights that stay beside their copies."""
+def test_packed_experts_give_the_same_output(dtype: torch.dtype) -> None:
+    """The plain weights are dropped."""
     layer, inputs = make_experts(dtype)
     assert layer.down_proj is not None
     if not can_pack(layer.down_proj):
@@ -234,8 +234,8 @@ def test_experts_give_something_else_once_packed(dtype: torch.dtype) -> None:
     assert torch.equal(nothing, torch.zeros_like(x))
 
 
-def test_experts_that_other_kernels_multiply_are_packed() -> None:
-    """Kernels for a device, interpreted on the CPU say; or a type that the CPU cannot pack."""
+def test_experts_of_other_kernels_or_types_stay_plain() -> None:
+    """Kernels for a device, perhaps interpreted on the CPU, or a type that the CPU cannot pack."""
     layer, inputs = make_experts(torch.float32)
     expected = layer(*inputs)
     layer.kernels = replace(PLAIN, experts=lambda *args: PLAIN.experts(*args) + 1)
@@ -249,7 +249,7 @@ def test_experts_that_other_kernels_multiply_are_packed() -> None:
 # weight_loader: a checkpoint's tensors in their places
 
 
-def test_merged_projections_are_swapped() -> None:
+def test_merged_projections_are_loaded_in_order() -> None:
     gate, up = torch.randn(3, 4), torch.randn(5, 4)
     layer = MergedColumnParallelLinear(4, [3, 5])
     # The order of the files is not the order of the shards.
@@ -258,8 +258,8 @@ def test_merged_projections_are_swapped() -> None:
     assert torch.equal(layer.weight, torch.cat([gate, up]))
 
 
-def test_qkv_shards_are_out_of_place() -> None:
-    """6 heads, 2 KV heads of 4: a q shard is not as large as a k shard."""
+def test_qkv_shards_are_loaded_in_their_places() -> None:
+    """6 heads and 2 kv heads: a q shard is larger than a k shard."""
     shards = {"q": torch.randn(24, 10), "k": torch.randn(8, 10), "v": torch.randn(8, 10)}
     biases = {name: torch.randn(len(shard)) for name, shard in shards.items()}
     layer = QKVParallelLinear(10, 4, 6, 2, bias=True)
@@ -273,14 +273,14 @@ def test_qkv_shards_are_out_of_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_stored_weights_are_not_cast_to_the_models_type(dtype: torch.dtype) -> None:
+def test_stored_weights_are_cast_to_the_models_type(dtype: torch.dtype) -> None:
     layer, loaded = LinearBase(3, 2), torch.randn(2, 3).to(dtype)
     layer.weight_loader(layer.weight, loaded, None)
     assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, loaded.float())
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3, 3), (4, 3), (1, 4), (12,), (3, 1), (1, 3, 4)])
-def test_mis_shaped_weight_is_broadcast_or_cut(shape: tuple[int, ...]) -> None:
+def test_misshapen_weights_are_refused(shape: tuple[int, ...]) -> None:
     layer = LinearBase(4, 3)
     layer.weight.data.zero_()
     with pytest.raises(ValueError, match=r"\(3, 4\)") as error:
@@ -292,9 +292,7 @@ def test_mis_shaped_weight_is_broadcast_or_cut(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("shard_id", "shape"), [(0, (8, 10)), (1, (24, 10)), (2, (4, 10)), (2, (8, 9)), (1, (1, 10))]
 )
-def test_mis_shaped_qkv_shard_spills_into_its_neighbour(
-    shard_id: int, shape: tuple[int, int]
-) -> None:
+def test_misshapen_qkv_shards_are_refused(shard_id: int, shape: tuple[int, int]) -> None:
     layer = QKVParallelLinear(10, 4, 6, 2, bias=False)
     layer.weight.data.zero_()
     with pytest.raises(ValueError, match="the model needs"):
@@ -305,14 +303,14 @@ def test_mis_shaped_qkv_shard_spills_into_its_neighbour(
 # The two ends
 
 
-def test_embedding_looks_up_another_row() -> None:
+def test_embedding_looks_up_rows() -> None:
     embedding = VocabParallelEmbedding(11, 3)
     embedding.weight.data.copy_(torch.arange(33.0).view(11, 3))
     assert embedding(torch.tensor([10, 0, 10])).tolist() == [[30, 31, 32], [0, 1, 2], [30, 31, 32]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_packing_a_tied_head_takes_the_embedding_away(dtype: torch.dtype) -> None:
+def test_packing_a_tied_head_keeps_the_embedding(dtype: torch.dtype) -> None:
     embedding, head = VocabParallelEmbedding(259, 16).to(dtype), ParallelLMHead(259, 16).to(dtype)
     head.tie(embedding)
     model = nn.ModuleDict(dict(embedding=embedding, head=head))
@@ -328,7 +326,7 @@ def test_packing_a_tied_head_takes_the_embedding_away(dtype: torch.dtype) -> Non
         head.pack()
 
 
-def test_untied_head_uses_the_embedding() -> None:
+def test_an_untied_head_has_its_own_weight() -> None:
     embedding, head = VocabParallelEmbedding(7, 4), ParallelLMHead(7, 4)
     embedding.weight.data.zero_()
     head.weight.data.fill_(1.0)

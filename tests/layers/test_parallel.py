@@ -1,6 +1,6 @@
-"""Layers that ranks share out: each rank's parameters, and what all of them compute together.
+"""Layers divided among ranks: each rank's parameters, and what all ranks compute together.
 
-The ranks are threads here, which meet at a barrier to exchange tensors.
+The ranks are threads, which exchange tensors at a barrier.
 """
 
 import re
@@ -85,8 +85,8 @@ def load(layer: Any, shard_id: int | None = None, **tensors: torch.Tensor) -> No
 
 @pytest.mark.parametrize("total", [1, 7, 8, 60, 128])
 @pytest.mark.parametrize("size", SIZES)
-def test_rank_is_dealt_more_than_others(size: int, total: int) -> None:
-    """Or a thing goes to two ranks, or to none."""
+def test_deal_gives_every_item_to_one_rank_evenly(size: int, total: int) -> None:
+    """The parts differ by one item at most."""
     parts = [range(total)[Ranks(rank, size).deal(total)] for rank in range(size)]
     assert [i for part in parts for i in part] == list(range(total))
     lengths = set(map(len, parts))
@@ -97,7 +97,7 @@ def test_rank_is_dealt_more_than_others(size: int, total: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_outputs_of_column_parallel_ranks_are_no_whole(size: int) -> None:
+def test_column_parallel_outputs_join_to_the_whole(size: int) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(840, 12), torch.randn(840), torch.randn(5, 12)
 
@@ -112,7 +112,7 @@ def test_outputs_of_column_parallel_ranks_are_no_whole(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_row_parallel_ranks_add_the_bias_each(size: int) -> None:
+def test_row_parallel_outputs_are_the_sum_with_one_bias(size: int) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(12, 840), torch.randn(12), torch.randn(5, 840)
 
@@ -126,8 +126,8 @@ def test_row_parallel_ranks_add_the_bias_each(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_merged_projections_are_cut_as_one(size: int) -> None:
-    """Each by itself: gate and up of a rank must belong together."""
+def test_merged_projections_are_each_cut_by_rank(size: int) -> None:
+    """A rank's parts of gate and up belong together."""
     torch.manual_seed(0)
     gate, up = torch.randn(840, 7), torch.randn(840, 7)
 
@@ -155,10 +155,10 @@ def test_merged_projections_are_cut_as_one(size: int) -> None:
         (14, 2, 1, [[0, 1]]),
     ],
 )
-def test_key_heads_are_with_others_queries(
+def test_each_rank_has_the_kv_heads_of_its_queries(
     heads: int, kv_heads: int, size: int, kv_of_rank: list[list[int]]
 ) -> None:
-    """A rank's queries attend to its own key heads: the very ones that they attend to alone."""
+    """So that its queries attend to the same kv heads as with one rank."""
     torch.manual_seed(0)
     dim = 3
     q, k, v = (torch.randn(n * dim, 5) for n in (heads, kv_heads, kv_heads))
@@ -185,8 +185,8 @@ def test_key_heads_are_with_others_queries(
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 64, 259])
 @pytest.mark.parametrize("size", SIZES)
-def test_padding_of_the_vocabulary_is_seen(size: int, vocab_size: int) -> None:
-    """A token's row on no rank or on two; logits of rows that are no token."""
+def test_padding_of_the_vocabulary_has_no_effect(size: int, vocab_size: int) -> None:
+    """Every token's row is on one rank, and rows without a token have no logits."""
     torch.manual_seed(0)
     table, head = torch.randn(vocab_size, 6), torch.randn(vocab_size, 6)
     ids, x = torch.arange(vocab_size).flip(0), torch.randn(4, 6)
@@ -207,8 +207,8 @@ def test_padding_of_the_vocabulary_is_seen(size: int, vocab_size: int) -> None:
     torch.testing.assert_close(outs[0][1], x @ head.T)
 
 
-def test_layer_takes_a_part_for_the_whole() -> None:
-    """A tensor of the rank's shape is not a checkpoint's."""
+def test_layers_refuse_tensors_of_a_ranks_shape() -> None:
+    """A checkpoint holds whole tensors."""
     ranks = ThreadRanks(1, 2, Meeting(2))
     layers: list[Any] = [
         ColumnParallelLinear(4, 8, ranks=ranks),
@@ -234,7 +234,7 @@ def build(path: Path, ranks: Ranks, whole_experts: bool = False) -> CausalLM:
 
 
 def logits_of(model: CausalLM, prompts: list[list[int]]) -> torch.Tensor:
-    """Of every token of a prefill, without a cache."""
+    """Logits of every token of a prefill, without a cache."""
     lens = torch.tensor([0, *(len(p) for p in prompts)], dtype=torch.int32)
     ends = lens.cumsum(0, dtype=torch.int32)
     ids = torch.tensor([t for p in prompts for t in p])
@@ -253,7 +253,7 @@ def logits_of(model: CausalLM, prompts: list[list[int]]) -> torch.Tensor:
         reset_context()
 
 
-WHOLE_EXPERTS = "MoE, whole experts"  # 9 of them, which are dealt out unevenly, and 30 wide
+WHOLE_EXPERTS = "MoE, whole experts"  # 9, which no size divides, of width 30
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": dict(num_attention_heads=8, num_key_value_heads=2),
     "tied": dict(num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True),
@@ -294,8 +294,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_ranks_together_differ_from_one(name: str, size: int, tmp_path: Path) -> None:
-    """In float32: sums in another order, and nothing else. 259 tokens are never divided."""
+def test_logits_of_ranks_equal_those_of_one(name: str, size: int, tmp_path: Path) -> None:
+    """Up to the order of float32 sums. No size divides the 259 tokens."""
     path = make_model(tmp_path, **MODELS[name])
     prompts = [[(7 * i) % 259 for i in range(20)], [258], [5, 6, 7]]
     with torch.inference_mode():
@@ -309,10 +309,10 @@ def test_ranks_together_differ_from_one(name: str, size: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["grouped", WHOLE_EXPERTS])
 @pytest.mark.parametrize("size", [2, 4])
-def test_rank_reads_more_than_its_part(
+def test_a_rank_reads_only_its_part(
     name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole tensors read and cut afterwards: the host would need the whole model for each rank."""
+    """Otherwise the host would need memory for the whole model for each rank."""
     path = make_model(tmp_path, **MODELS[name])
     read: list[int] = []
     take = InFile.__getitem__
@@ -327,12 +327,12 @@ def test_rank_reads_more_than_its_part(
     held = sum(param.numel() for param in model.parameters())
     with safe_open(path / "model.safetensors", "pt") as file:
         whole = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert held >= sum(read) >= held - 2 * 64 * size  # but for rows that pad the vocabulary
+    assert held >= sum(read) >= held - 2 * 64 * size  # except rows that pad the vocabulary
     assert sum(read) < whole / size * 1.1
 
 
-def test_shape_of_an_expert_elsewhere_is_not_looked_at(tmp_path: Path) -> None:
-    """Each rank would tell of a damaged file, or run, by what it holds itself."""
+def test_every_rank_checks_the_shapes_of_all_experts(tmp_path: Path) -> None:
+    """Ranks must agree about a damaged file, whichever experts they hold."""
     path = make_model(tmp_path, **MODELS[WHOLE_EXPERTS])
     files = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.experts.8.up_proj.weight"
@@ -344,8 +344,8 @@ def test_shape_of_an_expert_elsewhere_is_not_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_dummy_weights_are_not_parts_of_one_ranks(name: str, size: int, tmp_path: Path) -> None:
-    """Random models would differ by the number of ranks."""
+def test_dummy_weights_are_parts_of_one_model(name: str, size: int, tmp_path: Path) -> None:
+    """A random model must not depend on the number of ranks."""
     config = ModelConfig.from_dir(make_model(tmp_path, **MODELS[name]))
     prompts = [[(7 * i) % 259 for i in range(20)], [258], [5, 6, 7]]
     with torch.device("meta"):
@@ -368,7 +368,7 @@ def test_dummy_weights_are_not_parts_of_one_ranks(name: str, size: int, tmp_path
 def expected_part(
     name: str, full: torch.Tensor, heads: tuple[int, int], ranks: Ranks, whole_experts: bool
 ) -> Any:
-    """What a rank holds of the full model's parameter, by the definition: 16 wide heads."""
+    """A rank's part of the full model's parameter, by definition; heads are 16 wide."""
     rank, size = ranks.rank, ranks.size
     if "norm" in name or name.endswith(("mlp.gate.weight", "down_proj.bias")):
         return full
@@ -398,8 +398,8 @@ def expected_part(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_rank_loads_other_rows_than_its_own(name: str, size: int, tmp_path: Path) -> None:
-    """Every parameter of every rank, element for element, out of several files."""
+def test_every_rank_loads_its_own_rows(name: str, size: int, tmp_path: Path) -> None:
+    """Every parameter of every rank, element for element, from several files."""
     path = make_model(tmp_path, shards=True, **MODELS[name])
     heads = MODELS[name]["num_attention_heads"], MODELS[name]["num_key_value_heads"]
     full, whole = build(path, ALONE), name == WHOLE_EXPERTS

@@ -1,6 +1,6 @@
-"""Rotary tables against transformers' own, and what is refused.
+"""Rotary tables against transformers' tables, and parameters that are refused.
 
-In float32 an angle of 100,000 radians is known to 0.004 only, so tables are compared for equal
+In float32 an angle of 100,000 radians is exact to 0.004 only, so tables are compared for equal
 frequencies, and the frequencies to the last bits.
 """
 
@@ -31,7 +31,7 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 
 
 def longrope(pairs: int, trained: int, **others: float) -> dict[str, Any]:
-    """Factors that differ from pair to pair and from each other, as published ones do."""
+    """Factors that differ between pairs and between the two sets, as in published models."""
     return dict(
         rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=trained,
         short_factor=[1.0 + 0.03 * i for i in range(pairs)],
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def reference(head_dim: int, longest: int, parameters: dict[str, Any]) -> Reference:
-    """transformers' embedding; this spelling of its config is read by its versions 4 and 5."""
+    """transformers' embedding; its versions 4 and 5 both read this spelling of the config."""
     scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     if "truncate" in scaling and "truncate" not in inspect.getsource(ROPE_INIT_FUNCTIONS["yarn"]):
         pytest.skip("this version of transformers always truncates yarn's ramp")
@@ -121,7 +121,7 @@ def reference(head_dim: int, longest: int, parameters: dict[str, Any]) -> Refere
 def longrope_reference(
     head_dim: int, longest: int, parameters: dict[str, Any]
 ) -> Phi3RotaryEmbedding:
-    """Phi 3's, after it has seen a context of the full length: its frequencies are for that."""
+    """Phi 3's embedding, with its frequencies for the full context length."""
     trained = parameters.get("original_max_position_embeddings", longest)
     config = Phi3Config(
         hidden_size=4 * head_dim, num_attention_heads=4, num_key_value_heads=4,
@@ -135,8 +135,8 @@ def longrope_reference(
 
 
 def reference_table(rope: Reference, positions: torch.Tensor) -> torch.Tensor:
-    """Its cosines and sines in our layout: [P, 2, D / 2]."""
-    last = torch.tensor([rope.config.max_position_embeddings - 1])  # the length is asked each time
+    """transformers' cosines and sines in our layout: [P, 2, D / 2]."""
+    last = torch.tensor([rope.config.max_position_embeddings - 1])  # it depends on the longest
     cos, sin = (x[:, :-1] for x in rope(torch.zeros(1), torch.cat([positions, last])[None]))
     assert torch.equal(*cos[0].chunk(2, dim=-1)) and torch.equal(*sin[0].chunk(2, dim=-1))
     half = cos.shape[-1] // 2
@@ -144,18 +144,18 @@ def reference_table(rope: Reference, positions: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_frequencies_differ_from_transformers(name: str) -> None:
+def test_frequencies_equal_transformers(name: str) -> None:
     head_dim, longest, parameters = CASES[name]
     theirs = reference(head_dim, longest, parameters)
     inv_freq, scaling = rope_frequencies(head_dim, longest, longest, parameters)
     assert inv_freq.dtype == torch.float32
-    # Two roundings of a product may stand in another order: 4 units of the last place.
+    # Two roundings may come in another order: 4 units of the last place.
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=4 * 2**-23, atol=0)
     assert scaling == pytest.approx(theirs.attention_scaling, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_table_differs_from_transformers_for_equal_frequencies(name: str) -> None:
+def test_the_table_equals_transformers_for_equal_frequencies(name: str) -> None:
     """Every position of the model, up to 131,071."""
     head_dim, longest, parameters = CASES[name]
     theirs = reference(head_dim, longest, parameters)
@@ -167,8 +167,8 @@ def test_table_differs_from_transformers_for_equal_frequencies(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_get_rope_builds_another_table_than_transformers(name: str) -> None:
-    """As far as float32 frequencies go: 4 units of their last place, times the position."""
+def test_get_rope_builds_the_table_of_transformers(name: str) -> None:
+    """Up to 4 units of the last place of a frequency, times the position."""
     head_dim, longest, parameters = CASES[name]
     theirs = reference(head_dim, longest, parameters)
     ours = get_rope(head_dim, longest, longest, parameters).table
@@ -180,8 +180,8 @@ def test_get_rope_builds_another_table_than_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "linear", "llama3"])
-def test_table_leaves_the_real_cosine(name: str) -> None:
-    """Against float64, with the error that float32 angles must have."""
+def test_the_table_equals_cosines_in_float64(name: str) -> None:
+    """Up to the error of float32 angles."""
     head_dim, longest, parameters = CASES[name]
     table = get_rope(head_dim, longest, longest, parameters).table.double()
     inv_freq = rope_frequencies(head_dim, longest, longest, parameters)[0].double()
@@ -192,8 +192,8 @@ def test_table_leaves_the_real_cosine(name: str) -> None:
     assert ((table[positions] - exact).abs() <= bound).all()
 
 
-def test_rope_scaling_is_ignored() -> None:
-    """Each type's table is its own; `dynamic` alone is the default's up to the trained length."""
+def test_every_rope_type_has_its_own_table() -> None:
+    """Except `dynamic`, which equals the default up to the trained length."""
     parameters = dict(
         longrope(32, 256), rope_theta=1e6, factor=4.0, original_max_position_embeddings=256,
         low_freq_factor=1.0, high_freq_factor=4.0,
@@ -205,7 +205,7 @@ def test_rope_scaling_is_ignored() -> None:
             assert name == other or (table - other_table).abs().max() > 0.1, (name, other)
 
 
-def test_positions_are_looked_up_in_the_wrong_row() -> None:
+def test_positions_are_looked_up_in_their_rows() -> None:
     rope = get_rope(8, 100, 100, dict(rope_type="default", rope_theta=100.0))
     positions = torch.tensor([99, 0, 7, 7])
     cos, sin = rope(positions)
@@ -217,16 +217,16 @@ def test_positions_are_looked_up_in_the_wrong_row() -> None:
             assert sin[row, 0, i].item() == pytest.approx(math.sin(angle), abs=1e-5)
 
 
-def test_rotation_pairs_neighbours_instead_of_halves() -> None:
-    """A quarter turn takes (x1, x2) to (-x2, x1), where x1 and x2 are the halves of a head."""
+def test_rotation_pairs_the_halves_of_a_head() -> None:
+    """A quarter turn maps the halves (x1, x2) of a head to (-x2, x1)."""
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     turned = rotate(x, (torch.zeros(1, 1, 2), torch.ones(1, 1, 2)))
     assert turned.tolist() == [[[-3.0, -4.0, 1.0, 2.0]]]
     assert x.tolist() == [[[1.0, 2.0, 3.0, 4.0]]], "the input was changed"
 
 
-def test_rotation_of_float32_leaves_its_formula() -> None:
-    """As complex numbers: the halves are real and imaginary parts, turned by the angle."""
+def test_rotation_of_float32_equals_its_formula() -> None:
+    """As complex numbers: the halves are the real and imaginary parts."""
     torch.manual_seed(0)
     x = torch.randn(50, 4, 32)
     rope = get_rope(32, 50, 50, dict(rope_type="default", rope_theta=1e4))(torch.arange(50))
@@ -236,8 +236,8 @@ def test_rotation_of_float32_leaves_its_formula() -> None:
     torch.testing.assert_close(rotate(x, rope).double(), expected, rtol=0, atol=1e-6)
 
 
-def test_rotation_of_bf16_is_rounded_on_the_way() -> None:
-    """bf16 in and out, float32 between: one rounding, at the end."""
+def test_rotation_of_bf16_is_rounded_once() -> None:
+    """It computes in float32 and rounds at the end."""
     torch.manual_seed(0)
     x = torch.randn(50, 4, 32).bfloat16()
     rope = get_rope(32, 50, 50, dict(rope_type="default", rope_theta=1e4))(torch.arange(50))
@@ -246,7 +246,7 @@ def test_rotation_of_bf16_is_rounded_on_the_way() -> None:
     assert torch.equal(rotated, rotate(x.float(), rope).bfloat16())
 
 
-def test_relative_distance_is_not_what_a_score_depends_on() -> None:
+def test_scores_depend_on_the_relative_distance() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 64, dtype=torch.float64), torch.randn(1, 1, 64, dtype=torch.float64)
     rope = get_rope(64, 1200, 1200, dict(rope_type="default", rope_theta=1e4))
@@ -260,7 +260,7 @@ def test_relative_distance_is_not_what_a_score_depends_on() -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["ntk-by-parts", "su", "mrope", "Yarn", ""])
-def test_unknown_rope_type_is_taken_for_another(rope_type: str) -> None:
+def test_unknown_rope_types_are_refused(rope_type: str) -> None:
     with pytest.raises(ValueError, match=f"rope_type '{rope_type}'.*yarn"):
         get_rope(64, 128, 128, dict(rope_type=rope_type, rope_theta=1e4, factor=2.0))
 
@@ -271,7 +271,7 @@ def test_unknown_rope_type_is_taken_for_another(rope_type: str) -> None:
      ("linear", "factor"), ("yarn", "factor"), ("llama3", "factor"), ("llama3", "low_freq_factor"),
      ("llama3", "high_freq_factor")],
 )  # fmt: skip
-def test_missing_factor_gets_a_default(rope_type: str, field: str) -> None:
+def test_missing_factors_are_refused(rope_type: str, field: str) -> None:
     parameters = {**LLAMA3, **longrope(32, 100), "rope_type": rope_type, "factor": 8.0}
     del parameters[field]
     with pytest.raises(ValueError, match=f"'{rope_type}' needs '{field}'"):
@@ -279,22 +279,22 @@ def test_missing_factor_gets_a_default(rope_type: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
-def test_partial_rotary_factor_is_ignored(rope_type: str) -> None:
-    """Frequencies are those of a head as wide as the part that is rotated."""
+def test_partial_rotary_factor_narrows_the_table(rope_type: str) -> None:
+    """The frequencies are those of a head as wide as the rotated part."""
     parameters = dict(LLAMA3, rope_theta=1e4) | longrope(16, 128) | dict(rope_type=rope_type)
     part = get_rope(64, 128, 128, dict(parameters, partial_rotary_factor=0.5)).table
     assert torch.equal(part, get_rope(32, 128, 128, parameters).table)
 
 
-def test_what_is_not_rotated_is_changed() -> None:
-    """Of eight elements the first four turn a quarter, as pairs (0, 2) and (1, 3)."""
+def test_the_rest_of_a_head_is_not_rotated() -> None:
+    """The first four of eight elements are rotated, as pairs (0, 2) and (1, 3)."""
     x = torch.arange(1.0, 9.0).view(1, 1, 8)
     turned = rotate(x, (torch.zeros(1, 1, 2), torch.ones(1, 1, 2)))
     assert turned.tolist() == [[[-3.0, -4.0, 1.0, 2.0, 5.0, 6.0, 7.0, 8.0]]]
 
 
-def test_longrope_factors_change_in_the_middle_of_a_context() -> None:
-    """One set for all: by the longest context that there can be, not by the one that there is."""
+def test_longrope_has_one_set_of_factors_for_all_positions() -> None:
+    """The longest possible context decides, not the current one."""
     parameters = longrope(32, 256)
     up_to = {n: get_rope(64, n, 1024, parameters).table for n in (100, 256, 257, 1024)}
     assert torch.equal(up_to[100], up_to[256][:100])
@@ -303,8 +303,8 @@ def test_longrope_factors_change_in_the_middle_of_a_context() -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
-def test_trained_length_is_guessed_where_it_is_not_given(rope_type: str) -> None:
-    """It is then `max_position_embeddings`, not the number of positions in the table."""
+def test_the_trained_length_defaults_to_max_position_embeddings(rope_type: str) -> None:
+    """Not to the number of positions in the table."""
     parameters = dict(LLAMA3, rope_type=rope_type, rope_theta=1e4)
     given = get_rope(64, 100, 4096, dict(parameters, original_max_position_embeddings=4096))
     assert torch.equal(get_rope(64, 100, 4096, parameters).table, given.table)
@@ -324,7 +324,5 @@ def test_trained_length_is_guessed_where_it_is_not_given(rope_type: str) -> None
         (dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=900), 1800),
     ],
 )
-def test_context_is_longer_or_shorter_than_the_rope_is_made_for(
-    parameters: dict[str, Any], longest: int
-) -> None:
+def test_the_longest_context_of_each_rope(parameters: dict[str, Any], longest: int) -> None:
     assert max_rope_positions(parameters, 1000) == longest

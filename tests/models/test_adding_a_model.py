@@ -1,4 +1,4 @@
-"""What docs/adding_a_model.md says, done to the letter."""
+"""The steps of docs/adding_a_model.md, done to the letter."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def entry(monkeypatch: pytest.MonkeyPatch) -> registry.Architecture:
-    """The page's own code, run, and taken back after the test."""
+    """Run the page's own code, and undo it after the test."""
     monkeypatch.setattr(registry, "ARCHITECTURES", dict(registry.ARCHITECTURES))
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(block, {})
@@ -31,7 +31,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> registry.Architecture:
 
 
 @pytest.mark.parametrize(("out_bias", "num_ranks"), [(False, 1), (True, 1), (True, 2)])
-def test_model_added_by_the_page_differs_from_transformers(
+def test_a_model_added_by_the_page_equals_transformers(
     entry: registry.Architecture, out_bias: bool, num_ranks: int, tmp_path: Path
 ) -> None:
     path = make_model(
@@ -41,7 +41,7 @@ def test_model_added_by_the_page_differs_from_transformers(
     check_logits(case, max_num_batched_tokens=64, tensor_parallel_size=num_ranks)
 
 
-def test_defaults_of_the_page_are_not_those_of_transformers(entry: registry.Architecture) -> None:
+def test_defaults_of_the_page_are_those_of_transformers(entry: registry.Architecture) -> None:
     theirs = transformers.SeedOssConfig()
     for name, value in entry.defaults.items():
         if name == "rope_theta":
@@ -50,8 +50,8 @@ def test_defaults_of_the_page_are_not_those_of_transformers(entry: registry.Arch
             assert getattr(theirs, name) == value, name
 
 
-def test_the_page_leaves_a_flag_out() -> None:
-    """Or names one that there is not."""
+def test_the_page_names_every_flag() -> None:
+    """And no other name."""
     rows = re.findall(r"^\|.*\| (`.*`) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert named == set(registry.Architecture.__dataclass_fields__)

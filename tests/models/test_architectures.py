@@ -35,7 +35,7 @@ def published(
     return {name: value for name, value in raw.items() if value is not None}
 
 
-# The fields of config.json that count, and how many parameters the files hold.
+# The fields of config.json that matter, and how many parameters the files hold.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7b": (
         published("LlamaForCausalLM", 4096, 32, 32, None, 11008, 32000, False,
@@ -132,8 +132,8 @@ def read(path: Path, raw: dict[str, Any]) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_model_has_other_parameters(tmp_path: Path, name: str) -> None:
-    """A bias, a norm or a matrix too many or too few, here or in the roofline's count."""
+def test_published_models_have_their_number_of_parameters(tmp_path: Path, name: str) -> None:
+    """In the model and in the roofline's count."""
     raw, count = PUBLISHED[name]
     config = read(tmp_path, raw)
     with torch.device("meta"):
@@ -143,8 +143,8 @@ def test_published_model_has_other_parameters(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_file_is_not_read_as_transformers_reads_it(tmp_path: Path, name: str) -> None:
-    """In this spelling, and in the one that transformers writes when it has read the file."""
+def test_published_files_are_read_as_by_transformers(tmp_path: Path, name: str) -> None:
+    """In this spelling, and as transformers writes the file again."""
     raw, _ = PUBLISHED[name]
     config = read(tmp_path, raw)
     config_class = getattr(transformers, f"{family(raw['architectures'][0])}Config")
@@ -172,8 +172,8 @@ def test_published_file_is_not_read_as_transformers_reads_it(tmp_path: Path, nam
 
 @NEEDS_5
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_default_is_not_that_of_transformers(architecture: str) -> None:
-    """What an old file leaves out is what its own config class takes for it."""
+def test_defaults_are_those_of_transformers(architecture: str) -> None:
+    """For fields that old files leave out."""
     theirs = getattr(transformers, f"{family(architecture)}Config")()
     fields = type(theirs).__dataclass_fields__
     for name, value in ARCHITECTURES[architecture].defaults.items():
@@ -187,13 +187,13 @@ def test_default_is_not_that_of_transformers(architecture: str) -> None:
 
 @NEEDS_5
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_absent_field_has_another_default(tmp_path: Path, architecture: str) -> None:
-    """A file of nothing but what has no default."""
+def test_absent_fields_are_read_as_by_transformers(tmp_path: Path, architecture: str) -> None:
+    """A file with only the fields that have no default."""
     raw = {
         "architectures": [architecture], "vocab_size": 100, "hidden_size": 256,
         "intermediate_size": 300, "num_hidden_layers": 2, "num_attention_heads": 32,
     }  # fmt: skip
-    if "Qwen3" in architecture:  # whose files never leave these out
+    if "Qwen3" in architecture:  # its files always have these
         raw |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 512}
     if "Moe" in architecture:
         raw |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -247,7 +247,7 @@ def test_absent_field_has_another_default(tmp_path: Path, architecture: str) -> 
         ),
     ],
 )  # fmt: skip
-def test_window_is_in_other_layers(
+def test_which_layers_have_a_window(
     tmp_path: Path, architecture: str, fields: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
     raw = PUBLISHED["Qwen3-30B-A3B"][0] | dict(num_hidden_layers=4, max_window_layers=28)
@@ -302,7 +302,7 @@ def test_bad_unrotated_layers_are_refused(
         (dict(decoder_sparse_step=3, mlp_only_layers=None), {2}),
     ],
 )
-def test_experts_are_in_other_layers(
+def test_which_layers_have_experts(
     tmp_path: Path, fields: dict[str, Any], layers: set[int]
 ) -> None:
     raw = PUBLISHED["Qwen3-30B-A3B"][0] | dict(num_hidden_layers=4) | fields
@@ -323,13 +323,13 @@ def test_experts_are_in_other_layers(
         (dict(moe_intermediate_size=None), "moe_intermediate_size"),
     ],
 )
-def test_experts_that_cannot_be(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+def test_impossible_experts_are_refused(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(says)):
         read(tmp_path, PUBLISHED["Qwen3-30B-A3B"][0] | fields)
 
 
-def test_ranks_tear_experts_apart(tmp_path: Path) -> None:
-    """768 wide inside, 32 heads: by 3 the experts would go, and the heads would not."""
+def test_sizes_that_divide_the_experts(tmp_path: Path) -> None:
+    """Experts of width 768 and 32 heads: 3 divides the experts, but not the heads."""
     config = read(tmp_path, PUBLISHED["Qwen3-30B-A3B"][0] | dict(intermediate_size=7))
     config.check_parallel_size(8)
     with pytest.raises(ValueError, match="moe_intermediate_size=768; 1, 2, 4, 8 can"):
@@ -363,13 +363,15 @@ def test_ranks_tear_experts_apart(tmp_path: Path) -> None:
         ("Phi-3-mini-4k", dict(rope_scaling={"type": "linear"}), "'linear' needs a factor"),
     ],
 )
-def test_rope_that_cannot_be(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
+def test_impossible_rope_is_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(says)):
         read(tmp_path, PUBLISHED[name][0] | changes)
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "Phi-4-mini", "Qwen2.5-7B"])
-def test_null_in_rope_is_not_taken_for_absent(tmp_path: Path, name: str) -> None:
+def test_null_in_rope_means_absent(tmp_path: Path, name: str) -> None:
     raw = PUBLISHED[name][0]
     nulls = dict.fromkeys(["partial_rotary_factor", "attention_factor", "beta_fast"])
     scaling = {**nulls, **raw.get("rope_scaling", {"type": "default"})}
@@ -377,8 +379,8 @@ def test_null_in_rope_is_not_taken_for_absent(tmp_path: Path, name: str) -> None
     assert read(tmp_path, spelt) == read(tmp_path, raw)
 
 
-def test_phis_old_names_of_longrope_are_another_type(tmp_path: Path) -> None:
-    """It said "su", and "yarn" for what others call longrope."""
+def test_phis_old_names_of_longrope_are_read(tmp_path: Path) -> None:
+    """ "su" and "yarn" in old files mean longrope."""
     raw = PUBLISHED["Phi-3-mini-128k"][0]
     for old in ("su", "yarn", "longrope"):
         config = read(tmp_path, raw | {"rope_scaling": LONGROPE | {"type": old}})

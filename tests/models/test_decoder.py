@@ -1,4 +1,4 @@
-"""What of a step the last layer computes."""
+"""Which rows of a step the last layer computes."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from conftest import make_model
 from nanovllm import LLM, SamplingParams
 
 PROMPT = list(range(3, 53))
-# For a prompt of 50 tokens, which are computed 16 at a time, and two more: how many rows the last
-# layer's feed-forward part is given, in the steps in which there are any. With prompt_logprobs each
-# row tells of the token that comes next, and the prompt's last is sampled from.
+# For a prompt of 50 tokens, computed 16 at a time, and two more tokens: the number of rows of the
+# last layer's feed-forward part, in each step that has any. With prompt_logprobs each row of the
+# prompt is needed, for the token that follows it.
 SEEN = {
     "tokens alone": ({}, [1, 1]),
     "prompt_logprobs": (dict(prompt_logprobs=0), [16, 16, 16, 1 + 1, 1]),
@@ -24,7 +24,7 @@ SEEN = {
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize("case", SEEN)
-def test_last_layer_computes_what_nobody_needs(
+def test_the_last_layer_computes_only_the_rows_that_are_needed(
     family: str, case: str, device: str, tmp_path: Path
 ) -> None:
     params, expected = SEEN[case]

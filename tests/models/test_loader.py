@@ -1,4 +1,4 @@
-"""The loader: every parameter filled once from the right tensor, and every bad checkpoint named."""
+"""The loader fills every parameter once from the right tensor, and names what is bad."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def load(path: Path, dtype: torch.dtype | None = torch.float32) -> CausalLM:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, as safetensors itself reads them."""
+    """All tensors of a checkpoint, as safetensors reads them."""
     return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
@@ -72,7 +72,7 @@ def rewrite(path: Path, **changes: torch.Tensor | None) -> Path:
 
 
 def assert_filled(model: CausalLM, files: dict[str, torch.Tensor]) -> None:
-    """Every parameter equals the file's tensors, those of its parts one above the other."""
+    """Every parameter equals the file's tensor, or its parts joined along the first axis."""
     used = set()
     for name, param in model.named_parameters():
         names = [name]
@@ -114,10 +114,10 @@ def make_llm(path: Path, **options: Any) -> LLM:
     ],
     ids=str,
 )
-def test_a_parameter_gets_another_tensor(
+def test_every_parameter_gets_its_tensors(
     tmp_path: Path, shape: dict[str, Any], shards: bool
 ) -> None:
-    """Parts of a fused weight in the wrong order, a bias left at zero, a shard not read."""
+    """The parts of fused weights in order, the biases, all shards."""
     path = make_model(tmp_path, shards=shards, **shape)
     assert (path / INDEX).exists() == shards
     assert (len(weight_files(path)) > 3) == shards
@@ -127,8 +127,8 @@ def test_a_parameter_gets_another_tensor(
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_fused_tensors_are_taken_apart_wrongly(copy_of_model: Copy) -> None:
-    """Queries, keys and values in one tensor, in a file that has the feed-forward's apart."""
+def test_fused_tensors_are_taken_apart(copy_of_model: Copy) -> None:
+    """Queries, keys and values in one tensor, but gate and up in two."""
     path = copy_of_model()
     files = tensors(path)
     expected = load(path)
@@ -141,8 +141,8 @@ def test_fused_tensors_are_taken_apart_wrongly(copy_of_model: Copy) -> None:
         assert torch.equal(param, other)
 
 
-def test_fused_experts_are_taken_apart_wrongly(tmp_path: Path) -> None:
-    """As transformers 5 holds them in memory, and writes them where it is told to."""
+def test_fused_experts_are_taken_apart(tmp_path: Path) -> None:
+    """As transformers 5 holds them in memory, and writes them if asked to."""
     path = make_model(tmp_path, **MOE)
     expected, files = load(path), tensors(path)
     for layer in range(2):
@@ -157,8 +157,8 @@ def test_fused_experts_are_taken_apart_wrongly(tmp_path: Path) -> None:
         assert torch.equal(param, other)
 
 
-def test_router_is_rounded_to_the_models_type(tmp_path: Path) -> None:
-    """In bfloat16, experts whose scores are close would be taken by chance."""
+def test_the_router_stays_in_float32(tmp_path: Path) -> None:
+    """In bfloat16, rounding would choose between experts with close scores."""
     path = make_model(tmp_path, **MOE)
     torch.set_default_dtype(torch.float16)  # as the runner does
     try:
@@ -170,7 +170,7 @@ def test_router_is_rounded_to_the_models_type(tmp_path: Path) -> None:
     assert torch.equal(params[gates[0]], tensors(path)[gates[0]])
 
 
-def test_without_an_index_other_files_are_not_read(copy_of_model: Copy) -> None:
+def test_without_an_index_all_files_are_read(copy_of_model: Copy) -> None:
     """Several files and no index, as exporters write them."""
     path = copy_of_model()
     files = tensors(path)
@@ -181,8 +181,8 @@ def test_without_an_index_other_files_are_not_read(copy_of_model: Copy) -> None:
     assert_filled(load(path), files)
 
 
-def test_tied_checkpoint_with_a_spare_head_is_refused(tmp_path: Path) -> None:
-    """Some exporters write the tied head out; others do not."""
+def test_a_tied_checkpoint_may_have_a_head(tmp_path: Path) -> None:
+    """Some exporters write the tied head, others do not."""
     path = make_model(tmp_path, tie_word_embeddings=True)
     expected = load(path).model.embed_tokens.weight
     assert expected is not None
@@ -193,30 +193,30 @@ def test_tied_checkpoint_with_a_spare_head_is_refused(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, expected)
 
 
-def test_old_checkpoints_inverse_frequencies_are_unexpected(copy_of_model: Copy) -> None:
+def test_old_checkpoints_may_have_inverse_frequencies(copy_of_model: Copy) -> None:
     path = rewrite(copy_of_model(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     load(path)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-def test_16_bit_weights_change_when_widened(copy_of_model: Copy, stored: torch.dtype) -> None:
-    """A detour on the way to float32 that rounds; every 16-bit value is a float32 value."""
+def test_16_bit_weights_are_widened_exactly(copy_of_model: Copy, stored: torch.dtype) -> None:
+    """Every 16-bit value is a float32 value."""
     path = copy_of_model()
     files = {name: value.to(stored) for name, value in tensors(path).items()}
     save_file(files, path / "model.safetensors")
     assert_filled(load(path), {name: value.float() for name, value in files.items()})
 
 
-def test_float32_weights_are_truncated_to_bfloat16(copy_of_model: Copy) -> None:
-    """Rounding towards zero halves the precision that is left."""
+def test_float32_weights_are_rounded_to_bfloat16(copy_of_model: Copy) -> None:
+    """To the nearest, not towards zero."""
     path = copy_of_model()
     model = load(path, torch.bfloat16)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     assert_filled(model, tensors(path))
 
 
-def test_loading_changes_the_files_or_maps_them(copy_of_model: Copy) -> None:
-    """Weights that are views of the mapped file: they change when the file does."""
+def test_weights_are_copies_of_the_file(copy_of_model: Copy) -> None:
+    """They do not change when the file does."""
     path = copy_of_model()
     before = tensors(path)
     model = load(path)
@@ -224,7 +224,7 @@ def test_loading_changes_the_files_or_maps_them(copy_of_model: Copy) -> None:
     assert_filled(model, before)
 
 
-# What must be refused, by name
+# What must be refused, with its name
 
 
 def refused(path: Path, error: type[Exception] = ValueError) -> str:
@@ -233,7 +233,7 @@ def refused(path: Path, error: type[Exception] = ValueError) -> str:
     return str(caught.value)
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+def test_missing_shards_are_named(tmp_path: Path) -> None:
     path = make_model(tmp_path, shards=True)
     files = weight_files(path)
     for file in files[1:3]:
@@ -247,8 +247,8 @@ def test_missing_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -5000, -1], ids=lambda n: f"to {n} bytes")
-def test_truncated_file(tmp_path: Path, size: int) -> None:
-    """A download that broke off, at the start, in the header, or just before the end."""
+def test_a_truncated_file_is_named(tmp_path: Path, size: int) -> None:
+    """A download that ended at the start, in the header, or just before the end."""
     path = make_model(tmp_path, shards=True)
     file = weight_files(path)[2]
     file.write_bytes(file.read_bytes()[:size])
@@ -257,8 +257,8 @@ def test_truncated_file(tmp_path: Path, size: int) -> None:
     assert "truncated" in message
 
 
-def test_file_that_is_something_else(copy_of_model: Copy) -> None:
-    """A pointer file of Git LFS, or an error page saved under the name of the weights."""
+def test_a_file_of_another_format_is_named(copy_of_model: Copy) -> None:
+    """A pointer file of Git LFS under the name of the weights."""
     path = copy_of_model()
     (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid ...")
     assert str(path / "model.safetensors") in refused(path, OSError)
@@ -280,10 +280,10 @@ def test_file_that_is_something_else(copy_of_model: Copy) -> None:
     ],
     ids=str,
 )
-def test_misshapen_tensor(
+def test_a_misshapen_tensor_is_named(
     copy_of_model: Copy, name: str, shape: tuple[int, ...], needed: tuple[int, ...]
 ) -> None:
-    """A tensor that is broadcast, cut off, or spilt over its neighbour in a fused weight."""
+    """It must not be broadcast, cut, or written over its neighbour in a fused weight."""
     path = copy_of_model()
     message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(shape)}))
     assert repr(name) in message
@@ -305,8 +305,8 @@ def test_misshapen_tensor(
         "score.weight",
     ],
 )
-def test_unexpected_tensor(copy_of_model: Copy, name: str) -> None:
-    """A layer, a bias or a scale that the model would silently run without."""
+def test_an_unexpected_tensor_is_named(copy_of_model: Copy, name: str) -> None:
+    """The model must not run without a layer, a bias or a scale that the file has."""
     path = copy_of_model()
     message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(96, 64)}))
     assert f"{name!r}" in message
@@ -329,8 +329,8 @@ def test_unexpected_tensor(copy_of_model: Copy, name: str) -> None:
         LAYER + "mlp.down_proj.weight",
     ],
 )
-def test_missing_tensor(copy_of_model: Copy, name: str) -> None:
-    """Named as the checkpoint spells it: there is no qkv_proj to look for in the files."""
+def test_a_missing_tensor_is_named(copy_of_model: Copy, name: str) -> None:
+    """As the checkpoint spells it: the files have no qkv_proj."""
     path = copy_of_model()
     message = refused(rewrite(path, **{name.replace(".", "__"): None}))
     assert name in message
@@ -345,10 +345,10 @@ def test_missing_tensor(copy_of_model: Copy, name: str) -> None:
         ("Qwen3Moe", LAYER + "mlp.gate.weight", LAYER + "mlp.gate.weight"),
     ],
 )
-def test_missing_tensor_of_another_family(
+def test_a_missing_tensor_of_another_family_is_named(
     tmp_path: Path, family: str, tensor: str, says: str
 ) -> None:
-    """Named as these files spell it: fused ones have no q_proj."""
+    """As these files spell it: fused ones have no q_proj."""
     path = make_model(tmp_path, **MOE | dict(family=family))
     message = refused(rewrite(path, **{tensor.replace(".", "__"): None}))
     assert f"lack {says}" in message
@@ -364,7 +364,7 @@ def test_missing_tensor_of_another_family(
         ("Qwen3Moe", LAYER + "mlp.gate.weight", (3, 64)),
     ],
 )
-def test_misshapen_tensor_of_another_family(
+def test_a_misshapen_tensor_of_another_family_is_named(
     tmp_path: Path, family: str, tensor: str, shape: tuple[int, ...]
 ) -> None:
     path = make_model(tmp_path, **MOE | dict(family=family))
@@ -373,23 +373,23 @@ def test_misshapen_tensor_of_another_family(
 
 
 @pytest.mark.parametrize("expert", [4, 40])
-def test_expert_too_many(tmp_path: Path, expert: int) -> None:
+def test_an_expert_too_many_is_refused(tmp_path: Path, expert: int) -> None:
     path = make_model(tmp_path, **MOE)
     name = f"{LAYER}mlp.experts.{expert}.up_proj.weight"
     message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(32, 64)}))
     assert f"unexpected tensor {name!r}" in message
 
 
-def test_tensor_whole_and_in_parts(copy_of_model: Copy) -> None:
-    """The one read last wins, in silence."""
+def test_a_tensor_both_whole_and_in_parts_is_refused(copy_of_model: Copy) -> None:
+    """Else the last one read would win."""
     path = copy_of_model()
     name = LAYER + "self_attn.qkv_proj.weight"
     message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(128, 64)}))
     assert "in parts too" in message
 
 
-def test_missing_layer_names_hundreds_of_tensors(copy_of_model: Copy) -> None:
-    """A message of pages, where the first names and their number would do."""
+def test_the_error_of_missing_layers_is_short(copy_of_model: Copy) -> None:
+    """It has the first names and the number of the others."""
     path = copy_of_model()
     edit_config(path, num_hidden_layers=40, layer_types=None)
     message = refused(path)
@@ -398,15 +398,15 @@ def test_missing_layer_names_hundreds_of_tensors(copy_of_model: Copy) -> None:
     assert len(message) < 1000
 
 
-def test_bias_that_the_config_promises_is_missing(copy_of_model: Copy) -> None:
-    """Zeros in its place."""
+def test_a_missing_bias_is_named(copy_of_model: Copy) -> None:
+    """It is not replaced by zeros."""
     path = copy_of_model()
     edit_config(path, attention_bias=True)
     assert "model.layers.0.self_attn.o_proj.bias" in refused(path)
 
 
-def test_tensor_in_two_files(tmp_path: Path) -> None:
-    """The last one read wins, in silence: left over from an earlier download, say."""
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    """One may be left from an earlier download."""
     path = make_model(tmp_path, shards=True)
     first, second, *_ = weight_files(path)
     name, tensor = next(iter(load_file(first).items()))
@@ -415,8 +415,8 @@ def test_tensor_in_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_untied_head(tmp_path: Path, tie: bool) -> None:
-    """An untied model whose head is missing runs on an uninitialized, or on a tied one."""
+def test_an_untied_model_needs_a_head(tmp_path: Path, tie: bool) -> None:
+    """It must not use an uninitialized head, nor the embedding."""
     path = make_model(tmp_path, tie_word_embeddings=True)
     edit_config(path, tie_word_embeddings=tie)
     if tie:
@@ -430,7 +430,7 @@ def test_untied_head(tmp_path: Path, tie: bool) -> None:
     [("{", "not valid JSON"), ("[]", "JSON object"), ("{}", "weight_map"),
      ('{"weight_map": [1]}', "weight_map")],
 )  # fmt: skip
-def test_broken_index(copy_of_model: Copy, index: str, says: str) -> None:
+def test_a_broken_index_is_named(copy_of_model: Copy, index: str, says: str) -> None:
     path = copy_of_model()
     (path / INDEX).write_text(index)
     message = refused(path, OSError)
@@ -439,8 +439,8 @@ def test_broken_index(copy_of_model: Copy, index: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.bin"])
-def test_bin_files_only(copy_of_model: Copy, name: str) -> None:
-    """ "No such file" where there are weights, only in another format."""
+def test_bin_files_alone_are_refused(copy_of_model: Copy, name: str) -> None:
+    """The error says that there are weights in another format."""
     path = copy_of_model()
     (path / "model.safetensors").rename(path / name)
     message = refused(path, FileNotFoundError)
@@ -448,7 +448,7 @@ def test_bin_files_only(copy_of_model: Copy, name: str) -> None:
     assert "safetensors" in message
 
 
-def test_no_weights(copy_of_model: Copy) -> None:
+def test_a_directory_without_weights_is_named(copy_of_model: Copy) -> None:
     path = copy_of_model()
     (path / "model.safetensors").unlink()
     message = refused(path, FileNotFoundError)
@@ -459,7 +459,7 @@ def test_no_weights(copy_of_model: Copy) -> None:
 # The directory
 
 
-def test_empty_directory(tmp_path: Path) -> None:
+def test_an_empty_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "config.json"))):
         make_llm(tmp_path)
 
@@ -467,34 +467,34 @@ def test_empty_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["/no/such/model", "./no-such-model", "../no/such", "~/no-such-model", "no-such-model"]
 )
-def test_path_that_does_not_exist(path: str) -> None:
-    """A misspelt path that is looked up on the hub, and fails there with a riddle."""
+def test_a_path_that_does_not_exist_is_named(path: str) -> None:
+    """A misspelt path is not looked up on the hub."""
     with pytest.raises(FileNotFoundError, match=re.escape(repr(path))) as caught:
         make_llm(Path(path) if path.startswith("/") else path)  # type: ignore[arg-type]
     assert "does not exist" in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["a\0b", "~no-such-user/model"])
-def test_path_that_cannot_exist(path: str) -> None:
-    """An error of the system that does not say what it is about."""
+def test_a_path_that_cannot_exist_is_named(path: str) -> None:
+    """Not just by an error of the system."""
     with pytest.raises(FileNotFoundError, match="model") as caught:
         resolve_model(path)
     assert repr(path) in str(caught.value)
 
 
-def test_file_instead_of_a_directory(model_dir: Path) -> None:
+def test_a_file_instead_of_a_directory_is_named(model_dir: Path) -> None:
     file = model_dir / "model.safetensors"
     with pytest.raises(NotADirectoryError, match=re.escape(str(file))):
         make_llm(file)
 
 
-def test_home_directory_is_not_expanded(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_directory_is_expanded(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(model_dir.parent))
     assert resolve_model(f"~/{model_dir.name}") == model_dir
 
 
-def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback of the hub's own classes, or minutes of retries."""
+def test_a_hub_id_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and with an OSError, not one of the hub's own classes."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OSError, match="'no-such-owner/no-such-model'") as caught:
         make_llm(Path("no-such-owner/no-such-model"))
@@ -511,7 +511,7 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
      ("\ufeff{}", "not valid JSON"), ("null", "JSON object")],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_broken_json(copy_of_model: Copy, name: str, text: str, says: str) -> None:
+def test_broken_json_is_named(copy_of_model: Copy, name: str, text: str, says: str) -> None:
     path = copy_of_model()
     (path / name).write_text(text, encoding="utf-8")
     with pytest.raises(OSError, match=re.escape(str(path / name))) as caught:
@@ -520,7 +520,7 @@ def test_broken_json(copy_of_model: Copy, name: str, text: str, says: str) -> No
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_json_that_is_not_text(copy_of_model: Copy, name: str) -> None:
+def test_json_that_is_not_text_is_named(copy_of_model: Copy, name: str) -> None:
     path = copy_of_model()
     (path / name).write_bytes(b"\xff\xfe\x80")
     with pytest.raises(OSError, match=re.escape(str(path / name))):
@@ -528,7 +528,7 @@ def test_json_that_is_not_text(copy_of_model: Copy, name: str) -> None:
 
 
 def config_error(path: Path, **changes: Any) -> str:
-    """What is said of a config.json with `changes`, before anything is loaded."""
+    """The error for a config.json with `changes`, before anything is loaded."""
     edit_config(path, **changes)
     with pytest.raises((TypeError, ValueError)) as caught:
         make_llm(path)
@@ -542,16 +542,16 @@ def config_error(path: Path, **changes: Any) -> str:
         "num_attention_heads", "rms_norm_eps", "max_position_embeddings",
     ],
 )  # fmt: skip
-def test_missing_field(copy_of_model: Copy, field: str) -> None:
-    """A KeyError, or a default of another model."""
+def test_a_missing_field_is_named(copy_of_model: Copy, field: str) -> None:
+    """Instead of a KeyError, or another model's default."""
     path = copy_of_model()
     message = config_error(path, **{field: None})
     assert repr(field) in message
     assert str(path / "config.json") in message
 
 
-def test_missing_rope_theta(copy_of_model: Copy) -> None:
-    """10,000 in the place of the model's own base."""
+def test_a_missing_rope_theta_is_named(copy_of_model: Copy) -> None:
+    """10,000 is not assumed."""
     path = copy_of_model()
     assert "rope_theta" in config_error(path, rope_parameters=None, rope_theta=None)
 
@@ -567,8 +567,10 @@ def test_missing_rope_theta(copy_of_model: Copy) -> None:
         ("attention_bias", 1), ("quantization_config", "fp8"), ("rope_parameters", [1]),
     ],
 )  # fmt: skip
-def test_field_of_another_type_or_range(copy_of_model: Copy, field: str, value: Any) -> None:
-    """An error of the tokenizer's loader, of a tensor's, or none and a model that says NaN."""
+def test_a_field_of_another_type_or_range_is_named(
+    copy_of_model: Copy, field: str, value: Any
+) -> None:
+    """Before the tokenizer or a tensor is loaded."""
     path = copy_of_model()
     edit_config(path, **{field: value})
     with pytest.raises((ValueError, TypeError), match=field) as caught:
@@ -579,8 +581,8 @@ def test_field_of_another_type_or_range(copy_of_model: Copy, field: str, value: 
 @pytest.mark.parametrize(
     "architecture", ["Qwen3NextForCausalLM", "GPT2LMHeadModel", "Qwen3Model", "qwen3", 3, None]
 )
-def test_architecture_that_is_not_supported(copy_of_model: Copy, architecture: Any) -> None:
-    """A relative that is loaded as Qwen3, and talks nonsense."""
+def test_unsupported_architectures_are_refused(copy_of_model: Copy, architecture: Any) -> None:
+    """Related ones are not loaded as Qwen3."""
     message = config_error(copy_of_model(), architectures=[architecture])
     assert repr(architecture) in message
     assert "Qwen3ForCausalLM" in message
@@ -589,7 +591,7 @@ def test_architecture_that_is_not_supported(copy_of_model: Copy, architecture: A
 @pytest.mark.parametrize(
     "architectures", [None, [], ["Qwen3ForCausalLM", "Qwen3Model"], "Qwen3ForCausalLM"]
 )
-def test_architectures_that_name_not_one(copy_of_model: Copy, architectures: Any) -> None:
+def test_architectures_must_have_one_name(copy_of_model: Copy, architectures: Any) -> None:
     assert "architectures" in config_error(copy_of_model(), architectures=architectures)
 
 
@@ -607,10 +609,10 @@ def test_architectures_that_name_not_one(copy_of_model: Copy, architectures: Any
     ],
     ids=str,
 )
-def test_config_that_cannot_be_honoured(
+def test_unsupported_config_fields_are_refused(
     copy_of_model: Copy, changes: dict[str, Any], says: list[str]
 ) -> None:
-    """Run as if it were not there."""
+    """They are not ignored."""
     path = copy_of_model()
     message = config_error(path, **changes)
     assert [text for text in [*says, str(path)] if text not in message] == [], message
@@ -631,13 +633,13 @@ def test_config_that_cannot_be_honoured(
     ],
     ids=str,
 )
-def test_rope_that_cannot_be_honoured(
+def test_unsupported_rope_is_refused(
     copy_of_model: Copy, spelling: str, scaling: dict[str, Any], says: list[str]
 ) -> None:
-    """An unknown rope scaling run as none, or as another; a KeyError for a missing factor."""
+    """Unknown types, and missing or wrong factors."""
     path = copy_of_model()
     changes: dict[str, Any] = {"rope_parameters": None, "rope_theta": 1e4}
-    (path / "tokenizer.json").unlink()  # its loader reads the config too, and complains first
+    (path / "tokenizer.json").unlink()  # its loader reads the config, too, and fails first
     (path / "tokenizer_config.json").unlink()
     edit_config(path, **changes)
     message = config_error(path, **{spelling: {"rope_theta": 1e4, **scaling}})
@@ -645,10 +647,10 @@ def test_rope_that_cannot_be_honoured(
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_bar_is_drawn_into_a_file(
+def test_the_bar_is_drawn_on_terminals_only(
     is_terminal: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages of control characters in a log; or minutes in which nothing is to be seen."""
+    """Not into files, where it would be pages of control characters."""
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr("sys.stderr", stderr)
@@ -663,7 +665,7 @@ def test_bar_is_drawn_into_a_file(
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
-    """Let every tensor that is read wait first."""
+    """Make every read of a tensor wait first."""
     take = InFile.__getitem__
 
     def waiting(self: InFile, index: Any) -> torch.Tensor:
@@ -673,21 +675,21 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> No
     monkeypatch.setattr(InFile, "__getitem__", waiting)
 
 
-def test_tensors_are_read_one_after_another(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that waits for the copy of what came before it."""
+def test_tensors_are_read_in_parallel(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the disk does not wait for copies."""
     expected = load(model_dir)
     num_reads = len(tensors(model_dir))
     pairs = threading.Barrier(2, timeout=30)
-    last = iter([True] * (num_reads % 2))  # of an odd number one has nobody to wait for
+    last = iter([True] * (num_reads % 2))  # of an odd number, one read has no partner
     slow_down(monkeypatch, lambda: next(last, False) or pairs.wait())
     for param, other in zip(load(model_dir).parameters(), expected.parameters(), strict=True):
         assert torch.equal(param, other)
 
 
-def test_another_error_comes_first(copy_of_model: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of whichever thread is first to see one."""
+def test_the_first_wrong_tensor_is_reported(
+    copy_of_model: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that a thread finds first."""
     path = copy_of_model()
 
     def norms() -> list[str]:
@@ -708,8 +710,10 @@ def test_another_error_comes_first(copy_of_model: Copy, monkeypatch: pytest.Monk
     assert repr(first) in refused(path)
 
 
-def test_ctrl_c_waits_for_the_whole_model(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or leaves threads behind, that go on to fill it."""
+def test_ctrl_c_ends_loading_and_its_threads(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for the whole model."""
     read: list[float] = []
 
     def wait() -> None:
@@ -728,8 +732,8 @@ def test_ctrl_c_waits_for_the_whole_model(model_dir: Path, monkeypatch: pytest.M
 # Random weights, and memory
 
 
-def test_dummy_needs_files_or_differs_by_run(copy_of_model: Copy) -> None:
-    """Weights asked for where there are none, or weights that no seed reproduces."""
+def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(copy_of_model: Copy) -> None:
+    """They have the standard deviation 0.02, and no two are equal."""
     path = copy_of_model()
     for file in path.iterdir():
         if file.name != "config.json":
@@ -756,15 +760,15 @@ def test_dummy_needs_files_or_differs_by_run(copy_of_model: Copy) -> None:
         assert not any(torch.equal(a[:4, :4], b[:4, :4]) for b in matrices[:index])
 
 
-def test_dummy_changes_the_callers_random_state(model_dir: Path) -> None:
+def test_dummy_weights_keep_the_callers_random_state(model_dir: Path) -> None:
     before = torch.get_rng_state()
     model = CausalLM(ModelConfig.from_dir(model_dir), max_positions=16)
     load_dummy(model, model, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_loading_takes_the_model_twice(tmp_path: Path) -> None:
-    """All shards read before the first is placed, or all packed copies beside their originals."""
+def test_loading_needs_less_than_twice_the_model(tmp_path: Path) -> None:
+    """Shards are not all read before the first is placed, nor packed beside all originals."""
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("needs /proc")

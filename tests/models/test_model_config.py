@@ -68,7 +68,7 @@ def num_parameters(hidden: int, layers: int, heads: int, intermediate: int, tied
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_published_config_is_misread(tmp_path: Path, size: str) -> None:
+def test_published_configs_are_read_in_both_spellings(tmp_path: Path, size: str) -> None:
     hidden, layers, heads, intermediate, tied, _ = PUBLISHED[size]
     expected = ModelConfig(
         architecture="Qwen3ForCausalLM",
@@ -97,8 +97,8 @@ def test_published_config_is_misread(tmp_path: Path, size: str) -> None:
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_module_tree_has_other_parameters(tmp_path: Path, size: str) -> None:
-    """A bias, a norm or a head too many or too few; a tied head counted twice."""
+def test_published_models_have_their_number_of_parameters(tmp_path: Path, size: str) -> None:
+    """As computed by hand; a tied head counts once."""
     *shape, count = PUBLISHED[size]
     assert num_parameters(*shape) == count
     config = read(tmp_path, published(size))
@@ -118,8 +118,8 @@ def test_module_tree_has_other_parameters(tmp_path: Path, size: str) -> None:
     ],
     ids=lambda scaling: next(iter(scaling.items()))[0] + " " + next(iter(scaling.values())),
 )  # fmt: skip
-def test_spellings_of_rope_scaling_differ(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    """Scaling that is read in one spelling, and silently ignored in another."""
+def test_spellings_of_rope_scaling_are_equal(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    """Scaling is read in every spelling."""
     raw = published("0.6B") | {"rope_scaling": scaling}
     old, new = read(tmp_path, raw), read(tmp_path, spelt_as_5(raw))
     assert old == new
@@ -128,8 +128,8 @@ def test_spellings_of_rope_scaling_differ(tmp_path: Path, scaling: dict[str, Any
     assert old.rope_parameters == {**parameters, "rope_type": rope_type, "rope_theta": 1000000}
 
 
-def test_what_this_transformers_writes_is_misread(tmp_path: Path) -> None:
-    """The installed version's spelling, whichever it is, with values unlike any default."""
+def test_the_installed_transformers_spelling_is_read(tmp_path: Path) -> None:
+    """With values that differ from every default."""
     written = Qwen3Config(
         vocab_size=1000, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
         num_attention_heads=6, num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5,
@@ -158,17 +158,17 @@ def test_what_this_transformers_writes_is_misread(tmp_path: Path) -> None:
         ("eos_token_id", "eos_token_ids", frozenset()),
     ],
 )
-def test_absent_field_has_another_default(
+def test_absent_fields_have_their_defaults(
     tmp_path: Path, field: str, name: str, default: Any
 ) -> None:
-    """Another default than transformers' own for a file that leaves the field out."""
+    """The defaults of transformers."""
     raw = published("8B")
     del raw[field]
     assert getattr(read(tmp_path, raw), name) == default
 
 
 @pytest.mark.parametrize("field", ["torch_dtype", "eos_token_id", "rope_scaling", "layer_types"])
-def test_null_is_not_taken_for_absent(tmp_path: Path, field: str) -> None:
+def test_null_means_absent(tmp_path: Path, field: str) -> None:
     raw = published("8B")
     absent = read(tmp_path, {k: v for k, v in raw.items() if k != field})
     assert read(tmp_path, raw | {field: None}) == absent
@@ -187,15 +187,15 @@ def test_null_is_not_taken_for_absent(tmp_path: Path, field: str) -> None:
         (None, {}, set()),
     ],
 )
-def test_eos_ids_are_lost(
+def test_eos_ids_of_both_files_are_joined(
     tmp_path: Path, in_config: Any, in_generation: dict[str, Any] | None, expected: set[int]
 ) -> None:
-    """The second of two files read instead of both, a list refused, or id 0 taken for none."""
+    """A number or a list in each of them; 0 is an id."""
     raw = published("0.6B") | {"eos_token_id": in_config}
     assert read(tmp_path, raw, in_generation).eos_token_ids == expected
 
 
-def test_config_can_be_changed(tmp_path: Path) -> None:
+def test_the_config_is_immutable(tmp_path: Path) -> None:
     config = read(tmp_path, published("8B"))
     with pytest.raises(AttributeError):
         config.vocab_size = 5  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The ring: every byte arrives once, in order, whatever the lengths and however many read."""
+"""The ring: every byte arrives once, in order, for any lengths and any number of readers."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ from nanovllm.sampling_params import SamplingParams
 
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small that messages wrap around it, and some exceed it."""
+    """A ring so small that messages wrap around it, and some exceed it."""
     monkeypatch.setattr(channel, "CAPACITY", 256)
 
 
@@ -56,8 +56,8 @@ def pattern(length: int, seed: int) -> bytes:
     lengths=st.lists(st.sampled_from([0, 1, 7, 100, 247, 248, 249, 256, 600, 2000]), max_size=12),
     num_readers=st.integers(1, 3),
 )
-def test_a_message_is_torn_lost_or_read_twice(lengths: list[int], num_readers: int) -> None:
-    """With its length 248 bytes just fill the ring; what is longer goes through in pieces."""
+def test_every_reader_gets_every_message_once(lengths: list[int], num_readers: int) -> None:
+    """248 bytes and their length just fill the ring; longer messages are sent in pieces."""
     messages = [pattern(length, seed) for seed, length in enumerate(lengths)]
     with connected(num_readers) as (writer, readers), ThreadPoolExecutor(num_readers) as pool:
         got = [pool.submit(lambda r: [bytes(r.receive()) for _ in messages], r) for r in readers]
@@ -67,22 +67,22 @@ def test_a_message_is_torn_lost_or_read_twice(lengths: list[int], num_readers: i
             assert future.result(timeout=20) == messages
 
 
-def test_a_slow_reader_is_overrun() -> None:
-    """The writer waits for the slowest: nothing that it has not read may be written over."""
+def test_the_writer_waits_for_the_slowest_reader() -> None:
+    """Bytes that it has not read must not be overwritten."""
     with connected(2) as (writer, (fast, slow)):
         writer.send(pattern(200, 0))
         sender = threading.Thread(target=writer.send, args=(pattern(200, 1),))
         sender.start()
         assert fast.receive() == pattern(200, 0)
         sender.join(0.1)
-        assert sender.is_alive(), "written over what one reader has not read"
+        assert sender.is_alive(), "it has overwritten what one reader has not read"
         assert slow.receive() == pattern(200, 0)
         assert fast.receive() == slow.receive() == pattern(200, 1)
         sender.join(10)
         assert not sender.is_alive()
 
 
-def test_a_writer_waits_for_a_dead_reader() -> None:
+def test_a_writer_that_waits_checks_for_dead_readers() -> None:
     def check() -> None:
         raise KeyError("dead")
 
@@ -93,7 +93,7 @@ def test_a_writer_waits_for_a_dead_reader() -> None:
             writer.send(bytes(1000))
 
 
-def test_a_reader_that_sleeps_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeping_reader_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "NAP_SECONDS", 30.0)
     with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
         for number in range(20):
@@ -104,8 +104,8 @@ def test_a_reader_that_sleeps_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> N
             assert got.result(timeout=5) == bytes([number])
 
 
-def test_a_bell_that_is_not_heard_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the memory's order lets both sides miss each other, a nap ends by itself."""
+def test_a_reader_wakes_up_without_its_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory order may let both sides miss each other; then the nap ends by itself."""
     with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
         got = pool.submit(reader.receive)
         while not reader.asleep[0]:
@@ -117,7 +117,7 @@ def test_a_bell_that_is_not_heard_stops_everything(monkeypatch: pytest.MonkeyPat
         assert time.perf_counter() - start < 1.0
 
 
-def test_a_full_bell_blocks_the_writer() -> None:
+def test_a_full_bell_does_not_block_the_writer() -> None:
     with connected(1) as (writer, (reader,)):
         reader.ring.asleep[0] = 1
         for _ in range(70_000):  # a pipe holds 64 KiB
@@ -135,7 +135,7 @@ while time.time() < until:
 """
 
 
-def test_a_reader_that_falls_asleep_meanwhile_stops_the_writer(
+def test_readers_that_fall_asleep_all_the_time_do_not_stop_the_writer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()  # the other process has the real size
@@ -148,7 +148,7 @@ def test_a_reader_that_falls_asleep_meanwhile_stops_the_writer(
     writer.close()
 
 
-def test_waiting_takes_a_core() -> None:
+def test_waiting_takes_little_cpu_time() -> None:
     with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
         before = time.process_time()
         got = pool.submit(reader.receive)
@@ -158,7 +158,7 @@ def test_waiting_takes_a_core() -> None:
         got.result(timeout=5)
 
 
-def test_something_with_a_name_is_left_behind() -> None:
+def test_no_file_or_descriptor_is_left_behind() -> None:
     def there() -> list[list[str]]:
         return [sorted(os.listdir(path)) for path in ("/dev/shm", "/proc/self/fd")]  # noqa: PTH208
 
@@ -179,10 +179,10 @@ print(xxhash.xxh64_hexdigest(inputs.input_ids), len(inputs.input_ids), last)
 
 
 @pytest.mark.parametrize(("num_prompts", "length"), [(1, 262_144), (512, 8192)])
-def test_long_prompts_do_not_get_through(
+def test_long_prompts_arrive_whole(
     num_prompts: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between processes, through the ring that engines have: up to 25 times its size."""
+    """Between processes, in a ring of the real size: up to 25 times that size."""
     monkeypatch.undo()
     rng = np.random.default_rng(0)
     seqs = []

@@ -1,4 +1,4 @@
-"""What the other ranks are told of a step is the step, and no more than is new."""
+"""A step arrives at the other ranks as it was sent, and holds only what has changed."""
 
 import dataclasses
 
@@ -38,8 +38,8 @@ def make_seq(num_tokens: int, block_table: list[int], num_scheduled: int = 1) ->
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_step_is_not_what_was_sent(data: st.DataObject) -> None:
-    """Batches that grow, shrink and stay, tables that change a little or altogether."""
+def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
+    """Batches grow, shrink and stay; tables change a little or completely."""
     ledger = Ledger(TableLayout(10, 20))
     seqs: list[Sequence] = []
     for step in range(data.draw(st.integers(1, 10))):
@@ -61,8 +61,8 @@ def test_a_step_is_not_what_was_sent(data: st.DataObject) -> None:
         assert_equal(decode(bytearray(encode(inputs))), inputs)
 
 
-def test_what_is_known_travels_again_at_every_step() -> None:
-    """64 sequences of 65,536 tokens: a decode step is told of new blocks, and of nothing else."""
+def test_a_decode_step_sends_only_what_has_changed() -> None:
+    """64 sequences of 65,536 tokens: a decode step sends new blocks, and nothing else."""
     ledger, sizes = Ledger(TableLayout(64, 5000)), []
     seqs = [make_seq(65_536, list(range(4096))) for _ in range(64)]
     for step in range(40):
@@ -75,6 +75,6 @@ def test_what_is_known_travels_again_at_every_step() -> None:
             seq.token_ids.append(step)
         message = encode(step_inputs(Batch(seqs, is_prefill=False), 16, ledger, []))
         sizes.append((len(message), grown))
-    assert sizes[0][0] > 64 * 4096 * 4, "the first step says it all"
+    assert sizes[0][0] > 64 * 4096 * 4, "the first step sends everything"
     assert sum(grown for _, grown in sizes) == 3 * 64
     assert all(size == sizes[2][0] + 12 * grown < 1000 for size, grown in sizes[2:])

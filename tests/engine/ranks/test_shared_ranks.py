@@ -1,7 +1,7 @@
 """Exchanges through shared memory: sums and gathers of any size, the same on every rank.
 
-Threads where values matter, processes where timing does: what a race would tear shows in thousands
-of exchanges in a row, of tensors that every rank can draw for all of them.
+Threads where values matter, processes where timing does: a race would show in thousands of
+exchanges of tensors that every rank can draw for all of them.
 """
 
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 T = TypeVar("T")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
-SMALL_SLOT = 1024  # bytes, where pieces are to be many
+SMALL_SLOT = 1024  # bytes, so that tensors have many pieces
 DEADLINE = 60.0
 
 
@@ -37,7 +37,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def joined(size: int) -> Iterator[list[SharedRanks]]:
-    """All ranks in one process, with memory of their own mapping."""
+    """All ranks in one process, each with its own mapping of the memory."""
     first = SharedRanks(0, size)
     others = [SharedRanks(rank, size, os.dup(first.place)) for rank in range(1, size)]
     yield [first, *others]
@@ -46,7 +46,7 @@ def joined(size: int) -> Iterator[list[SharedRanks]]:
 
 
 def on_ranks(size: int, run: Callable[[SharedRanks], T]) -> list[T]:
-    """What `run` returns on each rank, a thread each."""
+    """What `run` returns on each rank, in one thread for each."""
     with joined(size) as ranks, ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, one) for one in ranks]
         return [future.result(timeout=DEADLINE) for future in futures]
@@ -80,10 +80,12 @@ def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_sums_differ_or_are_wrong(size: int, dtype: torch.dtype, small_slots: None) -> None:
-    """Of one number up to several pieces: whole slots, one number more, and what no rank divides.
+def test_sums_are_exact_and_equal_on_all_ranks(
+    size: int, dtype: torch.dtype, small_slots: None
+) -> None:
+    """One number to several pieces: whole slots, one number more, lengths that no size divides.
 
-    With three ranks a float sum hangs on its order, and a 16-bit one on where it is rounded.
+    With three ranks a float sum depends on its order, and a 16-bit sum on where it is rounded.
     """
     room = SMALL_SLOT // dtype.itemsize
     for length in (1, 2, 7, room // 2, room - 1, room, room + 1, 3 * room - 1, 5 * room + 12):
@@ -95,7 +97,7 @@ def test_sums_differ_or_are_wrong(size: int, dtype: torch.dtype, small_slots: No
 
 @pytest.mark.parametrize("length", [1, 5, SMALL_SLOT // 8, SMALL_SLOT])
 @pytest.mark.parametrize("size", [2, 3])
-def test_another_rank_is_heard_than_the_first(size: int, length: int, small_slots: None) -> None:
+def test_broadcast_sends_the_first_ranks_tensor(size: int, length: int, small_slots: None) -> None:
     parts = [draw(torch.int64, length, seed=rank) for rank in range(size)]
     for got in on_ranks(size, lambda ranks: ranks.broadcast(parts[ranks.rank].clone())):
         assert_equal(got, parts[0])
@@ -103,8 +105,10 @@ def test_another_rank_is_heard_than_the_first(size: int, length: int, small_slot
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_rows_of_a_gather_are_mixed_up(size: int, dtype: torch.dtype, small_slots: None) -> None:
-    """Rows of which many fit into a slot, just one, and not even one."""
+def test_gather_joins_the_rows_of_all_ranks(
+    size: int, dtype: torch.dtype, small_slots: None
+) -> None:
+    """Many rows fit into a slot, exactly one, or not even one."""
     room = SMALL_SLOT // dtype.itemsize
     for shape in ((1, 1), (5, 3), (300, 7), (3, room), (2, room - 1), (3, room + 1), (2, 3 * room)):
         parts = [draw(dtype, *shape, seed=rank) for rank in range(size)]
@@ -113,8 +117,8 @@ def test_rows_of_a_gather_are_mixed_up(size: int, dtype: torch.dtype, small_slot
         assert all(own is part for own, part in zip(got[1:], parts[1:], strict=True))
 
 
-def test_views_are_read_as_if_they_were_whole(small_slots: None) -> None:
-    """Transposed and cut ones; what lies beside them stays."""
+def test_views_are_exchanged_like_whole_tensors(small_slots: None) -> None:
+    """Transposed and sliced tensors."""
     parts = [draw(torch.float32, 40, 30, seed=rank) for rank in range(2)]
 
     def run(ranks: SharedRanks) -> list[torch.Tensor]:
@@ -137,14 +141,14 @@ def test_views_are_read_as_if_they_were_whole(small_slots: None) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_least_is_another(size: int) -> None:
+def test_least_is_the_minimum_of_all_ranks(size: int) -> None:
     numbers = [[5, 3, 9], [1 << 60, (1 << 60) + 1, 1 << 61], [-1, 0, 1]]
     for least in on_ranks(size, lambda ranks: [ranks.least(n[ranks.rank]) for n in numbers]):
         assert least == [min(n[:size]) for n in numbers]
 
 
-def test_what_no_number_is_stops_an_exchange() -> None:
-    """Infinities that cancel out, and nothing at all."""
+def test_infinities_nans_and_empty_tensors_are_summed() -> None:
+    """Infinities that cancel out, NaN, and no numbers at all."""
     parts = [torch.tensor([torch.inf, 1.0, torch.nan]), torch.tensor([-torch.inf, torch.inf, 1.0])]
     for total in on_ranks(2, lambda ranks: ranks.all_reduce(parts[ranks.rank].clone())):
         assert total.isnan().tolist() == [True, False, True] and total[1] == torch.inf
@@ -193,9 +197,9 @@ def peers(
 
 
 def exchange_at_random(ranks: SharedRanks) -> None:
-    """Thousands of exchanges, each held against what it must be; all ranks draw alike.
+    """Thousands of exchanges, each checked against its definition; all ranks draw the same tensors.
 
-    One may be tiny and the next several pieces long, and now and then a rank dawdles.
+    Sizes vary from one number to several pieces, and now and then a rank is late.
     """
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(ranks.size)
@@ -222,8 +226,8 @@ def exchange_at_random(ranks: SharedRanks) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_race_tears_tensors(size: int) -> None:
-    """Ranks may outnumber cores here."""
+def test_thousands_of_exchanges_between_processes(size: int) -> None:
+    """There may be more ranks than cores."""
     with peers(size, exchange_at_random) as (ranks, _):
         exchange_at_random(ranks)
 
@@ -234,8 +238,8 @@ def add_forever(ranks: SharedRanks) -> None:
         ranks.all_reduce(x)
 
 
-def test_a_killed_peer_hangs_an_exchange() -> None:
-    """Whatever it was doing: the moment differs each time."""
+def test_a_killed_peer_ends_an_exchange_with_an_error() -> None:
+    """At three different moments."""
     for turn in range(3):
         with peers(3, add_forever) as (ranks, processes):
             x = torch.zeros(100_000)
@@ -249,8 +253,8 @@ def test_a_killed_peer_hangs_an_exchange() -> None:
             killer.join()
 
 
-def test_waiting_takes_a_core() -> None:
-    """For a rank that is late: after a moment it is looked for now and then."""
+def test_waiting_takes_little_cpu_time() -> None:
+    """A rank that waits for a late one soon sleeps between its checks."""
     with joined(2) as (one, other), ThreadPoolExecutor(1) as pool:
         before = time.process_time()
         got = pool.submit(one.least, 1)
@@ -260,7 +264,7 @@ def test_waiting_takes_a_core() -> None:
         assert got.result(timeout=5) == 1
 
 
-def test_something_is_left_behind() -> None:
+def test_no_file_descriptor_or_memory_is_left_behind() -> None:
     def there() -> list[Any]:
         maps = Path("/proc/self/maps").read_text().count("memfd:nanovllm")
         return [sorted(os.listdir(p)) for p in ("/dev/shm", "/proc/self/fd")] + [maps]  # noqa: PTH208

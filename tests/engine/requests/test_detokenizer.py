@@ -1,4 +1,4 @@
-"""Detokenizer: all pieces together are `decode` of all ids, and each comes as soon as it can."""
+"""Detokenizer: the pieces join to `decode` of all ids, and each comes as soon as it is certain."""
 
 from collections.abc import Callable
 from functools import cache
@@ -173,8 +173,8 @@ def common_prefix(texts: list[str]) -> str:
 
 @every_tokenizer
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_pieces_of_any_ids_are_their_text(name: str, skip_special_tokens: bool) -> None:
-    """A window whose text is not its part of the whole: lost spaces, wrong or double characters."""
+def test_pieces_of_any_ids_join_to_their_text(name: str, skip_special_tokens: bool) -> None:
+    """No lost space, no wrong or repeated character."""
 
     @fuzz
     @given(id_lists(name))
@@ -185,8 +185,8 @@ def test_pieces_of_any_ids_are_their_text(name: str, skip_special_tokens: bool) 
 
 
 @pytest.mark.parametrize("name", BYTE_LEVEL + BYTE_FALLBACK)
-def test_pieces_of_any_bytes_are_their_text(name: str) -> None:
-    """Random ids seldom make a character of four bytes, whole or cut short."""
+def test_pieces_of_any_bytes_join_to_their_text(name: str) -> None:
+    """Bytes of characters, which random ids rarely form, whole or cut short."""
 
     @fuzz
     @given(utf8_lists(name), id_lists(name, max_size=3))
@@ -197,8 +197,8 @@ def test_pieces_of_any_bytes_are_their_text(name: str) -> None:
 
 
 @every_tokenizer
-def test_pieces_of_clean_up_are_their_text(name: str) -> None:
-    """Text told that a later token rewrites: "do" + " n" + "'t" is "don't"."""
+def test_pieces_with_clean_up_join_to_their_text(name: str) -> None:
+    """A later token may rewrite text: "do" + " n" + "'t" is "don't"."""
     tokenizer = make(name)
     hard = [
         "do",
@@ -229,8 +229,8 @@ def test_pieces_of_clean_up_are_their_text(name: str) -> None:
 
 
 @every_tokenizer
-def test_pieces_of_real_text_are_its_text(name: str) -> None:
-    """What models write: emoji, combining marks, scripts of three bytes, code, spaces."""
+def test_pieces_of_real_text_join_to_it(name: str) -> None:
+    """Emoji, combining marks, scripts of three bytes, code, spaces."""
     tokenizer = make(name)
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -241,13 +241,13 @@ def test_pieces_of_real_text_are_its_text(name: str) -> None:
 
 @every_tokenizer
 def test_no_output_is_no_text(name: str) -> None:
-    """finish() that fails without a token, or decodes a window that is not there."""
+    """`finish` works without any token."""
     assert stream(make(name), []) == [""]
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_special_tokens_inside_a_character(skip_special_tokens: bool) -> None:
-    """A skipped token taken for the end of a character, or a told one for a part of it."""
+    """A skipped token does not end a character; a shown one does."""
     tokenizer = make("bytes")
     ids = byte_ids("bytes", "中".encode())
     ids.insert(2, tokenizer.eos_token_id)
@@ -257,8 +257,8 @@ def test_special_tokens_inside_a_character(skip_special_tokens: bool) -> None:
     assert stream(tokenizer, ids, skip_special_tokens) == pieces
 
 
-def test_a_skipped_first_token_is_not_the_first() -> None:
-    """The space that a first token loses, lost by the second, too, or by none."""
+def test_only_the_first_shown_token_loses_its_space() -> None:
+    """A skipped token before it does not count as the first."""
     tokenizer = make("llama")
     bos, a = tokenizer.convert_tokens_to_ids(["<s>", "▁a"])
     assert stream(tokenizer, [bos, a, bos, a]) == ["", "a", "", " a", ""]
@@ -274,7 +274,7 @@ def test_ids_in_no_vocabulary_have_no_text() -> None:
 
 
 def test_a_character_comes_in_one_piece() -> None:
-    """U+FFFD shown for each part of an emoji, as a plain decode of each token would."""
+    """Not as one U+FFFD for each byte."""
     pieces = stream(make("bytes"), byte_ids("bytes", "a🙂é中".encode()))
     assert pieces == ["a", "", "", "", "🙂", "", "é", "", "", "中", ""]
 
@@ -289,8 +289,8 @@ def test_a_character_comes_in_one_piece() -> None:
      (b"a\xe4\xb8", ["a", "", "", "\ufffd"]),
      (b"\xef\xbf\xbda", ["", "", "", "\ufffda", ""])],  # U+FFFD itself
 )  # fmt: skip
-def test_invalid_bytes_are_told_at_the_next_token(data: bytes, pieces: list[str]) -> None:
-    """A stream that stands still while its text ends with U+FFFD, or that loses a genuine one."""
+def test_invalid_bytes_come_with_the_next_token(data: bytes, pieces: list[str]) -> None:
+    """A stream goes on after invalid bytes, and keeps a genuine U+FFFD."""
     assert stream(make("bytes"), byte_ids("bytes", data)) == pieces
 
 
@@ -301,8 +301,8 @@ def test_invalid_bytes_are_told_at_the_next_token(data: bytes, pieces: list[str]
      (b"\xe4\xe4\xb8\xad", ["", "\ufffd", "\ufffd", "\ufffd", "\ufffd▁", ""]),
      (b"\xe4", ["", "\ufffd▁", ""])],
 )  # fmt: skip
-def test_runs_of_byte_fallback(data: bytes, pieces: list[str]) -> None:
-    """Bytes told that a later byte turns into U+FFFD, or held back when none can any more."""
+def test_bytes_of_a_run_come_when_they_are_certain(data: bytes, pieces: list[str]) -> None:
+    """A later byte may turn them into U+FFFD; they come when no byte can any more."""
     tokenizer = make("gemma")
     ids = [*byte_ids("gemma", data), tokenizer.convert_tokens_to_ids("▁")]
     if pieces[-2] == "a🙂":
@@ -311,22 +311,22 @@ def test_runs_of_byte_fallback(data: bytes, pieces: list[str]) -> None:
 
 
 def test_text_that_looks_like_a_byte_is_no_byte() -> None:
-    """Held back as a byte, or told as the letter A: byte-level BPE may have this token."""
+    """A byte-level BPE may have this token; it is neither delayed nor decoded."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<0x41>"])
     assert stream(tokenizer, [len(tokenizer) - 1] * 2) == ["<0x41>", "<0x41>", ""]
 
 
 def test_clean_up_waits_only_where_it_may_rewrite() -> None:
-    """A whole word, or all text, held back for a clean-up that cannot reach it."""
+    """Text that the clean-up cannot change comes at once."""
     tokenizer = make("cleaned bert")
     ids = tokenizer.convert_tokens_to_ids(["do", "n't", "n", "'", "s", ".", "v", "'", "!"])
     assert stream(tokenizer, ids) == ["do", "n't", "", "", " n's", ".", "", "", " v '!", ""]
 
 
 @pytest.mark.parametrize("name", ["bytes", "merged bytes", "llama", "gemma", "unigram with bytes"])
-def test_what_is_certain_is_told(name: str) -> None:
-    """Text held back although nothing changes it: all continuations tried, only U+FFFD may wait."""
+def test_certain_text_comes_at_once(name: str) -> None:
+    """Against all continuations: only U+FFFD may wait without need."""
     tokenizer = make(name)
     ends = [byte_ids(name, bytes(data)) for data in product(b"a\x80\xa0\xbf", repeat=3)]
 
@@ -343,8 +343,8 @@ def test_what_is_certain_is_told(name: str) -> None:
     run()
 
 
-def test_more_may_be_pending_than_is_context() -> None:
-    """A window cut inside of pending text, where a run of bytes has left much of it."""
+def test_more_tokens_may_be_pending_than_are_context() -> None:
+    """The window must not be cut inside pending text, as after a long run of bytes."""
     tokenizer = make("cleaned unigram")
     quote, a = tokenizer.convert_tokens_to_ids(["'", "a"])
     ids = [a, *byte_ids("cleaned unigram", b" " * 10), quote, a]
@@ -352,8 +352,8 @@ def test_more_may_be_pending_than_is_context() -> None:
 
 
 @pytest.mark.parametrize("name", ["cleaned bytes", "cleaned bert", "joined words"])
-def test_clean_up_holds_back_nothing_else(name: str) -> None:
-    """Whole sentences that wait for the clean-up of their last space."""
+def test_clean_up_delays_nothing_else(name: str) -> None:
+    """Only spaces and the letters of contractions wait."""
     tokenizer = make(name)
 
     @fuzz
@@ -371,7 +371,7 @@ def test_clean_up_holds_back_nothing_else(name: str) -> None:
 
 
 class CountingTokenizer:
-    """The real one, and how many ids it was given to decode."""
+    """A tokenizer that counts the ids it decodes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer, self.num_ids = tokenizer, 0
@@ -399,10 +399,10 @@ LIVE, DEAD = ["<0x41>"], ["<0xFF>"]
      ("cleaned unigram", ["▁", "'", "n"]), ("cleaned bert", ["n", "'"]), ("cleaned bert", ["##n"])],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
-def test_cost_is_linear(name: str, cycle_of: bytes | list[str]) -> None:
-    """A window that only grows, and is decoded at each token: 200 million ids instead of 200,000.
+def test_cost_is_linear_in_the_length(name: str, cycle_of: bytes | list[str]) -> None:
+    """20,000 tokens decode at most 240,000 ids; a window that only grows would take 200 million.
 
-    It would grow by tokens that are skipped, that end no character, or that leave all undecided.
+    It could grow by tokens that are skipped, end no character, or leave all text undecided.
     """
     tokenizer = CountingTokenizer(make(name))
     if isinstance(cycle_of, bytes):
@@ -418,8 +418,8 @@ def test_cost_is_linear(name: str, cycle_of: bytes | list[str]) -> None:
 # The end
 
 
-def test_after_finish_nothing_comes() -> None:
-    """Text told twice by a second finish, or tokens lost in a Detokenizer used twice."""
+def test_nothing_comes_after_finish() -> None:
+    """A second `finish` returns nothing, a later `add` is an error."""
     detokenizer = Detokenizer(make("bytes"))
     detokenizer.add(byte_ids("bytes", b"\xe4")[0])
     assert [detokenizer.finish(), detokenizer.finish()] == ["\ufffd", ""]
@@ -427,10 +427,10 @@ def test_after_finish_nothing_comes() -> None:
         detokenizer.add(1)
 
 
-def test_the_last_resort_is_the_window() -> None:
-    """A decoder that looks back across skipped tokens: what was told is not told again.
+def test_a_decoder_that_looks_back_repeats_no_text() -> None:
+    """Text that has come does not come again, even if the decoder looks back at skipped tokens.
 
-    CTC drops repeated tokens, but not across its padding, which has no text.
+    CTC drops repeated tokens, except across its padding, which has no text.
     """
     vocab = {"<pad>": 0, "a": 1, "b": 2, "|": 3}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))

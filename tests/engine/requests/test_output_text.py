@@ -1,4 +1,4 @@
-"""Stop strings end a text at the same character, wherever tokens begin and end."""
+"""Stop strings end a text at the same character, however it is cut into tokens."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def follow(tokenizer: Any, ids: list[int], **params: Any) -> tuple[OutputText, S
 
 
 def by_character(full: str, stops: list[str]) -> tuple[str, str] | None:
-    """What is left, and the stop: the slow, obvious twin."""
+    """The text before the stop, and the stop: the slow, obvious twin."""
     for end in range(1, len(full) + 1):
         ending = [stop for stop in stops if full[:end].endswith(stop)]
         if ending:
@@ -60,10 +60,10 @@ def by_character(full: str, stops: list[str]) -> tuple[str, str] | None:
     stops=st.lists(st.text("ab ", min_size=1, max_size=4), max_size=4),
     include=st.booleans(),
 )
-def test_a_stop_hangs_on_where_tokens_end(
+def test_a_stop_does_not_depend_on_where_tokens_end(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
-    """Stops that span tokens, overlap, are prefixes of each other, or stand at the very end."""
+    """Stops that span tokens, overlap, are prefixes of each other, or end the text."""
     options: dict[str, Any] = dict(stop=stops, include_stop_str_in_output=include)
     text, seq, count = follow(Words(pieces), list(range(len(pieces))), **options)
     expected = by_character("".join(pieces), stops)
@@ -77,7 +77,7 @@ def test_a_stop_hangs_on_where_tokens_end(
     assert by_character(before, stops) is None, "found later than with the token that completes it"
 
 
-def test_characters_of_several_tokens_are_not_found() -> None:
+def test_stops_of_several_tokens_are_found() -> None:
     ids = TOKENIZER.encode("ein Käse 🙂, bitte", add_special_tokens=False)
     for stop, left in [("ä", "ein K"), ("🙂", "ein Käse "), (" 🙂,", "ein Käse"), ("e, b", None)]:
         text, seq, count = follow(TOKENIZER, ids, stop=[stop])
@@ -86,7 +86,7 @@ def test_characters_of_several_tokens_are_not_found() -> None:
         assert (count < len(ids)) == (left is not None)
 
 
-def test_a_stop_counts_before_min_tokens() -> None:
+def test_stops_before_min_tokens_do_not_count() -> None:
     pieces = ["a", "b", "c", "a", "b"]
     text, _, count = follow(Words(pieces), [0, 1, 2, 3, 4], stop="b", min_tokens=2)
     assert (text.text, count) == ("abca", 5)
@@ -94,8 +94,8 @@ def test_a_stop_counts_before_min_tokens() -> None:
     assert (text.text, count) == ("a", 2)
 
 
-def test_a_token_taken_back_stays_in_the_text() -> None:
-    """After an interrupt the last token is sampled again: it may have completed a stop."""
+def test_a_token_taken_back_leaves_the_text() -> None:
+    """After an interrupt the last token, which may have completed a stop, is sampled again."""
     params = SamplingParams(stop="b")
     text, seq = OutputText(Words(["a", "b", "c"]), params), Sequence([0], params)
     seq.token_ids += [0, 1]
@@ -109,7 +109,7 @@ def test_a_token_taken_back_stays_in_the_text() -> None:
 @pytest.mark.parametrize(
     ("generated", "certain"), [("xy", 2), ("xa", 1), ("xab", 1), ("aab", 1), ("xabd", 4), ("", 0)]
 )
-def test_text_that_may_begin_a_stop_is_told(generated: str, certain: int) -> None:
+def test_text_that_may_begin_a_stop_is_not_certain(generated: str, certain: int) -> None:
     params = SamplingParams(stop=["abc", "zz"])
     text, seq = OutputText(Words(list("abcdxy")), params), Sequence([0], params)
     seq.token_ids += ["abcdxy".index(c) for c in generated]

@@ -1,4 +1,4 @@
-"""The rows on the device say of a decode step what the sequences say, whatever came before."""
+"""The device's rows equal the sequences at every decode step, after any history."""
 
 import random
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Engine:
-    """What an engine does with rows; a token is the number of its step. No model computes it."""
+    """What an engine does with rows, without a model: a token is the number of its step."""
 
     def __init__(self) -> None:
         layout = TableLayout(MOST, MAX_BLOCKS)
@@ -33,7 +33,7 @@ class Engine:
         self.num_changes = 0
 
     def come(self, length: int) -> None:
-        """A sequence begins to run, with all its prompt but the last chunk in the cache."""
+        """A sequence begins to run."""
         params = SamplingParams(temperature=length / 7, seed=length, max_tokens=100)
         seq = Sequence(list(range(length)), params)
         self.seqs.append(seq)
@@ -51,7 +51,7 @@ class Engine:
             seq.block_table.append(self.next_block % 1000)
 
     def prefill(self, seqs: list[Sequence], size: int, num_decodes: int = 0) -> None:
-        """Compute `size` tokens of each of these, or as many as there are."""
+        """Compute `size` tokens of each of these, or as many as are left."""
         for seq in seqs:
             seq.num_scheduled_tokens = min(size, seq.num_uncached_tokens)
         batch = Batch(seqs, is_prefill=True, num_decodes=num_decodes)
@@ -90,7 +90,7 @@ class Engine:
         self.table.write(inputs.changes)
 
     def leave_tokens(self, batch: Batch, rows: torch.Tensor) -> None:
-        """Each gets the number of the step, which only the device knows before the next one."""
+        """Each gets the number of the step; only the device has it before the next step."""
         for seq in self.seqs:
             self.read(seq)
         self.step += 1
@@ -104,7 +104,7 @@ class Engine:
             known_tokens[seq] = self.step
 
     def read(self, seq: Sequence) -> None:
-        """Its token comes to the host, if one is on its way."""
+        """The host reads its token, if one is in flight."""
         if seq.num_pending_tokens:
             seq.token_ids[-1] = known_tokens.pop(seq)
             seq.num_pending_tokens = 0
@@ -131,7 +131,7 @@ class Engine:
         assert not decoding.temperatures[size:].any()
 
 
-known_tokens: dict[Sequence, int] = {}  # those on their way
+known_tokens: dict[Sequence, int] = {}  # those in flight
 
 
 def last_token(seq: Sequence) -> int:
@@ -149,8 +149,8 @@ DOINGS = {
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_say_something_else(seed: int) -> None:
-    """Tokens arrive a step late; sequences come, go and come back, in chunks or not, and fail."""
+def test_rows_equal_the_sequences(seed: int) -> None:
+    """Tokens arrive a step late; sequences come, end, are preempted, have chunks; steps fail."""
     engine, rng = Engine(), random.Random(seed)
     known_tokens.clear()
     done: set[str] = set()
@@ -196,7 +196,7 @@ def test_rows_say_something_else(seed: int) -> None:
     assert done == DOINGS.keys()
 
 
-def test_a_step_like_the_last_one_is_told_of() -> None:
+def test_a_decode_step_writes_only_new_blocks() -> None:
     engine = Engine()
     known_tokens.clear()
     for length in (3, 9, 6):
@@ -211,8 +211,8 @@ def test_a_step_like_the_last_one_is_told_of() -> None:
     assert changes[1:] == (tokens % BLOCK_SIZE == 1).sum(axis=1).tolist(), "new blocks, and no more"
 
 
-def test_rows_run_out() -> None:
-    """There are as many as run: those that have ended give theirs, and nobody else."""
+def test_rows_of_ended_sequences_are_used_again() -> None:
+    """There is one row for each running sequence; the others keep theirs."""
     engine = Engine()
     known_tokens.clear()
     for number in range(30):
@@ -229,8 +229,8 @@ def test_rows_run_out() -> None:
 @pytest.mark.parametrize(
     "name", ["decode", "_change_blocks", "_rows_of", "_take_row", "_take_changes"]
 )
-def test_what_ctrl_c_cut_off_is_trusted(name: str) -> None:
-    """Before any line, while one sequence comes and the others' tables grow: all start over."""
+def test_rows_are_right_after_ctrl_c(name: str) -> None:
+    """Ctrl-C before any line, while a sequence comes and tables grow: all sequences restart."""
     code, struck = getattr(Ledger, name).__code__, 0
     for line in sorted({line for _, _, line in code.co_lines() if line is not None}):
         engine = Engine()
@@ -256,8 +256,8 @@ def test_what_ctrl_c_cut_off_is_trusted(name: str) -> None:
     assert struck >= 4
 
 
-def test_row_has_the_token_of_another() -> None:
-    """Of one as long, that had it before: a prompt of which the last token is left to decode."""
+def test_a_row_has_no_token_of_its_earlier_owner() -> None:
+    """A prompt whose last token is decoded gets the row of a sequence of the same length."""
     engine = Engine()
     known_tokens.clear()
     for _ in range(engine.ledger.layout.num_rows - 1):
@@ -272,7 +272,7 @@ def test_row_has_the_token_of_another() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.7, 1e37, 1e300])
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
-def test_numbers_do_not_fit_into_words(temperature: float, seed: int) -> None:
+def test_keys_and_temperatures_fit_into_words(temperature: float, seed: int) -> None:
     seq = Sequence([1], SamplingParams(temperature=temperature, seed=seed), index=int(seed > 1))
     seq.block_table, seq.num_scheduled_tokens = [0], 1
     layout = TableLayout(1, 1)

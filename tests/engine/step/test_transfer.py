@@ -1,4 +1,4 @@
-"""What is uploaded while the device is busy arrives whole, and where it is waited for."""
+"""Arrays that are uploaded while the device is busy arrive whole and in order."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from nanovllm.engine.step.transfer import download, upload, upload_ahead
 
 
-def test_the_cpu_copies() -> None:
+def test_the_cpu_shares_memory() -> None:
     array = np.arange(10)
     tensors = [upload(array, torch.device("cpu")), *upload_ahead(torch.device("cpu"), array)]
     tensors.append(download(tensors[0]))
@@ -16,8 +16,8 @@ def test_the_cpu_copies() -> None:
 
 
 @pytest.mark.cuda
-def test_uploads_overtake_each_other_or_their_readers() -> None:
-    """All are copied while the device still sleeps; memory that is given up is handed out again."""
+def test_uploads_keep_their_order_and_their_memory() -> None:
+    """All are copied while the device still sleeps; freed memory is used again."""
     device = torch.device("cuda")
     sums = []
     torch.cuda._sleep(200_000_000)
