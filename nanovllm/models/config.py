@@ -1,7 +1,7 @@
 """ModelConfig: the contents of a checkpoint's `config.json`, with one name for each field.
 
 It reads only JSON: no PyTorch, no transformers. An absent field gets the architecture's default
-(`registry.py`), or is an error if there is none. A value that is not supported is an error.
+(`registry.py`), or is an error without one. A value that is not supported is an error.
 """
 
 import json
@@ -133,8 +133,8 @@ class ModelConfig:
         raw = {**architecture.defaults, **raw, **architecture.fixed}
         num_heads, num_kv_heads, head_dim = _heads(raw)
 
-        def has_bias(says: bool | str) -> bool:
-            return _flag(raw, says) if isinstance(says, str) else says
+        def has_bias(bias: bool | str) -> bool:
+            return _flag(raw, bias) if isinstance(bias, str) else bias
 
         return cls(
             architecture=name,

@@ -53,7 +53,8 @@ class NcclRanks(ProcessRanks):
     def connect(self) -> None:
         """Connect to the other ranks. NCCL would wait forever for a rank that dies meanwhile.
 
-        So rank 0 connects in a thread, and abandons it then: NCCL's wait cannot be interrupted.
+        So rank 0 connects in a thread, and abandons the thread if a rank dies: NCCL's wait cannot
+        be interrupted.
         """
         if self.rank > 0:
             self._store = find_store(self.address, self.size)
