@@ -33,7 +33,7 @@ from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine import startup
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.ranks.codec import encode
-from nanovllm.engine.ranks.nccl_ranks import MEETING, NcclRanks
+from nanovllm.engine.ranks.nccl_ranks import CONNECT_TIMEOUT, NcclRanks
 from nanovllm.engine.ranks.shared_ranks import SharedRanks
 from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.engine.workers import RankError, Worker, Workers
@@ -504,7 +504,7 @@ def test_ranks_may_load_at_different_speeds(
     load = startup.load_shard
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(MEETING.total_seconds() + 1.0)
+        time.sleep(CONNECT_TIMEOUT.total_seconds() + 1.0)
         return load(*arguments)
 
     monkeypatch.setattr(startup, "load_shard", slow)  # rank 0's
