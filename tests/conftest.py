@@ -53,13 +53,22 @@ SHAPE: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-# What these have in common takes long to make: one worker runs all tests of a file.
+# The fixtures of these files take long to make: one worker runs all tests of a file.
 FOR_ONE_WORKER = ("tests/kernels/test_ahead_of_time.py", "tests/test_ray.py")
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One worker for each core, 8 at most; with a GPU none, as all would share its memory."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # pytest-xdist reads it
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return 0 if torch.cuda.is_available() else min(cores, 8)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let workers take one test at a time, or a whole file of `FOR_ONE_WORKER`."""
+    """Give workers one test after the other, but a file of `FOR_ONE_WORKER` to one of them."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -176,8 +185,18 @@ def sampler_inputs(
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tensors this small lose by a second thread, the more so where the cores are shared."""
+    yield from with_threads(1)
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """PyTorch and the kernels divide their work, also in a worker that has one thread."""
+    yield from with_threads(2)
+
+
+def with_threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     yield
     torch.set_num_threads(before)
 

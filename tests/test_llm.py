@@ -636,6 +636,7 @@ class InterruptAt:
         return self.line is not None and self.executed[self.line] >= self.nth
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 def test_the_engine_survives_ctrl_c_before_any_line(model_dir: Path) -> None:
     """Ctrl-C before each line of the engine's bookkeeping leaves queues and blocks consistent.
@@ -983,6 +984,7 @@ def test_extreme_temperatures_give_tokens_without_warnings(llm: LLM, temperature
         assert len(set(output["token_ids"])) > 1, "nearly uniform: 1 in 4e9 runs of a right one"
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_cleanly_with_open_engines(model_dir: Path) -> None:
     """Exit code 0, no traceback from a destructor, no hang."""
     script = f"""

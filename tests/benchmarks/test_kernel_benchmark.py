@@ -43,6 +43,7 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} in the figures")
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_kernel(tmp_path: Path) -> None:
     interpret = not torch.cuda.is_available()
     done = run_cli("--quick", "--json", str(tmp_path / "figures.json"), interpret=interpret)

@@ -18,6 +18,7 @@ def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--cold",)])
 def test_a_small_run_measures_and_removes_its_files(
     tmp_path: Path, options: tuple[str, ...]

@@ -217,6 +217,7 @@ def test_a_pipe_gets_only_the_answer() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"46\n", b"")
 
 
+@pytest.mark.slow
 def test_json_has_whole_outputs() -> None:
     """Windows' line ends are not part of the prompts; -v logs what the engine does."""
     argv = ("generate", "--lines", "--json", "-v", "--temperature", "0", "--logprobs", "1")
@@ -229,6 +230,7 @@ def test_json_has_whole_outputs() -> None:
     assert re.search(r"nanovllm: KV cache: \d+ tokens in", log)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_command_quietly() -> None:
     """There is more text than a pipe holds."""
     argv = ["generate", *["12+34="] * 50, "--json", "--logprobs", "100", "--ignore-eos"]
@@ -316,6 +318,7 @@ def open_terminal() -> Iterator[Callable[..., Terminal]]:
         terminal.close()
 
 
+@pytest.mark.slow
 def test_a_chat_in_a_terminal(
     open_terminal: Callable[..., Terminal],
 ) -> None:

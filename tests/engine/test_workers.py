@@ -41,7 +41,7 @@ from nanovllm.models.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "deadline")
 
-DEADLINE = 120.0  # seconds after which a test is taken to hang
+DEADLINE = 240.0  # seconds after which a test is taken to hang
 SOON = 10.0  # seconds in which a failure shows, and in which processes end
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 IDS = [[3, 14, 15, 92, 65], [35, 89, 79]]
@@ -283,6 +283,7 @@ def loading(path: Path, file: str = "weights") -> Iterator[None]:
 # A rank is killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
@@ -323,6 +324,7 @@ def test_a_killed_rank_raises_rank_error(
         assert capfd.readouterr().err == "", "the other ranks print something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pause", [0.0, 0.5])
 @pytest.mark.parametrize("number", [signal.SIGKILL, 40])
@@ -353,6 +355,7 @@ def test_a_stopped_rank_ends_with_the_caller() -> None:
         assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_ranks_import_the_callers_nanovllm(tmp_path: Path) -> None:
     """Also if a relative path in `sys.path` means another folder by now."""
     shutil.copytree(Path(nanovllm.__file__).parent, tmp_path / "lib" / "nanovllm")
@@ -383,6 +386,7 @@ def test_a_rank_killed_after_its_last_message_is_reported(model_dir: Path) -> No
         generate(llm)
 
 
+@pytest.mark.slow
 def test_a_message_longer_than_the_ring_does_not_wait_for_a_dead_rank(model_dir: Path) -> None:
     """The rank is stopped, the ring fills, then the rank is killed."""
     warm_up("cpu", model_dir)
@@ -401,6 +405,7 @@ def test_a_message_longer_than_the_ring_does_not_wait_for_a_dead_rank(model_dir:
         assert_closed(llm, "rank 1 of 2 was killed")
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_loading_raises_rank_error(
     model_dir: Path, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +500,7 @@ def test_a_rank_killed_while_ranks_connect_raises_rank_error(
     assert children() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks_may_load_at_different_speeds(
     device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -512,6 +518,7 @@ def test_ranks_may_load_at_different_speeds(
         generate(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_raises_in_a_step_raises_rank_error(
@@ -563,6 +570,7 @@ def test_an_error_of_rank_0_ends_the_others(device: str, moment: str, model_dir:
         assert_closed(llm, "rank 0 raised MemoryError")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -599,6 +607,7 @@ def test_a_checkpoint_that_no_rank_can_load_raises_rank_0s_error(
 # Engines end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_close_leaves_nothing(device: str, model_dir: Path) -> None:
     """A second close is harmless; a call after it raises an error that says so."""
@@ -617,6 +626,7 @@ def test_close_leaves_nothing(device: str, model_dir: Path) -> None:
         assert generate(llm) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_collection_leaves_nothing(device: str, model_dir: Path) -> None:
     warm_up(device, model_dir)
@@ -657,6 +667,7 @@ def test_engines_listen_to_this_machine_alone(device: str, model_dir: Path) -> N
     assert set(listeners()) <= set(before)
 
 
+@pytest.mark.slow
 def test_twenty_engines_leave_nothing(model_dir: Path) -> None:
     """One after the other; the allocator may keep a tenth of a MiB for each."""
     warm_up("cpu", model_dir)
@@ -676,6 +687,7 @@ def test_twenty_engines_leave_nothing(model_dir: Path) -> None:
     assert resident_mib() - before < 1.5
 
 
+@pytest.mark.slow
 def test_two_engines_are_independent() -> None:
     """They share no port, ring or process group."""
     problems = sample_problems(24)
@@ -852,6 +864,7 @@ def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
     assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "command", "stdin"])
 def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
     """Ranks do not run the script, which would start ranks again."""

@@ -171,6 +171,7 @@ def common_prefix(texts: list[str]) -> str:
 # All of the text, and nothing but the text
 
 
+@pytest.mark.slow
 @every_tokenizer
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_pieces_of_any_ids_join_to_their_text(name: str, skip_special_tokens: bool) -> None:
