@@ -67,6 +67,13 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Compile the CPU's kernels once, before all workers need them at the same time."""
+    with contextlib.suppress(RuntimeError):  # tests that need them say why there are none
+        library()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give workers one test after the other, but a file of `FOR_ONE_WORKER` to one of them."""
     from xdist.scheduler import LoadScopeScheduling

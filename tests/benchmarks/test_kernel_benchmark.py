@@ -58,6 +58,7 @@ def test_a_quick_run_measures_every_kernel(tmp_path: Path) -> None:
         assert min(row["ours_us"], row["twin_us"], row["floor_us"], row["speedup"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interpret", "message"),
     [

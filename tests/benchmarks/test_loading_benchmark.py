@@ -34,6 +34,7 @@ def test_a_small_run_measures_and_removes_its_files(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [("--gb", "0"), ("--files", "0"), ("--repeats", "0")])
 def test_an_impossible_size_is_a_usage_error(tmp_path: Path, option: tuple[str, str]) -> None:
     done = run_cli(tmp_path, *option)

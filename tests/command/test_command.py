@@ -147,6 +147,7 @@ def test_common_options_work_before_and_after_the_command(capsys: Any) -> None:
     assert make_parser().parse_args(["generate"]).verbose is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-06B", "./nope"])
 def test_a_missing_tokenizer_fails_quickly(name: str) -> None:
     """At a port without a server, retries would take 46 seconds."""

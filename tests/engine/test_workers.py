@@ -345,6 +345,7 @@ def test_the_next_call_reports_a_rank_killed_while_idle(
         assert_closed(llm, reason)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_with_the_caller() -> None:
     """A stopped process handles no signal except SIGKILL."""
     with running("llm = make()\ntell(llm.model_runner.workers)\ntime.sleep(100)") as process:
@@ -433,6 +434,7 @@ def test_a_rank_killed_while_loading_raises_rank_error(
         assert time.monotonic() - killed[0] < SOON
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_imports", ["none", "some"])
 def test_a_rank_killed_at_once_raises_rank_error(
     num_imports: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -455,6 +457,7 @@ def test_a_rank_killed_at_once_raises_rank_error(
 # A rank raises
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_reports_why(
     model_dir: Path, copy_of_model: Callable[[], Path], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -548,6 +551,7 @@ def test_a_rank_that_raises_in_a_step_raises_rank_error(
         assert_closed(llm, reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moment", ["prefill", "between layers", "decode"])
 def test_an_error_of_rank_0_ends_the_others(device: str, moment: str, model_dir: Path) -> None:
@@ -669,22 +673,28 @@ def test_engines_listen_to_this_machine_alone(device: str, model_dir: Path) -> N
 
 @pytest.mark.slow
 def test_twenty_engines_leave_nothing(model_dir: Path) -> None:
-    """One after the other; the allocator may keep a tenth of a MiB for each."""
+    """One after the other; the allocator may keep a tenth of a MiB for each.
+
+    It may also move what other tests have left, once: a leak shows in the next twenty, too.
+    """
     warm_up("cpu", model_dir)
 
     def resident_mib() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
-    expected = None
-    for turn in range(20):
-        with nothing_left(), make_llm(model_dir) as llm:
-            expected = expected or generate(llm)
-            assert generate(llm) == expected
-        if turn == 4:
-            gc.collect()
-            before = resident_mib()
-    gc.collect()
-    assert resident_mib() - before < 1.5
+    def growth() -> float:
+        expected = None
+        for turn in range(20):
+            with nothing_left(), make_llm(model_dir) as llm:
+                expected = expected or generate(llm)
+                assert generate(llm) == expected
+            if turn == 4:
+                gc.collect()
+                before = resident_mib()
+        gc.collect()
+        return resident_mib() - before
+
+    assert growth() < 1.5 or growth() < 1.5
 
 
 @pytest.mark.slow
@@ -746,6 +756,7 @@ def assert_gone(pids: list[int]) -> None:
     assert gone, f"{len(left)} of {len(pids)} processes are left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
     [
@@ -777,6 +788,7 @@ def test_ranks_end_with_the_caller(work: str) -> None:
     assert shared_memory() <= before
 
 
+@pytest.mark.slow
 def test_a_forked_process_cannot_use_or_block_the_engine() -> None:
     """It has copies of all sockets; closing still ends the ranks, and using them is an error."""
     with running("""
@@ -805,6 +817,7 @@ os.kill(child, signal.SIGKILL)
         assert err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["index", "weights"])
 def test_ranks_that_load_end_with_the_caller(file: str, endless_model: Path) -> None:
     """Reading from a network file system may take forever."""
@@ -817,6 +830,7 @@ def test_ranks_that_load_end_with_the_caller(file: str, endless_model: Path) -> 
             assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_the_engine_works_after_ctrl_c() -> None:
     """The terminal sends it to the whole group; only the caller acts on it, once."""
     with running("""
@@ -852,6 +866,7 @@ for turn in range(3):
     assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
     """Rank 0 waits for ranks that load."""
     with running(f"load_other({str(endless_model)!r})\nmake()") as process:
@@ -884,6 +899,7 @@ def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
     assert is_gone(int(pids)), "a process outlives its parent"
 
 
+@pytest.mark.slow
 def test_two_scripts_at_a_time_are_independent() -> None:
     code = "llm = make()\nsolve(llm)\nsolve(llm)\n"
     with running(code) as one, running(code) as other:
@@ -892,6 +908,7 @@ def test_two_scripts_at_a_time_are_independent() -> None:
             assert process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["raise KeyError('mine')", "cycle = [llm]\ncycle.append(cycle)\ndel llm"],
     ids=["exception", "cycle"],

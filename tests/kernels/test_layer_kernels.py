@@ -153,6 +153,7 @@ def assert_activates_as_its_twin(shape: Rows, tested: Implementation) -> None:
     assert torch.equal(x, before), "the input was changed"
 
 
+@pytest.mark.slow
 @kernel_settings(60)
 @given(ROWS.filter(lambda shape: shape.size % 2 == 0))
 @example(Rows(1, 2))

@@ -250,6 +250,7 @@ def draw(seqs: list[Sequence], logits: torch.Tensor) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -388,6 +388,7 @@ class CountingTokenizer:
 LIVE, DEAD = ["<0x41>"], ["<0xFF>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cycle_of"),
     [("bytes", b"plain text "), ("bytes", "中🙂".encode()), ("bytes", b"\x80"), ("bytes", b"\xf0"),
