@@ -115,6 +115,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         num_hidden_layers=3,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "SmolLM3, every other layer without rotation": dict(
+        family="SmolLM3", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]
+    ),
+    "SmolLM3, biases, tied": dict(
+        family="SmolLM3", num_hidden_layers=4, attention_bias=True, tie_word_embeddings=True
+    ),
     "Phi3": dict(family="Phi3"),
     "Phi3, longrope within the trained length": dict(
         family="Phi3",

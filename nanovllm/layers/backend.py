@@ -101,14 +101,20 @@ def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     kernels.sample(x, ones, ones.long())
     one, word = ones.long(), ones.int()
     kernels.read_table(TableState(one, one, word, ones, word - 1, word[None]), 1, 1, 2)
-    qkv = torch.zeros(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, **options)
-    angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
-    no_slot = torch.full((1,), -1, device=spec.device)
-    empty = KVLayer(qkv.new_empty(0), qkv.new_empty(0), 1.0, None)
-    kernels.norm_rope_store(qkv, spec.num_kv_heads, (angles, angles), None, 0.0, empty, no_slot)
+    _try_attention_inputs(kernels, spec)
     matrix = torch.zeros(64, 64, **options)
     if few_rows := kernels.few_rows([matrix]):
         _, scaled = few_rows.add(matrix[:1], matrix, None, matrix[:1], matrix[0], 1.0)
         few_rows.linear(scaled, matrix)
         few_rows.gated(scaled, matrix)
     return kernels
+
+
+def _try_attention_inputs(kernels: Kernels, spec: AttentionSpec) -> None:
+    """Rotate a token, without a cache."""
+    options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
+    qkv = torch.zeros(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, **options)
+    angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
+    no_slot = torch.full((1,), -1, device=spec.device)
+    empty = KVLayer(qkv.new_empty(0), qkv.new_empty(0), 1.0, None)
+    kernels.norm_rope_store(qkv, spec.num_kv_heads, (angles, angles), None, 0.0, empty, no_slot)

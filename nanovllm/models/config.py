@@ -41,7 +41,7 @@ class ModelConfig:
     """The shape of a decoder; `rope_parameters` holds `rope_type`, `rope_theta` and its factors.
 
     `sliding_windows` has an entry for each layer: how many tokens back it attends, itself counted,
-    or None for all.
+    or None for all. `rotated_layers` says which layers rotate queries and keys.
     """
 
     architecture: str
@@ -63,6 +63,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     sliding_windows: tuple[int | None, ...]
+    rotated_layers: tuple[bool, ...]
     experts: ExpertsConfig | None = None
 
     @property
@@ -176,6 +177,7 @@ class ModelConfig:
             o_bias=flag(architecture.o_bias),
             mlp_bias=flag(architecture.mlp_bias),
             sliding_windows=_sliding_windows(raw),
+            rotated_layers=_rotated_layers(raw, architecture),
             experts=_experts(raw) if architecture.experts else None,
         )
 
@@ -220,6 +222,20 @@ def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     if SLIDING in types and window is None:
         raise ValueError("layer_types asks for sliding-window attention, sliding_window for none")
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _rotated_layers(raw: Mapping[str, Any], architecture: Architecture) -> tuple[bool, ...]:
+    """All layers, or those with a 1 in `no_rope_layers`; without it all but every Nth."""
+    num_layers = check_int("num_hidden_layers", raw["num_hidden_layers"], 1)
+    if not architecture.unrotated_layers:
+        return (True,) * num_layers
+    flags = raw["no_rope_layers"]
+    if flags is None:
+        interval = check_int("no_rope_layer_interval", raw["no_rope_layer_interval"], 1)
+        return tuple(index % interval != 0 for index in range(1, num_layers + 1))
+    if not isinstance(flags, list) or len(flags) < num_layers:
+        raise ValueError(f"no_rope_layers must be a list of {num_layers} numbers, got {flags!r}")
+    return tuple(bool(check_int("no_rope_layers", flag, 0, 1)) for flag in flags[:num_layers])
 
 
 def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:

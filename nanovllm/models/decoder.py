@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 class SelfAttention(nn.Module):
     """Grouped-query attention, in some models with a norm on each query and key head."""
 
-    def __init__(self, config: ModelConfig, window: int | None, ranks: Ranks) -> None:
+    def __init__(
+        self, config: ModelConfig, window: int | None, rotated: bool, ranks: Ranks
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
@@ -50,13 +52,14 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.rotated = rotated
         self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim, window)
 
     def attend(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
         """From one projection to the other: [T, (H + 2 * KVH) * D] -> [T, H * D]."""
         qkv = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
-        attended: torch.Tensor = self.attn(qkv, rope, norms)
+        attended: torch.Tensor = self.attn(qkv, rope if self.rotated else None, norms)
         return attended.flatten(1)
 
 
@@ -104,7 +107,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, ranks: Ranks, whole_experts: bool) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, config.sliding_windows[index], ranks)
+        self.self_attn = SelfAttention(
+            config, config.sliding_windows[index], config.rotated_layers[index], ranks
+        )
         self.mlp: nn.Module
         if config.experts and index in config.experts.layers:
             self.mlp = SparseMLP(config.hidden_size, config.experts, ranks, whole_experts)

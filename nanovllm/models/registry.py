@@ -24,6 +24,7 @@ class Architecture:
     mlp_bias: bool | str = False
     experts: bool = False  # of its feed-forward layers, some are experts that tokens choose from
     partial_rotary: bool = False  # the config may say that a part of each head is rotated
+    unrotated_layers: bool = False  # the config says which layers rotate nothing
     rope_types: Mapping[str, str] = field(default_factory=dict)  # old names of types
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -82,6 +83,20 @@ ARCHITECTURES: dict[str, Architecture] = {
             "eos_token_id": 2,
         },
         fixed={"use_sliding_window": True, **EVERY_LAYER},
+    ),
+    # Every fourth layer rotates nothing, unless `no_rope_layers` says otherwise.
+    "SmolLM3ForCausalLM": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        unrotated_layers=True,
+        defaults={
+            "num_key_value_heads": 4, "head_dim": None, "attention_bias": False,
+            "mlp_bias": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768,
+            "rope_theta": 2_000_000.0, "use_sliding_window": False, "sliding_window": None,
+            "no_rope_layers": None, "no_rope_layer_interval": 4, "tie_word_embeddings": True,
+            "eos_token_id": 128_001,
+        },
     ),
     # Phi 3, 3.5 and 4, in their text-only forms. Its files hold qkv_proj and gate_up_proj fused.
     "Phi3ForCausalLM": Architecture(

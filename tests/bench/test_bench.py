@@ -66,6 +66,7 @@ class TestCounts:
         rms_norm_eps=1e-6, max_position_embeddings=64, tie_word_embeddings=True,
         rope_parameters={}, dtype="bfloat16", eos_token_ids=frozenset(), qk_norm=True,
         qkv_bias=False, o_bias=False, mlp_bias=False, sliding_windows=(None,) * 3,
+        rotated_layers=(True,) * 3,
     )  # fmt: skip
 
     def test_params(self) -> None:

@@ -267,6 +267,9 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "Mistral": dict(family="Mistral", num_attention_heads=8, num_key_value_heads=4),
     "Qwen2": dict(family="Qwen2", num_attention_heads=8, num_key_value_heads=2),
+    "SmolLM3": dict(
+        family="SmolLM3", num_attention_heads=8, num_key_value_heads=2, no_rope_layers=[0, 1]
+    ),
     "Phi3": dict(family="Phi3", num_attention_heads=8, num_key_value_heads=2),
     "MoE": dict(
         family="Qwen3Moe",

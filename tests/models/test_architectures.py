@@ -53,6 +53,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                   max_position_embeddings=8192, rms_norm_eps=1e-5, eos_token_id=0),
         134_515_008,
     ),
+    "SmolLM3-3B": (
+        published("SmolLM3ForCausalLM", 2048, 36, 16, 4, 11008, 128256, True, rope_theta=5e6,
+                  max_position_embeddings=65536, rms_norm_eps=1e-6, eos_token_id=128012,
+                  use_sliding_window=False, attention_bias=False, mlp_bias=False,
+                  no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4),
+        3_075_098_624,
+    ),
     "TinyLlama-1.1B": (
         published("LlamaForCausalLM", 2048, 22, 32, 4, 5632, 32000, False,
                   max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=1e4),
@@ -251,6 +258,38 @@ def test_which_layers_have_a_window(
 
 
 # Experts
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotated"),
+    [
+        ({}, (True, True, True, False)),
+        (dict(no_rope_layers=None), (True, True, True, False)),
+        (dict(no_rope_layers=None, no_rope_layer_interval=2), (True, False, True, False)),
+        (dict(no_rope_layers=[0, 1, 1, 0, 1]), (False, True, True, False)),
+    ],
+)
+def test_the_config_says_which_layers_rotate(
+    tmp_path: Path, fields: dict[str, Any], rotated: tuple[bool, ...]
+) -> None:
+    raw = PUBLISHED["SmolLM3-3B"][0] | dict(num_hidden_layers=4) | fields
+    assert read(tmp_path, raw).rotated_layers == rotated
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (dict(no_rope_layers=[1, 0]), "no_rope_layers must be a list of 36 numbers, got [1, 0]"),
+        (dict(no_rope_layers=5), "no_rope_layers must be a list of 36 numbers, got 5"),
+        (dict(no_rope_layers=[2] * 36), "no_rope_layers must be in [0, 1], got 2"),
+        (dict(no_rope_layers=None, no_rope_layer_interval=0), "no_rope_layer_interval must be"),
+    ],
+)
+def test_bad_unrotated_layers_are_refused(
+    tmp_path: Path, fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(says)):
+        read(tmp_path, PUBLISHED["SmolLM3-3B"][0] | fields)
 
 
 @pytest.mark.parametrize(

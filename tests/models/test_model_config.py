@@ -90,6 +90,7 @@ def test_published_configs_are_read_in_both_spellings(tmp_path: Path, size: str)
         o_bias=False,
         mlp_bias=False,
         sliding_windows=(None,) * layers,
+        rotated_layers=(True,) * layers,
     )
     assert read(tmp_path, published(size)) == expected
     assert read(tmp_path, spelt_as_5(published(size))) == expected

@@ -54,12 +54,11 @@ def plan_prefill(
     for members in group_by_length(list(zip(q_lens, k_lens, strict=True))):
         num_queries = max(q_lens[i] for i in members)
         num_keys = max(k_lens[i] for i in members)
-        starts = torch.tensor([q_ends[i] for i in members], device=device)
-        lens = torch.tensor([q_lens[i] for i in members], device=device)
-        within = torch.arange(num_queries, device=device).expand(len(members), -1)
-        q_rows = starts[:, None] + torch.minimum(within, lens[:, None] - 1)
+        starts, lens = (
+            torch.tensor([values[i] for i in members], device=device) for values in (q_ends, q_lens)
+        )
+        q_rows, real = _padded_rows(starts, lens, num_queries)
         out = num_out + torch.arange(q_rows.numel(), device=device).view_as(q_rows)
-        real = within < lens[:, None]
         out_rows[q_rows[real]] = out[real]
         num_out += q_rows.numel()
         tables = None
@@ -76,6 +75,14 @@ def plan_prefill(
             )
         )
     return PrefillPlan(groups, out_rows)
+
+
+def _padded_rows(
+    starts: torch.Tensor, lens: torch.Tensor, num_queries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [B, Q] of each sequence's queries, its last one repeated, and which are not padding."""
+    within = torch.arange(num_queries, device=starts.device).expand(len(starts), -1)
+    return starts[:, None] + torch.minimum(within, lens[:, None] - 1), within < lens[:, None]
 
 
 def prefill_attention(
