@@ -229,6 +229,10 @@ def kernel_device() -> str:
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
+    call = interpreter.InterpretedFunction.__call__
+    get_np_dtype = interpreter._get_np_dtype
+    patched: set[str] = set()
+    np_dtypes: dict[str, Any] = {}
 
     def rounding(x: Any, source: Any, target: Any, mode: Any) -> Any:
         """GPUs round float32 to bfloat16; the interpreter cuts it off."""
@@ -236,6 +240,23 @@ def kernel_device() -> str:
             return convert(x, source, target, mode)
         return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
 
+    def quick_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """The interpreter patches Triton's language at each call; once for each module will do."""
+        module = function.fn.__module__
+        if module in patched:
+            return function.rewrite()(*args, **kwargs)
+        patched.add(module)
+        return call(function, *args, **kwargs)
+
+    def quick_np_dtype(type_: Any) -> Any:
+        """The interpreter builds a table at each call."""
+        name = type_.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = get_np_dtype(type_)
+        return np_dtypes[name]
+
+    interpreter.InterpretedFunction.__call__ = quick_call
+    interpreter._get_np_dtype = quick_np_dtype
     interpreter._convert_float = rounding
     return "cpu"
 
