@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo check test lint types bench clean
 
 demo: $(VENV)/.installed  ## set up, and run the example on the embedded model
 	$(BIN)/python example.py
 
-test: $(VENV)/.testing  ## set up, and run the tests
-	$(BIN)/python -m pytest
+check: lint types  ## what to run after each change: lint, types and the fast tests
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+test: $(VENV)/.testing  ## set up, and run all tests
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.testing  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -53,13 +53,29 @@ SHAPE: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-# What these have in common takes long to make: one worker runs all tests of a file.
+# The fixtures of these files take long to make: one worker runs all tests of a file.
 FOR_ONE_WORKER = ("tests/kernels/test_ahead_of_time.py", "tests/test_ray.py")
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One worker for each core, 8 at most; with a GPU none, as all would share its memory."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # pytest-xdist reads it
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return 0 if torch.cuda.is_available() else min(cores, 8)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Compile the CPU's kernels once, before all workers need them at the same time."""
+    with contextlib.suppress(RuntimeError):  # tests that need them say why there are none
+        library()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let workers take one test at a time, or a whole file of `FOR_ONE_WORKER`."""
+    """Give workers one test after the other, but a file of `FOR_ONE_WORKER` to one of them."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -176,8 +192,18 @@ def sampler_inputs(
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tensors this small lose by a second thread, the more so where the cores are shared."""
+    yield from with_threads(1)
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """PyTorch and the kernels divide their work, also in a worker that has one thread."""
+    yield from with_threads(2)
+
+
+def with_threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     yield
     torch.set_num_threads(before)
 
@@ -203,6 +229,10 @@ def kernel_device() -> str:
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
+    call = interpreter.InterpretedFunction.__call__
+    get_np_dtype = interpreter._get_np_dtype
+    patched: set[str] = set()
+    np_dtypes: dict[str, Any] = {}
 
     def rounding(x: Any, source: Any, target: Any, mode: Any) -> Any:
         """GPUs round float32 to bfloat16; the interpreter cuts it off."""
@@ -210,6 +240,23 @@ def kernel_device() -> str:
             return convert(x, source, target, mode)
         return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
 
+    def quick_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """The interpreter patches Triton's language at each call; once for each module will do."""
+        module = function.fn.__module__
+        if module in patched:
+            return function.rewrite()(*args, **kwargs)
+        patched.add(module)
+        return call(function, *args, **kwargs)
+
+    def quick_np_dtype(type_: Any) -> Any:
+        """The interpreter builds a table at each call."""
+        name = type_.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = get_np_dtype(type_)
+        return np_dtypes[name]
+
+    interpreter.InterpretedFunction.__call__ = quick_call
+    interpreter._get_np_dtype = quick_np_dtype
     interpreter._convert_float = rounding
     return "cpu"
 

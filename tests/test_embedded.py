@@ -55,6 +55,7 @@ def test_the_model_adds() -> None:
         assert out["token_ids"][-1] in llm.eos_token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -2,10 +2,13 @@
 
 import asyncio
 
+import pytest
 from reference import make_llm
 
 from nanovllm import SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
+
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def test_an_engine_works_beside_an_event_loop() -> None:

@@ -179,6 +179,7 @@ def test_greedy_equals_transformers_with(name: str, standard: Case) -> None:
         audit_at_rest(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CROWDED)
 def test_hundreds_of_preemptions_keep_the_output_with(name: str, crowd: Case) -> None:
     with make_llm(crowd.path, **CROWDED[name]) as llm:
@@ -196,6 +197,7 @@ def test_hundreds_of_preemptions_keep_the_output_with(name: str, crowd: Case) ->
         audit_at_rest(llm)
 
 
+@pytest.mark.slow
 def test_known_lengths_avoid_recomputation(crowd: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forecast delays requests that would be preempted: less is computed twice."""
     computed = []
@@ -297,11 +299,13 @@ def test_float32_logits_on_the_device_equal_transformers(
 # Every variant of the model, with the defaults and with the hardest options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_logits_of_a_variant_equal_transformers(backend: str, variant: Case) -> None:
     check_logits(variant, attention_backend=backend)
 
 
+@pytest.mark.slow
 def test_a_variant_equals_transformers_with_chunks_and_preemptions(variant: Case) -> None:
     with make_llm(variant.path, **HARD) as llm:
         assert_same(generate(llm, variant), variant.expected)

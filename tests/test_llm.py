@@ -574,14 +574,18 @@ def test_the_engine_survives_a_signal_at_any_time(model_dir: Path) -> None:
     prompts = [[n + 1] * (3 + 5 * n) for n in range(6)]
     params = [greedy(150 + 10 * n) for n in range(6)]
     with make_llm(model_dir, num_kvcache_blocks=200) as llm:
+
+        def interrupted_after(seconds: float) -> None:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            generate(llm, prompts, params)
+
         expected = tokens(generate(llm, prompts, greedy(30)))
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         gc.disable()  # hypothesis times collections in a callback, which swallows a Ctrl-C
         try:
             for n in range(20):
-                signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0031 * n)
                 with pytest.raises(KeyboardInterrupt):
-                    generate(llm, prompts, params)
+                    interrupted_after(0.002 + 0.0031 * n)
                 assert_idle(llm)
                 assert tokens(generate(llm, prompts[:2], greedy(5))) == [
                     ids[:5] for ids in expected[:2]
@@ -636,6 +640,7 @@ class InterruptAt:
         return self.line is not None and self.executed[self.line] >= self.nth
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 def test_the_engine_survives_ctrl_c_before_any_line(model_dir: Path) -> None:
     """Ctrl-C before each line of the engine's bookkeeping leaves queues and blocks consistent.
@@ -783,9 +788,16 @@ def test_close_from_another_thread_ends_a_call(options: dict[str, Any], model_di
 def test_a_signal_handler_may_close_the_engine(model_dir: Path) -> None:
     """As handlers of SIGTERM do; the call that was interrupted raises an error that says so."""
     llm = make_llm(model_dir)
+    launch, delays = llm.model_runner.launch, iter([0.02])
+
+    def launching(*arguments: Any) -> Any:
+        for delay in delays:  # at the first step
+            signal.setitimer(signal.ITIMER_REAL, delay)
+        return launch(*arguments)
+
+    llm.model_runner.launch = launching  # type: ignore[method-assign]
     before = signal.signal(signal.SIGALRM, lambda *_: llm.close())
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
         with pytest.raises(RuntimeError, match="closed in the middle of the call"):
             generate(llm, [IDS] * 3, greedy(500))
     finally:
@@ -983,6 +995,7 @@ def test_extreme_temperatures_give_tokens_without_warnings(llm: LLM, temperature
         assert len(set(output["token_ids"])) > 1, "nearly uniform: 1 in 4e9 runs of a right one"
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_cleanly_with_open_engines(model_dir: Path) -> None:
     """Exit code 0, no traceback from a destructor, no hang."""
     script = f"""

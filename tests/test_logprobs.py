@@ -27,6 +27,7 @@ def case(model_dir: Path) -> Case:
     return make_case(model_dir, make_prompts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, dict(max_num_batched_tokens=7), HARD, dict(tensor_parallel_size=2)]
 )

@@ -32,7 +32,7 @@ ray_data = pytest.importorskip("ray.data")
 
 from nanovllm.ray import ANSWER, EngineReplica, _resources, answer  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_ROWS, BATCH_SIZE = 60, 10
 # Few sequences, so that a batch takes several steps; float32, so that all batches round the same.
@@ -127,6 +127,7 @@ def example() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_the_example_accepts_an_empty_file(cluster: None, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "in.jsonl").touch()
     flags = ["--max-model-len=64", "--device=cpu"]
@@ -134,6 +135,7 @@ def test_the_example_accepts_an_empty_file(cluster: None, tmp_path: Path, capsys
     assert capsys.readouterr().out.endswith("0 rows, 0 of them with an error\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -152,6 +154,7 @@ def test_the_example_reports_mistakes_in_one_line(
         assert expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_the_example_answers_as_run_batch_does(
     cluster: None, tmp_path: Path, capsys: Any, undisturbed: dict[str, Any], kind: str
@@ -175,6 +178,7 @@ def test_the_example_answers_as_run_batch_does(
     assert answers_of(rows) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_killed_replica_neither_loses_nor_repeats_a_row(
     cluster: None, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -253,6 +257,7 @@ def test_a_map_is_read_as_an_object(replica: EngineReplica) -> None:
     assert row["error"] is None and "4" not in row["generated_text"]
 
 
+@pytest.mark.slow
 def test_an_array_is_read_as_a_list(cluster: None, replica: EngineReplica) -> None:
     """Ray turns NumPy's arrays into tensors, of equal lengths or not."""
     ids = np.array([55, 43, 56, 61], np.int64)
@@ -313,6 +318,7 @@ def test_samples_do_not_depend_on_the_batch(replica: EngineReplica) -> None:
     assert alone["generated_text"] == one
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_replaced() -> None:
     """A new engine repeats the batch, once."""
     replica = EngineReplica(sampling={"temperature": 0}, tensor_parallel_size=2, **OPTIONS)

@@ -24,6 +24,7 @@ def samples(llm: LLM, prompts: Any, params: Any) -> list[list[list[int]]]:
     return [[one["token_ids"] for one in out["outputs"]] for out in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -82,6 +82,7 @@ def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
     return options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
 def test_logits_of_ranks_equal_transformers(
@@ -91,6 +92,7 @@ def test_logits_of_ranks_equal_transformers(
     check_logits(cases[name], **parallel_options(device, size, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
 def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
@@ -107,6 +109,7 @@ def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
         audit_at_rest(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
 def test_pending_tokens_reach_every_rank(
@@ -120,6 +123,7 @@ def test_pending_tokens_reach_every_rank(
         audit_at_rest(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -> None:
     """Only changes of block tables are sent; sequences come, go and move all the time here."""
@@ -130,6 +134,7 @@ def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -
         assert llm.scheduler.num_preemptions >= 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) -> None:
     """The longest prompts are three times as long as the pool."""
@@ -143,6 +148,7 @@ def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) ->
         audit_at_rest(llm)
 
 
+@pytest.mark.slow
 def test_ranks_agree_after_aborted_requests(cases: dict[str, Case]) -> None:
     case = cases["2 kv heads"]
     with make_llm(case.path, **SMALL_POOL, tensor_parallel_size=2) as llm:
@@ -154,6 +160,7 @@ def test_ranks_agree_after_aborted_requests(cases: dict[str, Case]) -> None:
         assert_same(generate(llm, case), case.expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=50, kvcache_block_size=4)])
@@ -172,6 +179,7 @@ def test_ranks_can_add(options: dict[str, Any], size: int, device: str) -> None:
             assert sum(out["text"] == answer for out, (_, answer) in answers) >= 299
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("backend", ["auto", "cpu", "torch"])
 def test_ranks_equal_transformers_on_every_backend(backend: str, cases: dict[str, Case]) -> None:
@@ -214,6 +222,7 @@ def test_rows_that_pad_the_vocabulary_are_never_sampled(model_dir: Path) -> None
 # The KV pool
 
 
+@pytest.mark.slow
 def test_all_ranks_have_pools_of_one_size(cases: dict[str, Case]) -> None:
     """On the CPU all ranks share `cpu_kvcache_gib`."""
     path = cases["2 kv heads"].path
@@ -227,6 +236,7 @@ def test_all_ranks_have_pools_of_one_size(cases: dict[str, Case]) -> None:
         assert four.config.num_kvcache_blocks == one.config.num_kvcache_blocks // 2
 
 
+@pytest.mark.slow
 def test_the_rank_with_the_least_memory_decides(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

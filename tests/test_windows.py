@@ -65,6 +65,7 @@ def pool_tokens(llm: LLM) -> int:
     return llm.scheduler.num_blocks * llm.scheduler.block_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_freeing_blocks_behind_the_window_keeps_the_output_with(name: str, case: Case) -> None:
     """The longest requests are two to nine times as long as the pool."""
@@ -85,6 +86,7 @@ def test_freeing_blocks_behind_the_window_keeps_the_output_on_a_device(
         audit_at_rest(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
 def test_preemptions_keep_the_output(options: dict[str, Any], case: Case) -> None:
     """Preempted sequences are computed again, shorter and longer than the window."""
@@ -107,6 +109,7 @@ def test_hits_behind_the_window_keep_the_output(case: Case) -> None:
             audit_at_rest(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [SMALL, dict(SMALL, overlap=True, max_num_batched_tokens=16)])
 def test_greedy_samples_of_a_prompt_are_equal(options: dict[str, Any], case: Case) -> None:
     """They share the prompt's blocks in the window, and copy its last block."""

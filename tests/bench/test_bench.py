@@ -219,6 +219,7 @@ class TestWorkload:
 
 
 class TestCommandLine:
+    @pytest.mark.slow
     def test_a_tiny_run_ends_with_one_json_line(self, model_dir: Path, tmp_path: Path) -> None:
         file = tmp_path / "result.json"
         run = run_cli(
@@ -344,6 +345,7 @@ class TestCommandLine:
         for text in ("--shape", "--attention-backend", "--json", "(default: 1024)"):
             assert text in run.stdout
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("was_there", [False, True])
     def test_a_failed_run_keeps_the_last_result(
         self, was_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -409,6 +411,7 @@ class TestCommandLine:
         assert "needs a CUDA device" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("-m", "nanovllm", "bench"), (str(BENCH),)])
 def test_the_benchmark_runs_outside_the_checkout(command: tuple[str, ...], tmp_path: Path) -> None:
     """The command, and the script with a model of its own."""

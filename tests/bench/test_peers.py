@@ -105,6 +105,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--shape=qwen3-42m", "--device=cpu", "--num-kvcache-blocks=300", *WORKLOAD]
 
 
+@pytest.mark.slow
 def test_engines_take_turns_on_the_identical_workload(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +139,7 @@ def test_engines_take_turns_on_the_identical_workload(
     assert not str(measured["kernels"]).startswith(str(ROOT))  # packages of this name exist
 
 
+@pytest.mark.slow
 def test_a_failed_engine_is_shown_and_the_others_continue(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +172,7 @@ def test_without_names_the_peers_that_are_found_run(monkeypatch: pytest.MonkeyPa
         peers.find_engines([], [], [f"vllm={ROOT}"])
 
 
+@pytest.mark.slow
 def test_transformers_runs_the_same_job(model_dir: Path, tmp_path: Path) -> None:
     """Its batch runs to the longest output: tokens beyond a row's length must not count."""
     (tmp_path / "transformers.json").write_text(json.dumps(job("transformers", model_dir)))
@@ -251,6 +254,7 @@ def test_a_relative_python_becomes_absolute(
     assert peers.folder(".") == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_leaves_nothing_running(model_dir: Path, tmp_path: Path) -> None:
     """`timeout` and job schedulers send SIGTERM, which runs no `finally` by itself."""
     note_pid = "Path(__file__).with_name('pid').write_text(str(os.getpid()))"

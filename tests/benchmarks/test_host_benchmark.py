@@ -90,6 +90,7 @@ def checkout(path: Path, files: dict[str, str]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_each_phase_is_timed() -> None:
     """Also after the engine's step has changed."""
     (row,) = run().values()
@@ -98,6 +99,7 @@ def test_each_phase_is_timed() -> None:
     assert row["total"] == pytest.approx(sum(row[phase] for phase in PHASES), rel=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_runner", [False, True])
 def test_another_checkout_is_timed_for_the_phases_it_has(has_runner: bool, tmp_path: Path) -> None:
     """A missing phase is None, not 0 seconds."""

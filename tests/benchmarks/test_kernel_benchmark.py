@@ -43,6 +43,7 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} in the figures")
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_kernel(tmp_path: Path) -> None:
     interpret = not torch.cuda.is_available()
     done = run_cli("--quick", "--json", str(tmp_path / "figures.json"), interpret=interpret)
@@ -57,6 +58,7 @@ def test_a_quick_run_measures_every_kernel(tmp_path: Path) -> None:
         assert min(row["ours_us"], row["twin_us"], row["floor_us"], row["speedup"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interpret", "message"),
     [

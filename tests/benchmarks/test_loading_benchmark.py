@@ -18,6 +18,7 @@ def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--cold",)])
 def test_a_small_run_measures_and_removes_its_files(
     tmp_path: Path, options: tuple[str, ...]
@@ -33,6 +34,7 @@ def test_a_small_run_measures_and_removes_its_files(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [("--gb", "0"), ("--files", "0"), ("--repeats", "0")])
 def test_an_impossible_size_is_a_usage_error(tmp_path: Path, option: tuple[str, str]) -> None:
     done = run_cli(tmp_path, *option)

@@ -147,6 +147,7 @@ def test_common_options_work_before_and_after_the_command(capsys: Any) -> None:
     assert make_parser().parse_args(["generate"]).verbose is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-06B", "./nope"])
 def test_a_missing_tokenizer_fails_quickly(name: str) -> None:
     """At a port without a server, retries would take 46 seconds."""
@@ -217,6 +218,7 @@ def test_a_pipe_gets_only_the_answer() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"46\n", b"")
 
 
+@pytest.mark.slow
 def test_json_has_whole_outputs() -> None:
     """Windows' line ends are not part of the prompts; -v logs what the engine does."""
     argv = ("generate", "--lines", "--json", "-v", "--temperature", "0", "--logprobs", "1")
@@ -229,6 +231,7 @@ def test_json_has_whole_outputs() -> None:
     assert re.search(r"nanovllm: KV cache: \d+ tokens in", log)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_command_quietly() -> None:
     """There is more text than a pipe holds."""
     argv = ["generate", *["12+34="] * 50, "--json", "--logprobs", "100", "--ignore-eos"]
@@ -316,6 +319,7 @@ def open_terminal() -> Iterator[Callable[..., Terminal]]:
         terminal.close()
 
 
+@pytest.mark.slow
 def test_a_chat_in_a_terminal(
     open_terminal: Callable[..., Terminal],
 ) -> None:

@@ -107,6 +107,7 @@ def wait_for_growth(path: Path, growth: int, process: Any) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.slow
 def test_a_killed_job_neither_repeats_nor_loses_a_request(runs: Runs) -> None:
     """It is killed at random moments and restarted; sometimes its last record is cut in two."""
     write_requests(runs.input, NUM_REQUESTS)
@@ -132,6 +133,7 @@ def test_a_killed_job_neither_repeats_nor_loses_a_request(runs: Runs) -> None:
     assert len(got) == NUM_REQUESTS
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(runs: Runs) -> None:
     write_requests(runs.input, 200)
     process = runs.start()
@@ -162,6 +164,7 @@ def test_the_input_is_refused_as_output(runs: Runs) -> None:
     assert runs.input.read_text() == '{"prompt": "1+1="}\n'
 
 
+@pytest.mark.slow
 def test_errors_are_a_failure(runs: Runs) -> None:
     """A restarted job still fails, though it computes nothing."""
     runs.input.write_text('{"prompt": "1+1="}\n{"prompt": 5}\n')

@@ -101,6 +101,7 @@ def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOu
     return [outputs[index] for index in range(len(requests))]
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=120,

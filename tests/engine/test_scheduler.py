@@ -720,6 +720,7 @@ def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
     return interrupted, [(s.output_token_ids, s.finish_reason, s.stop_reason) for s in seqs]
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_any_line_changes_no_result() -> None:
     """Ctrl-C in `schedule` or `postprocess`: blocks, queues, stops and reasons stay right."""
     _, expected = run_with_an_interrupt(0)

@@ -452,17 +452,20 @@ def weaken_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_state_machine() -> None:
     """In any order of events: right KV, no overtaking, no limit exceeded, no block lost."""
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
 
 
+@pytest.mark.slow
 def test_state_machine_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hit that is right only as long as no two hashes are equal."""
     weaken_hashes(monkeypatch)
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(0, 400, 100))
 def test_random_walks(first_seed: int) -> None:
     """The same checks over hundreds of steps in full pools."""

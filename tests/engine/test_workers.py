@@ -41,7 +41,7 @@ from nanovllm.models.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "deadline")
 
-DEADLINE = 120.0  # seconds after which a test is taken to hang
+DEADLINE = 240.0  # seconds after which a test is taken to hang
 SOON = 10.0  # seconds in which a failure shows, and in which processes end
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 IDS = [[3, 14, 15, 92, 65], [35, 89, 79]]
@@ -283,6 +283,7 @@ def loading(path: Path, file: str = "weights") -> Iterator[None]:
 # A rank is killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
@@ -323,6 +324,7 @@ def test_a_killed_rank_raises_rank_error(
         assert capfd.readouterr().err == "", "the other ranks print something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pause", [0.0, 0.5])
 @pytest.mark.parametrize("number", [signal.SIGKILL, 40])
@@ -343,6 +345,7 @@ def test_the_next_call_reports_a_rank_killed_while_idle(
         assert_closed(llm, reason)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_with_the_caller() -> None:
     """A stopped process handles no signal except SIGKILL."""
     with running("llm = make()\ntell(llm.model_runner.workers)\ntime.sleep(100)") as process:
@@ -353,6 +356,7 @@ def test_a_stopped_rank_ends_with_the_caller() -> None:
         assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_ranks_import_the_callers_nanovllm(tmp_path: Path) -> None:
     """Also if a relative path in `sys.path` means another folder by now."""
     shutil.copytree(Path(nanovllm.__file__).parent, tmp_path / "lib" / "nanovllm")
@@ -383,6 +387,7 @@ def test_a_rank_killed_after_its_last_message_is_reported(model_dir: Path) -> No
         generate(llm)
 
 
+@pytest.mark.slow
 def test_a_message_longer_than_the_ring_does_not_wait_for_a_dead_rank(model_dir: Path) -> None:
     """The rank is stopped, the ring fills, then the rank is killed."""
     warm_up("cpu", model_dir)
@@ -401,6 +406,7 @@ def test_a_message_longer_than_the_ring_does_not_wait_for_a_dead_rank(model_dir:
         assert_closed(llm, "rank 1 of 2 was killed")
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_loading_raises_rank_error(
     model_dir: Path, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +434,7 @@ def test_a_rank_killed_while_loading_raises_rank_error(
         assert time.monotonic() - killed[0] < SOON
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_imports", ["none", "some"])
 def test_a_rank_killed_at_once_raises_rank_error(
     num_imports: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -450,6 +457,7 @@ def test_a_rank_killed_at_once_raises_rank_error(
 # A rank raises
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_reports_why(
     model_dir: Path, copy_of_model: Callable[[], Path], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -495,6 +503,7 @@ def test_a_rank_killed_while_ranks_connect_raises_rank_error(
     assert children() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks_may_load_at_different_speeds(
     device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -512,6 +521,7 @@ def test_ranks_may_load_at_different_speeds(
         generate(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_raises_in_a_step_raises_rank_error(
@@ -541,6 +551,7 @@ def test_a_rank_that_raises_in_a_step_raises_rank_error(
         assert_closed(llm, reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moment", ["prefill", "between layers", "decode"])
 def test_an_error_of_rank_0_ends_the_others(device: str, moment: str, model_dir: Path) -> None:
@@ -563,6 +574,7 @@ def test_an_error_of_rank_0_ends_the_others(device: str, moment: str, model_dir:
         assert_closed(llm, "rank 0 raised MemoryError")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -599,6 +611,7 @@ def test_a_checkpoint_that_no_rank_can_load_raises_rank_0s_error(
 # Engines end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_close_leaves_nothing(device: str, model_dir: Path) -> None:
     """A second close is harmless; a call after it raises an error that says so."""
@@ -617,6 +630,7 @@ def test_close_leaves_nothing(device: str, model_dir: Path) -> None:
         assert generate(llm) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_collection_leaves_nothing(device: str, model_dir: Path) -> None:
     warm_up(device, model_dir)
@@ -657,25 +671,33 @@ def test_engines_listen_to_this_machine_alone(device: str, model_dir: Path) -> N
     assert set(listeners()) <= set(before)
 
 
+@pytest.mark.slow
 def test_twenty_engines_leave_nothing(model_dir: Path) -> None:
-    """One after the other; the allocator may keep a tenth of a MiB for each."""
+    """One after the other; the allocator may keep a tenth of a MiB for each.
+
+    It may also move what other tests have left, once: a leak shows in the next twenty, too.
+    """
     warm_up("cpu", model_dir)
 
     def resident_mib() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
-    expected = None
-    for turn in range(20):
-        with nothing_left(), make_llm(model_dir) as llm:
-            expected = expected or generate(llm)
-            assert generate(llm) == expected
-        if turn == 4:
-            gc.collect()
-            before = resident_mib()
-    gc.collect()
-    assert resident_mib() - before < 1.5
+    def growth() -> float:
+        expected = None
+        for turn in range(20):
+            with nothing_left(), make_llm(model_dir) as llm:
+                expected = expected or generate(llm)
+                assert generate(llm) == expected
+            if turn == 4:
+                gc.collect()
+                before = resident_mib()
+        gc.collect()
+        return resident_mib() - before
+
+    assert growth() < 1.5 or growth() < 1.5
 
 
+@pytest.mark.slow
 def test_two_engines_are_independent() -> None:
     """They share no port, ring or process group."""
     problems = sample_problems(24)
@@ -734,6 +756,7 @@ def assert_gone(pids: list[int]) -> None:
     assert gone, f"{len(left)} of {len(pids)} processes are left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
     [
@@ -765,6 +788,7 @@ def test_ranks_end_with_the_caller(work: str) -> None:
     assert shared_memory() <= before
 
 
+@pytest.mark.slow
 def test_a_forked_process_cannot_use_or_block_the_engine() -> None:
     """It has copies of all sockets; closing still ends the ranks, and using them is an error."""
     with running("""
@@ -793,6 +817,7 @@ os.kill(child, signal.SIGKILL)
         assert err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["index", "weights"])
 def test_ranks_that_load_end_with_the_caller(file: str, endless_model: Path) -> None:
     """Reading from a network file system may take forever."""
@@ -805,6 +830,7 @@ def test_ranks_that_load_end_with_the_caller(file: str, endless_model: Path) -> 
             assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_the_engine_works_after_ctrl_c() -> None:
     """The terminal sends it to the whole group; only the caller acts on it, once."""
     with running("""
@@ -840,6 +866,7 @@ for turn in range(3):
     assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
     """Rank 0 waits for ranks that load."""
     with running(f"load_other({str(endless_model)!r})\nmake()") as process:
@@ -852,6 +879,7 @@ def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
     assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "command", "stdin"])
 def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
     """Ranks do not run the script, which would start ranks again."""
@@ -871,6 +899,7 @@ def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
     assert is_gone(int(pids)), "a process outlives its parent"
 
 
+@pytest.mark.slow
 def test_two_scripts_at_a_time_are_independent() -> None:
     code = "llm = make()\nsolve(llm)\nsolve(llm)\n"
     with running(code) as one, running(code) as other:
@@ -879,6 +908,7 @@ def test_two_scripts_at_a_time_are_independent() -> None:
             assert process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["raise KeyError('mine')", "cycle = [llm]\ncycle.append(cycle)\ndel llm"],
     ids=["exception", "cycle"],

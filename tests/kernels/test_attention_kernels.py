@@ -235,12 +235,14 @@ def batches(draw: st.DrawFn) -> list[int]:
     return contexts
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **HEADS))
 def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
 def test_decode_sees_only_its_window(kernel_device: str, window: int, block_size: int) -> None:
@@ -254,6 +256,7 @@ def test_decode_sees_only_its_window(kernel_device: str, window: int, block_size
 LARGE_HEADS: dict[str, Any] = dict(kv_heads=3, head_dim=128, dtype=BF16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [64, 256])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("group", [2, 16])
@@ -282,6 +285,7 @@ def test_short_steps_and_cached_keys_do_not_copy_tiles(kernel_device: str) -> No
     assert copied == [can_copy_tiles(ends.device), False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
 def test_prefill_sees_only_its_window(kernel_device: str, window: int, use_cache: bool) -> None:
@@ -291,6 +295,7 @@ def test_prefill_sees_only_its_window(kernel_device: str, window: int, use_cache
     assert_prefills_as_its_twin(Shape(contexts, queries, window=window), use_cache, kernel_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [32, 128])
 @pytest.mark.parametrize("programs", [1, 3, 13])
 @pytest.mark.parametrize(
@@ -328,6 +333,7 @@ def test_shares_cover_the_contexts_without_overlap(kernel_device: str, batch_siz
     assert all(row >= batch_size for row, *_ in starts[-(-len(line) // share) :])
 
 
+@pytest.mark.slow
 def test_programs_may_finish_in_any_order(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +393,7 @@ def prefills(draw: st.DrawFn, fresh: bool) -> Shape:
     return replace(shape, contexts=contexts, queries=[new for _, new in sequences])
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(prefills(fresh=True))
 @example(Shape([1], [1]))
@@ -395,6 +402,7 @@ def test_fresh_prefill_equals_its_twin(kernel_device: str, shape: Shape) -> None
     assert_prefills_as_its_twin(shape, False, kernel_device)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(prefills(fresh=False))
 @example(Shape([1], [1]))
@@ -538,6 +546,7 @@ def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     return replay
 
 
+@pytest.mark.slow
 def test_one_decode_step_computes_batches_of_other_lengths(kernel_device: str) -> None:
     """Without a graph, and small enough for the interpreter."""
     replay_other_batches(kernel_device, 5, 300, kv_heads=2, group=3)

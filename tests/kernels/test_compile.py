@@ -127,6 +127,7 @@ def test_a_home_that_cannot_be_written_is_not_needed(
     assert load(source).count(10) == 45
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_processes_may_compile_at_the_same_time(cache: Path, source: Path) -> None:
     script = (
@@ -141,6 +142,7 @@ def test_processes_may_compile_at_the_same_time(cache: Path, source: Path) -> No
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_the_library_uses_pytorchs_openmp(cache: Path) -> None:
     """Two thread pools would compete for the cores."""

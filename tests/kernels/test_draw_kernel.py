@@ -45,6 +45,7 @@ def kernels(lanes: int) -> Kernels:
     return replace(PLAIN, draw=with_lanes)
 
 
+@pytest.mark.slow
 @kernel_settings(40)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, distinct=st.lists(VALUES, max_size=6),
        spread=st.sampled_from([0.0, 0.1, 1.0, 4.0]), lanes=LANES,
@@ -67,6 +68,7 @@ def test_the_kernel_draws_its_twins_tokens(
     assert_as_its_twin(tokens, expected, logits, rows, seed)
 
 
+@pytest.mark.slow
 @kernel_settings(10)
 @given(rows=ROWS, dtype=DTYPES, num_values=st.sampled_from([0, 3, 50]), seed=st.integers(0, 2**31))
 def test_a_kernels_draw_does_not_depend_on_its_neighbours(
@@ -87,6 +89,7 @@ def test_a_kernels_draw_does_not_depend_on_its_neighbours(
         assert torch.equal(alone, tokens[i : i + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
 @pytest.mark.parametrize("size", [5, 200])
 def test_a_row_without_an_answer_ends_and_changes_no_other(

@@ -91,6 +91,7 @@ def assert_near(out: torch.Tensor, inputs: Inputs) -> None:
     torch.testing.assert_close(out.cpu().double(), one_by_one(*inputs), rtol=error, atol=error)
 
 
+@pytest.mark.slow
 @kernel_settings(30)
 @given(SHAPES)
 @example(Shape(1, 1, 1))
@@ -109,6 +110,7 @@ def test_experts_equal_their_definition(kernel_device: str, shape: Shape) -> Non
     assert all(map(torch.equal, before, inputs[:-1])), "inputs were changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "triton"])
 def test_a_token_does_not_depend_on_its_neighbours(name: str, kernel_device: str) -> None:
     """Tiles have rows of other tokens; a row changes only by the rounding of another shape."""

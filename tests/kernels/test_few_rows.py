@@ -106,6 +106,7 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert bool(((out.float() - expected.float()).abs() <= bound).all())
 
 
+@pytest.mark.slow
 @kernel_settings(60)
 @given(SHAPES)
 @example(Shape(128, 1024, 256, bias=True, parts=40))
@@ -116,6 +117,7 @@ def test_normed_rows_equal_their_twin(kernel_device: str, shape: Shape) -> None:
     assert_close(made(weight).linear(x, weight, bias), expected)
 
 
+@pytest.mark.slow
 @kernel_settings(60)
 @given(SHAPES)
 @example(Shape(128, 1024, 256, bias=True, parts=40))
@@ -126,6 +128,7 @@ def test_gated_rows_equal_their_twin(kernel_device: str, shape: Shape) -> None:
     assert_close(made(weight).gated(x, weight, bias), expected)
 
 
+@pytest.mark.slow
 @kernel_settings(60)
 @given(SHAPES)
 @example(Shape(1, 1024, 64, bias=True))
@@ -232,6 +235,7 @@ def reported(path: Path, device: str, **options: Any) -> list[float]:
 BIASES = dict(attention_bias=True, mlp_bias=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "overrides"), [("Qwen3", {}), ("Llama", BIASES), ("Qwen2", {})])
 def test_a_model_computes_the_same(
     family: str,

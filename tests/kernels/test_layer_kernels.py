@@ -119,6 +119,7 @@ def assert_norms_as_its_twin(shape: Rows, tested: Implementation) -> None:
     assert all(map(torch.equal, before, (x, residual, weight))), "inputs were changed"
 
 
+@pytest.mark.slow
 @kernel_settings(60)
 @given(ROWS)
 @example(Rows(1, 1))
@@ -152,6 +153,7 @@ def assert_activates_as_its_twin(shape: Rows, tested: Implementation) -> None:
     assert torch.equal(x, before), "the input was changed"
 
 
+@pytest.mark.slow
 @kernel_settings(60)
 @given(ROWS.filter(lambda shape: shape.size % 2 == 0))
 @example(Rows(1, 2))
@@ -266,6 +268,7 @@ def assert_norms_rotates_and_stores_as_its_twin(
     assert all(map(torch.equal, before, inputs)), "inputs were changed"
 
 
+@pytest.mark.slow
 @kernel_settings(40)
 @given(HEADS, st.sampled_from([True, True, True, False]))
 @example(Heads([True], 1, 1, 64), True)

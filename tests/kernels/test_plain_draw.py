@@ -94,6 +94,7 @@ def some_logits(
     return logits.to(dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, distinct=st.lists(VALUES, max_size=6),
        spread=st.sampled_from([0.0, 0.1, 1.0, 4.0]), seed=st.integers(0, 2**31))  # fmt: skip
@@ -108,6 +109,7 @@ def test_a_draw_equals_its_twin(
     assert_as_its_twin(tokens, expected, logits, rows, seed)
 
 
+@pytest.mark.slow
 def test_rounding_decides_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2,000 draws from a large vocabulary of distinct logits, almost none differs."""
     torch.manual_seed(0)

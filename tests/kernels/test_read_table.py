@@ -42,6 +42,7 @@ def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> Ta
     return TableState(*(x.to(device) for x in state))
 
 
+@pytest.mark.slow
 @kernel_settings(100)
 @given(**SHAPES)
 @example(num_rows=1, max_blocks=1, narrower=0, block_size=1, seed=0)

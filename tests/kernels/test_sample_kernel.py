@@ -100,6 +100,7 @@ STEPS = st.builds(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [1, 100, 1000])
 @pytest.mark.parametrize("vocab_size", [47, 48, 49])
 def test_every_token_is_in_a_piece(kernel_device: str, vocab_size: int, programs: int) -> None:
@@ -111,6 +112,7 @@ def test_every_token_is_in_a_piece(kernel_device: str, vocab_size: int, programs
         assert step.draw(*inputs).tolist() == list(range(vocab_size))
 
 
+@pytest.mark.slow
 @kernel_settings(50)
 @given(STEPS)
 @example(Step([0.0], 1))
@@ -124,6 +126,7 @@ def test_the_kernel_draws_its_twins_tokens(kernel_device: str, step: Step) -> No
         assert torch.equal(step.draw(*greedy), first_max(inputs[0]))
 
 
+@pytest.mark.slow
 @kernel_settings(20)
 @given(STEPS, st.sampled_from([64, 512]), st.sampled_from([1, 5, 512]))
 def test_a_draw_does_not_depend_on_neighbours_or_pieces(
@@ -158,6 +161,7 @@ def test_ties_go_to_the_first_token(kernel_device: str) -> None:
     assert step.draw(logits, None, None).tolist() == [62] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_vocabulary_of_a_large_model(kernel_device: str, dtype: torch.dtype) -> None:
     """In pieces of the engine's sizes; 151936 is Qwen3's."""
@@ -194,6 +198,7 @@ def test_arrival_times_equal_their_definition(kernel_device: str) -> None:
 TEMPERATURES = [0.0, 0.6, 1.0, 1e4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "programs"), [(5, 1000), (70, 4), (70, 1000)])
 def test_infinite_logits_win_or_lose(kernel_device: str, vocab_size: int, programs: int) -> None:
     """Temperature times a logarithm is finite, so it decides nothing here."""
@@ -213,6 +218,7 @@ def test_infinite_logits_win_or_lose(kernel_device: str, vocab_size: int, progra
             assert bool((step.draw(some, *others) > token).all()), "a banned token is drawn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "programs"), [(1, 1000), (5, 1000), (70, 4), (70, 1000)])
 @pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
 def test_rows_without_an_answer_give_an_id_of_the_vocabulary(

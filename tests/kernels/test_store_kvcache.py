@@ -75,6 +75,7 @@ def assert_stores_as_its_twin(inputs: Inputs) -> None:
     assert all(map(torch.equal, before, (key, value, slots))), "inputs were changed"
 
 
+@pytest.mark.slow
 @kernel_settings(100)
 @given(SHAPES)
 @example(Shape([True], 1, 64))

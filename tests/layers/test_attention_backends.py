@@ -226,6 +226,7 @@ def run(path: Path, backend: str, device: str, prompts: Any, params: Any, **opti
         return [out["token_ids"] for out in outputs]
 
 
+@pytest.mark.slow
 def test_the_embedded_model_adds_on_triton(kernel_device: str) -> None:
     """Greedy and sampled in one batch: the same tokens, and the sums are right."""
     problems = sample_problems(3)
@@ -239,6 +240,7 @@ def test_the_embedded_model_adds_on_triton(kernel_device: str) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -258,6 +260,7 @@ def test_scheduling_does_not_change_triton_outputs(
     assert run(model_dir, "triton", kernel_device, prompts, params, **options) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

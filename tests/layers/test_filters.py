@@ -215,6 +215,7 @@ ROW = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=6), data=st.data())
 def test_filters_equal_their_twin(rows: list[Any], data: st.DataObject) -> None:
@@ -249,6 +250,7 @@ def draw(seqs: list[Sequence], logits: torch.Tensor) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -206,6 +206,7 @@ def test_the_chi_square_test_can_fail() -> None:
         assert_distributed(counts, softmax(logits, 1.0))
 
 
+@pytest.mark.slow
 def test_the_tail_of_a_large_vocabulary_is_drawn() -> None:
     """One token has half the mass, 151,935 others the rest."""
     logits = torch.zeros(151_936)
@@ -337,6 +338,7 @@ def seeded(model_dir: Path) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

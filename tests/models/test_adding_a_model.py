@@ -30,6 +30,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> registry.Architecture:
     return registry.get_architecture(SEED_OSS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("out_bias", "num_ranks"), [(False, 1), (True, 1), (True, 2)])
 def test_a_model_added_by_the_page_equals_transformers(
     entry: registry.Architecture, out_bias: bool, num_ranks: int, tmp_path: Path

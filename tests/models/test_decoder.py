@@ -9,6 +9,8 @@ from conftest import make_model
 
 from nanovllm import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 PROMPT = list(range(3, 53))
 # For a prompt of 50 tokens, computed 16 at a time, and two more tokens: the number of rows of the
 # last layer's feed-forward part, in each step that has any. With prompt_logprobs each row of the
@@ -21,6 +23,7 @@ SEEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize("case", SEEN)

@@ -720,7 +720,7 @@ def test_ctrl_c_ends_loading_and_its_threads(
         read.append(time.perf_counter())
         if len(read) == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
+        time.sleep(0.2)
 
     slow_down(monkeypatch, wait)
     with pytest.raises(KeyboardInterrupt):

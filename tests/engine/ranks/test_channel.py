@@ -178,6 +178,7 @@ print(xxhash.xxh64_hexdigest(inputs.input_ids), len(inputs.input_ids), last)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_prompts", "length"), [(1, 262_144), (512, 8192)])
 def test_long_prompts_arrive_whole(
     num_prompts: int, length: int, monkeypatch: pytest.MonkeyPatch

@@ -225,6 +225,7 @@ def exchange_at_random(ranks: SharedRanks) -> None:
         assert ranks.minimum(turn + ranks.rank) == turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_thousands_of_exchanges_between_processes(size: int) -> None:
     """There may be more ranks than cores."""
@@ -238,6 +239,7 @@ def add_forever(ranks: SharedRanks) -> None:
         ranks.all_reduce(x)
 
 
+@pytest.mark.slow
 def test_a_killed_peer_ends_an_exchange_with_an_error() -> None:
     """At three different moments."""
     for turn in range(3):

@@ -171,6 +171,7 @@ def common_prefix(texts: list[str]) -> str:
 # All of the text, and nothing but the text
 
 
+@pytest.mark.slow
 @every_tokenizer
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_pieces_of_any_ids_join_to_their_text(name: str, skip_special_tokens: bool) -> None:
@@ -387,6 +388,7 @@ class CountingTokenizer:
 LIVE, DEAD = ["<0x41>"], ["<0xFF>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cycle_of"),
     [("bytes", b"plain text "), ("bytes", "中🙂".encode()), ("bytes", b"\x80"), ("bytes", b"\xf0"),
