@@ -82,6 +82,8 @@ def drawn_reports(seqs: list[Sequence], inputs: ReportInputs | None) -> list[Rep
 
 def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
     """Give the columns, which have arrived on the host, to the sequences that asked."""
+    if not reports:
+        return
     rows = (row for part in columns for row in zip(*(x.tolist() for x in part), strict=True))
     for (seq, place, number), (ids, values, ranks) in zip(reports, rows, strict=True):
         own, *others = zip(ids, values, ranks, strict=True)
