@@ -66,7 +66,8 @@ def prompt_report_inputs(reports: list[Report]) -> ReportInputs | None:
 
 def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
     """The rows of sequences that report their next token; None if there are none."""
-    rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
+    followed = [row for row, seq in enumerate(seqs) if seq.logprobs is not None]
+    rows = [row for row in followed if seqs[row].params.logprobs is not None]
     if not rows:
         return None
     return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])
