@@ -792,6 +792,8 @@ def test_ranks_end_with_the_caller(work: str) -> None:
 def test_a_forked_process_cannot_use_or_block_the_engine() -> None:
     """It has copies of all sockets; closing still ends the ranks, and using them is an error."""
     with running("""
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 llm = make()
 solve(llm)
 if (child := os.fork()) == 0:
