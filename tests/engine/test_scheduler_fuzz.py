@@ -117,7 +117,8 @@ class Simulation:
             self.computed |= {seq: list(self.tokens[seq]) for seq in self.live}
 
     def abort(self, index: int) -> None:
-        seqs = [seq for seq in self.live if seq not in self.siblings()]
+        siblings = self.siblings()
+        seqs = [seq for seq in self.live if seq not in siblings]
         seq = seqs[index % len(seqs)]
         gone = [seq, *seq.siblings]
         self.scheduler.abort(seq)
@@ -210,9 +211,9 @@ class Simulation:
         """Between steps: the books agree, nobody overtakes, and what is published is there."""
         scheduler = self.scheduler
         scheduler.audit()  # audits each sequence, too
-        queued = [*scheduler.running, *scheduler.waiting]
+        queued, siblings = [*scheduler.running, *scheduler.waiting], self.siblings()
         assert sorted(queued, key=lambda seq: seq.seq_id) == [
-            seq for seq in self.live if seq not in self.siblings()
+            seq for seq in self.live if seq not in siblings
         ]
         if all((seq.params.n, seq.params.priority) == (1, 0) for seq in self.live):
             assert queued == sorted(queued, key=lambda seq: seq.seq_id), "not first come"
