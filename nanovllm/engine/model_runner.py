@@ -63,10 +63,20 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the device's memory and end the other ranks; the runner cannot be used again."""
-        self.shard.close(device_works=self.failure is None)
-        if self.workers:
-            self.workers.close()
+        close_ranks(self.shard, self.workers)
 
     def _sharing(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """Let the other ranks compute the step that rank 0 computes in the block."""
         return self.workers.step(inputs) if self.workers else nullcontext()
+
+
+def close_ranks(shard: Shard | None, workers: Workers | None) -> None:
+    """Free rank 0's shard, and end the other ranks even if the device has failed."""
+    try:
+        if shard is not None:
+            shard.close(device_works=workers is None or workers.failure is None)
+    finally:
+        if workers is not None:
+            workers.close()
+    if shard is not None:
+        shard.return_memory()

@@ -245,9 +245,10 @@ class Shard:
         self.graphs = None
 
     def close(self, device_works: bool = True) -> None:
-        """Free the device's memory; the shard cannot be used afterwards.
+        """Free what it holds; the shard cannot be used afterwards.
 
-        Graphs go first: they hold exchanges with other ranks.
+        Graphs go first: they hold exchanges with other ranks. `return_memory` comes last, when the
+        other ranks have ended.
         """
         if self.device.type == "cuda" and device_works:
             with suppress(RuntimeError):  # a device that has failed is left all the same
@@ -255,5 +256,9 @@ class Shard:
         self.drop_graphs()
         del self.model, self.pool
         self._drop_table()
+
+    def return_memory(self) -> None:
+        """Return freed memory to the device, for other processes to use."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # a device that has failed keeps it
+                torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.kv_pool import settle_length
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.placement import Placement, place
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks, warm_up
@@ -26,7 +26,7 @@ logger = logging.getLogger("nanovllm")
 
 
 def start_runner(config: Config, model_config: ModelConfig, path: Path) -> ModelRunner:
-    """Rank 0's runner, ready to run, with the other ranks behind it."""
+    """Rank 0's runner, ready to run, and the workers that it drives."""
     if config.tensor_parallel_size == 1:
         placement = place(config, model_config, ALONE)
         config = placement.settle(config)
@@ -43,9 +43,7 @@ def start_runner(config: Config, model_config: ModelConfig, path: Path) -> Model
             workers.connect()
             return ModelRunner(shard, start_shard(shard, config), workers)
     except BaseException:
-        if shard is not None:
-            shard.close(device_works=workers.failure is None)
-        workers.close()
+        close_ranks(shard, workers)
         raise
 
 

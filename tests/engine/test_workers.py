@@ -788,6 +788,21 @@ def test_ranks_end_with_the_caller(work: str) -> None:
     assert shared_memory() <= before
 
 
+def test_close_ends_the_ranks_when_the_device_has_failed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nothing_left():
+        llm = make_llm(model_dir)
+
+        def failing() -> None:
+            raise RuntimeError("device lost")
+
+        monkeypatch.setattr(llm.model_runner.shard, "drop_graphs", failing)
+        with pytest.raises(RuntimeError, match="device lost"):
+            llm.close()
+        monkeypatch.undo()
+
+
 @pytest.mark.slow
 def test_a_forked_process_cannot_use_or_block_the_engine() -> None:
     """It has copies of all sockets; closing still ends the ranks, and using them is an error."""
