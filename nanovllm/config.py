@@ -134,7 +134,7 @@ class Config:
     scheduling: str = option(
         "prefill-first",
         "`mixed`: running sequences get a token in every step, and prompts the rest of its budget,"
-        " so that a long prompt does not delay them; total throughput is lower",
+        " so that a long prompt does not delay them; slower on a CPU",
         one_of("prefill-first", "mixed"),
     )
     overlap: bool | None = option(
@@ -152,12 +152,6 @@ class Config:
 
     def __post_init__(self) -> None:
         check_options(self)
-
-    @property
-    def max_num_running(self) -> int:
-        """Sequences that can decode at once: each takes a token of a step's budget, and a block."""
-        least = min(self.max_num_seqs, self.max_num_batched_tokens)
-        return least if self.num_kvcache_blocks is None else min(least, self.num_kvcache_blocks)
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "Config":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.engine_config import EngineConfig
 
 INT_FROM_1 = [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("8", TypeError),
               (True, TypeError)]  # fmt: skip
@@ -175,9 +176,14 @@ def test_torch_dtypes_become_texts(name: str) -> None:
 
 def test_max_num_running_is_limited_by_tokens_and_blocks() -> None:
     """A decode step needs a token of its budget and a block for each sequence."""
-    assert config(max_num_seqs=8, max_num_batched_tokens=3).max_num_running == 3
-    assert config(max_num_seqs=3, max_num_batched_tokens=8).max_num_running == 3
-    assert config(max_num_seqs=8, num_kvcache_blocks=5).max_num_running == 5
+
+    def max_num_running(num_blocks: int, **options: Any) -> int:
+        asked = config(kvcache_block_size=16, overlap=False, **options)
+        return EngineConfig.settle(asked, num_blocks, max_model_len=64).max_num_running
+
+    assert max_num_running(100, max_num_seqs=8, max_num_batched_tokens=3) == 3
+    assert max_num_running(100, max_num_seqs=3, max_num_batched_tokens=8) == 3
+    assert max_num_running(5, max_num_seqs=8) == 5
 
 
 def test_defaults_are_the_documented_ones() -> None:

@@ -12,7 +12,7 @@ from nanovllm.engine.step.draw_inputs import draw_inputs
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.launched import Launched
 from nanovllm.engine.step.ledger import Ledger
-from nanovllm.engine.step.logprobs import drawn_reports, prompt_reports
+from nanovllm.engine.step.reports import drawn_reports, prompt_reports
 from nanovllm.engine.workers import Workers
 
 
@@ -32,13 +32,13 @@ class ModelRunner:
         prepared while the device computes the logits.
         """
         shard, seqs = self.shard, batch.sampling_seqs
-        reports = prompt_reports(batch.seqs) if batch.is_prefill else []
-        inputs = step_inputs(batch, shard.block_size, self.ledger, reports)
-        with self._sharing(inputs), shard.computing():
+        prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
+        inputs = step_inputs(batch, shard.block_size, self.ledger, prompts)
+        with self._on_other_ranks(inputs), shard.computing():
             computed = shard.compute(inputs)
             draws = draw_inputs(seqs, shard.vocab_size, shard.device.type, computed)
             token_ids, columns = shard.draw(computed, draws)
-            reports += drawn_reports(seqs, draws.report)
+            reports = [*prompts, *drawn_reports(seqs, draws.report)]
             return Launched(batch, token_ids, reports, computed.prompt_logprobs + columns)
 
     def wait(self, launched: Launched) -> list[int]:
@@ -65,7 +65,7 @@ class ModelRunner:
         """Free the device's memory and end the other ranks; the runner cannot be used again."""
         close_ranks(self.shard, self.workers)
 
-    def _sharing(self, inputs: StepInputs) -> AbstractContextManager[None]:
+    def _on_other_ranks(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """Let the other ranks compute the step that rank 0 computes in the block."""
         return self.workers.step(inputs) if self.workers else nullcontext()
 

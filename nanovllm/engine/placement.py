@@ -41,7 +41,7 @@ class Placement:
         )
 
 
-def place(config: Config, model_config: ModelConfig, ranks: Ranks) -> Placement:
+def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -> Placement:
     """Resolve device, type, backend and length; an option that does not fit is a ValueError."""
     device = resolve_device(config.device, ranks)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)

@@ -27,7 +27,7 @@ class Follower(Protocol):
         """Catch up with the known tokens. Returns the stop that they complete, if any."""
 
     def reset(self) -> None:
-        """Drop what may be half done: the next `update` starts from the first token."""
+        """Drop what an interrupt may have left half done; the next `update` restores it."""
 
 
 class Sequence:
@@ -191,7 +191,7 @@ class Sequence:
         return self.num_reported_tokens - 1
 
     @property
-    def unreported_places(self) -> range:
+    def unreported_indices(self) -> range:
         """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens."""
         end = self.num_cached_tokens + self.num_scheduled_tokens
         start = max(self.num_cached_tokens, self.num_reported_tokens - 1)

@@ -17,13 +17,8 @@ from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.draw_inputs import DrawInputs
 from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
-from nanovllm.engine.step.logprobs import (
-    Columns,
-    ReportInputs,
-    drawn_columns,
-    prompt_columns,
-    rows_at_a_time,
-)
+from nanovllm.engine.step.logprobs import drawn_columns, prompt_columns, rows_at_a_time
+from nanovllm.engine.step.reports import Columns, ReportInputs
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.context import Context, reset_context, set_context
@@ -85,7 +80,7 @@ class Shard:
         self.table.write(inputs.changes)
         if inputs.prefill is not None:
             return self._compute_prefill(inputs.prefill, inputs.width, inputs.report)
-        self.share_tokens()
+        self.broadcast_tokens()
         if self.graphs and inputs.num_seqs <= self.graphs.max_batch_size:
             return self.graphs.replay(inputs.num_seqs)
         hidden, decoding = self._decode(inputs.num_seqs, inputs.width)
@@ -104,7 +99,7 @@ class Shard:
             choices = self._choices(computed, inputs)
             filters = upload_all(inputs.filters, self.device)
             token_ids = self.sampler(computed.logits, *choices, filters, token_ids)
-            self.table.keep_tokens(computed.rows, token_ids)
+            self.table.keep_tokens(computed.table_rows, token_ids)
         if inputs.report is None:
             return token_ids, ()
         return token_ids, drawn_columns(computed.logits, token_ids, inputs.report)
@@ -120,7 +115,7 @@ class Shard:
         assert inputs.temperatures is not None and inputs.keys is not None
         return upload(inputs.temperatures, self.device), upload(inputs.keys, self.device)
 
-    def share_tokens(self) -> None:
+    def broadcast_tokens(self) -> None:
         """Broadcast the table's last tokens, which rank 0 has drawn, to the other ranks."""
         if self.ranks.size > 1:
             self.ranks.broadcast(self.table.state.tokens)
@@ -128,17 +123,17 @@ class Shard:
     def _compute_prefill(
         self, prefill: PrefillInputs, width: int, report: ReportInputs | None
     ) -> Computed:
-        hidden = self.prefill_hidden(prefill, width, prefill.needed_rows())
+        hidden = self.prefill_hidden(prefill, width, prefill.needed_tokens())
         if prefill.copied_blocks is not None:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self.pool.copy(source, target)
         columns = self._report_prompts(hidden[: prefill.num_reported], report)
         hidden = hidden[prefill.num_reported :]
-        if prefill.shared_rows is not None:
-            hidden = hidden[upload(prefill.shared_rows, self.device)]
+        if prefill.shared_samples is not None:
+            hidden = hidden[upload(prefill.shared_samples, self.device)]
         logits = self.model.compute_logits(hidden) if len(hidden) else hidden
-        rows = upload(prefill.token_rows, self.device)
-        return Computed(logits, rows, prompt_logprobs=columns)
+        table_rows = upload(prefill.sample_table_rows, self.device)
+        return Computed(logits, table_rows, prompt_logprobs=columns)
 
     def _report_prompts(
         self, hidden: torch.Tensor, report: ReportInputs | None
@@ -165,11 +160,11 @@ class Shard:
         )  # fmt: skip
         pending = prefill.pending()
         if len(pending[0]):
-            self.share_tokens()
+            self.broadcast_tokens()
             input_ids = self.table.fill_pending(input_ids, *upload_ahead(self.device, *pending))
         tables = rows = None
         if width:
-            (table_rows,) = upload_ahead(self.device, prefill.rows)
+            (table_rows,) = upload_ahead(self.device, prefill.table_rows)
             tables = self.table.block_tables(table_rows, width)
         if needed is not None:
             (rows,) = upload_ahead(self.device, needed)

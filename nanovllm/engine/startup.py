@@ -13,9 +13,10 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.kv_pool import settle_length
 from nanovllm.engine.model_runner import ModelRunner, close_ranks
-from nanovllm.engine.placement import Placement, place
+from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.sizing import fit_kv_blocks, warm_up
+from nanovllm.engine.sizing import fit_kv_blocks
+from nanovllm.engine.warm_up import warm_up
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
@@ -28,7 +29,7 @@ logger = logging.getLogger("nanovllm")
 def start_runner(config: Config, model_config: ModelConfig, path: Path) -> ModelRunner:
     """Rank 0's runner, ready to run, and the workers that it drives."""
     if config.tensor_parallel_size == 1:
-        placement = place(config, model_config, ALONE)
+        placement = resolve_placement(config, model_config, ALONE)
         config = placement.settle(config)
         alone = load_shard(config, model_config, path, placement)
         return ModelRunner(alone, start_shard(alone, config))
@@ -36,7 +37,7 @@ def start_runner(config: Config, model_config: ModelConfig, path: Path) -> Model
     shard: Shard | None = None
     try:
         with workers.together():
-            placement = place(config, model_config, workers.ranks)
+            placement = resolve_placement(config, model_config, workers.ranks)
             config = placement.settle(config)
             workers.start(config, model_config, path)
             shard = load_shard(config, model_config, path, placement, workers.num_threads)

@@ -49,7 +49,7 @@ def _serve(
 
     import torch
 
-    from nanovllm.engine.placement import place
+    from nanovllm.engine.placement import resolve_placement
     from nanovllm.engine.ranks.channel import Reader
     from nanovllm.engine.ranks.codec import decode
     from nanovllm.engine.ranks.join import join
@@ -60,7 +60,7 @@ def _serve(
     config, model_config, path, num_threads = pickle.loads(reader.receive())
     torch.set_num_threads(num_threads)
     ranks = join(rank, size, config.device, address)
-    shard = load_shard(config, model_config, path, place(config, model_config, ranks))
+    shard = load_shard(config, model_config, path, resolve_placement(config, model_config, ranks))
     _report(life_line, ready=True)
     reader.receive()  # when all have loaded
     ranks.connect()

@@ -52,7 +52,7 @@ main()
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Failure:
     """The exception that ended a rank."""
 
     is_exchange: bool  # an exchange failed: another rank is to blame
@@ -67,7 +67,7 @@ class Worker:
     def __init__(self, rank: int, ranks: ProcessRanks, writer: Writer) -> None:
         self.name = f"rank {rank} of {ranks.size}"
         self.ready = False
-        self.report: Report | None = None
+        self.report: Failure | None = None
         self.line, its_end = socket.socketpair()
         self._heard = b""
         with its_end:
@@ -90,7 +90,7 @@ class Worker:
             if "ready" in message:
                 self.ready = True
             else:
-                self.report = Report(**message)
+                self.report = Failure(**message)
         return bool(heard)
 
     def last_words(self) -> str:

@@ -1,4 +1,4 @@
-"""The step's attention metadata. The runner sets it; the layers read it, instead of an argument.
+"""The step's attention metadata. `Shard` sets it for each step; layers read it.
 
 A thread runs one step at a time, and has a context of its own.
 """

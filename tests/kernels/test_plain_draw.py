@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.sizing import warmup_filters
 from nanovllm.engine.step import draw_inputs as draw_inputs_module
+from nanovllm.engine.warm_up import warmup_filters
 from nanovllm.kernels.plain import draw as draw_module
 from nanovllm.kernels.plain.draw import Cuts, cut
 from nanovllm.kernels.plain.noise import log_exponential

@@ -15,10 +15,10 @@ from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
 
 # The arrays of a message, one after the other. The wide ones come first, so that all are aligned.
 LAYOUT: dict[str, Any] = {
-    "places": np.int64,
+    "offsets": np.int64,
     "input_ids": np.int64, "positions": np.int64, "slot_mapping": np.int64,
-    "rows": np.int64, "token_rows": np.int64,
-    "sample_rows": np.int64, "shared_rows": np.int64, "prompt_rows": np.int64,
+    "table_rows": np.int64, "sample_table_rows": np.int64,
+    "sampled_tokens": np.int64, "shared_samples": np.int64, "reported_tokens": np.int64,
     "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "copied_blocks": np.int32,
     "words": np.int32,
 }  # fmt: skip
@@ -30,7 +30,7 @@ NONE = -1  # the length of an array that is None
 def encode(inputs: StepInputs) -> bytes:
     """A step as bytes."""
     arrays: dict[str, Any] = dict.fromkeys(LAYOUT)
-    arrays |= {"places": inputs.changes.places, "words": inputs.changes.words}
+    arrays |= {"offsets": inputs.changes.offsets, "words": inputs.changes.words}
     if inputs.prefill is not None:
         arrays |= {name: getattr(inputs.prefill, name) for name in PREFILL}
     lengths = [NONE if array is None else array.size for array in arrays.values()]
@@ -51,5 +51,5 @@ def decode(message: bytearray) -> StepInputs:
     prefill = None
     if arrays["input_ids"] is not None:
         prefill = PrefillInputs(**{name: arrays[name] for name in PREFILL})
-    changes = TableChanges(arrays["places"], arrays["words"])
+    changes = TableChanges(arrays["offsets"], arrays["words"])
     return StepInputs(num_seqs, width, changes, prefill)

@@ -13,22 +13,22 @@ class Logprobs:
 
     def __init__(self) -> None:
         self.prompt: list[list[LikelyToken]] = []
-        self._generated: dict[int, list[LikelyToken]] = {}  # by place in `token_ids`
+        self._generated: dict[int, list[LikelyToken]] = {}  # by index in `token_ids`
 
-    def add(self, seq: Sequence, place: int, entry: list[LikelyToken]) -> None:
-        """Keep the entry of the token at `place`. Prompt tokens come in order."""
-        if place >= seq.num_prompt_tokens:
-            self._generated[place] = entry
+    def add(self, seq: Sequence, index: int, entry: list[LikelyToken]) -> None:
+        """Keep the entry of the token at `index`. Prompt tokens come in order."""
+        if index >= seq.num_prompt_tokens:
+            self._generated[index] = entry
             return
-        self.prompt[place - 1 :] = [entry]
-        seq.num_reported_tokens = place + 1
+        self.prompt[index - 1 :] = [entry]
+        seq.num_reported_tokens = index + 1
 
     def generated(self, seq: Sequence, start: int) -> list[list[LikelyToken]]:
-        """The entries of the known tokens from place `start` on."""
-        return [self._generated[place] for place in range(start, seq.num_known_tokens)]
+        """The entries of the known tokens from index `start` on."""
+        return [self._generated[index] for index in range(start, seq.num_known_tokens)]
 
     def update(self, seq: Sequence) -> None:
-        """Drop the entry of a token that was taken back: another one may come in its place."""
+        """Drop the entry of a token that was taken back: another one may come in its index."""
         self._generated.pop(seq.num_known_tokens, None)
 
     def reset(self) -> None:

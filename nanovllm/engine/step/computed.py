@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.step.logprobs import Columns
+from nanovllm.engine.step.reports import Columns
 
 
 class Computed(NamedTuple):
@@ -14,16 +14,16 @@ class Computed(NamedTuple):
     """
 
     logits: torch.Tensor  # [B, V], complete on rank 0 only
-    rows: torch.Tensor  # [B] in int64: the rows of the device table that the tokens go to
+    table_rows: torch.Tensor  # [B] in int64: the rows of the device table that the tokens go to
     choices: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures and keys, if read there
     token_ids: torch.Tensor | None = None  # [B], if they were drawn in the graph
-    prompt_logprobs: tuple[Columns, ...] = ()  # on rank 0, for the rows that report
+    prompt_logprobs: tuple[Columns, ...] = ()  # on rank 0, for the tokens that are reported
 
     def first(self, size: int) -> "Computed":
         """The same without padding: the first `size` samples."""
         return Computed(
             self.logits[:size],
-            self.rows[:size],
+            self.table_rows[:size],
             self.choices and (self.choices[0][:size], self.choices[1][:size]),
             None if self.token_ids is None else self.token_ids[:size],
         )

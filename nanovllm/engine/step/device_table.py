@@ -33,9 +33,9 @@ class TableLayout:
 
 
 class TableChanges(NamedTuple):
-    """Words to write, and their places in the table."""
+    """Words to write, and their offsets in the table."""
 
-    places: Array  # int64
+    offsets: Array  # int64
     words: Array  # int32
 
 
@@ -62,11 +62,11 @@ class DeviceTable:
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""
-        size = len(changes.places)
+        size = len(changes.offsets)
         if not size:
             return
         packed = np.empty(size + -(-size // 2), np.int64)
-        packed[:size] = changes.places
+        packed[:size] = changes.offsets
         packed[size:].view(np.int32)[:size] = changes.words
         (uploaded,) = upload_ahead(self._words.device, packed)
         self._words.index_copy_(0, uploaded[:size], uploaded[size:].view(torch.int32)[:size])

@@ -9,7 +9,7 @@ import xxhash
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.logprobs import ReportInputs, drawn_report_inputs
+from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs
 from nanovllm.engine.step.transfer import Array
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.ranking import are_few
@@ -17,8 +17,8 @@ from nanovllm.layers.filters import Entries, Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 
 NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copied in float32
-COLDEST = 1e-30  # below it logits that differ at all are as good as infinitely far apart
-HOTTEST = 1e37  # above it the sampler's products overflow; here logits have no weight any more
+COLDEST = 1e-30  # below it any difference of logits decides
+HOTTEST = 1e37  # above it the sampler's products overflow, and logits no longer matter
 
 
 @dataclass(slots=True)
@@ -65,11 +65,16 @@ def _parts(seqs: list[Sequence], vocab_size: int, device_type: str) -> list[Filt
     alike: dict[tuple[bool, ...], list[int]] = {}
     for row in narrowed:
         alike.setdefault(_kind(seqs[row].params, vocab_size), []).append(row)
-    size = max(1, NARROWED_LOGITS[device_type] // vocab_size)
+    size = rows_narrowed_together(vocab_size, device_type)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
     ]
     return [_filters(part, [seqs[row] for row in part], vocab_size) for part in parts]
+
+
+def rows_narrowed_together(vocab_size: int, device_type: str) -> int:
+    """The most rows in one part."""
+    return max(1, NARROWED_LOGITS[device_type] // vocab_size)
 
 
 def temperature_of(seq: Sequence) -> float:

@@ -8,18 +8,19 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.ledger import Ledger
-from nanovllm.engine.step.logprobs import Report, ReportInputs, prompt_report_inputs
+from nanovllm.engine.step.reports import Report, ReportInputs, prompt_report_inputs
 from nanovllm.engine.step.transfer import Array
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PrefillInputs:
     """T tokens of B sequences; `Context` describes the first fields.
 
-    `rows` are the sequences' rows in the device table, and `token_rows` those that the sampled
-    tokens go to. `sample_rows` are the tokens to sample from, None for all; where forks share them,
-    `shared_rows` says which of them each sample takes. `prompt_rows` are the tokens whose logits
-    are reported. `copied_blocks` are pairs (from, to), copied after the T tokens are computed.
+    `table_rows` are the sequences' rows in the device table, and `sample_table_rows` those that the
+    samples go to. `sampled_tokens` are the tokens to sample from, None for all; where forks share
+    them, `shared_samples` says which of them each sample takes. `reported_tokens` are the tokens
+    whose logits are reported. `copied_blocks` are pairs (from, to), copied after the T tokens are
+    computed.
     """
 
     input_ids: Array
@@ -27,28 +28,28 @@ class PrefillInputs:
     slot_mapping: Array
     cu_seqlens_q: Array
     cu_seqlens_k: Array
-    rows: Array
-    token_rows: Array
-    sample_rows: Array | None = None
-    shared_rows: Array | None = None
-    prompt_rows: Array | None = None
+    table_rows: Array
+    sample_table_rows: Array
+    sampled_tokens: Array | None = None
+    shared_samples: Array | None = None
+    reported_tokens: Array | None = None
     copied_blocks: Array | None = None
 
     @property
     def num_reported(self) -> int:
         """How many tokens' logits are reported."""
-        return 0 if self.prompt_rows is None else len(self.prompt_rows)
+        return 0 if self.reported_tokens is None else len(self.reported_tokens)
 
-    def needed_rows(self) -> Array | None:
-        """The tokens whose hidden states are used, those that are reported first; None for all."""
-        if self.sample_rows is None or self.prompt_rows is None:
-            return self.sample_rows
-        return np.append(self.prompt_rows, self.sample_rows)
+    def needed_tokens(self) -> Array | None:
+        """The tokens whose hidden states are used, reported ones first; None for all."""
+        if self.sampled_tokens is None or self.reported_tokens is None:
+            return self.sampled_tokens
+        return np.append(self.reported_tokens, self.sampled_tokens)
 
     def pending(self) -> tuple[Array, Array]:
-        """The places of tokens that are in flight, and the table rows that will hold them."""
-        places = np.flatnonzero(self.input_ids == PENDING)
-        return places, self.rows[np.searchsorted(self.cu_seqlens_q, places, side="right") - 1]
+        """The tokens that are in flight, and the table rows that will hold them."""
+        tokens = np.flatnonzero(self.input_ids == PENDING)
+        return tokens, self.table_rows[np.searchsorted(self.cu_seqlens_q, tokens, side="right") - 1]
 
 
 @dataclass(slots=True)
@@ -75,14 +76,20 @@ def step_inputs(
         return StepInputs(len(batch.seqs), *ledger.decode(batch.seqs))
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
-    rows, token_rows, width, changes = ledger.prefill(batch.all_seqs, batch.sampling_seqs)
+    table_rows, sample_table_rows, width, changes = ledger.prefill(
+        batch.all_seqs, batch.sampling_seqs
+    )
+    tokens = _tokens(seqs, block_size)
+    sampled, shared = _samples(batch, q_ends=tokens[3])
     prefill = PrefillInputs(
-        *_tokens(seqs, block_size),
-        rows=rows[: len(seqs)],
-        token_rows=token_rows,
+        *tokens,
+        table_rows=table_rows[: len(seqs)],
+        sample_table_rows=sample_table_rows,
+        sampled_tokens=sampled,
+        shared_samples=shared,
+        reported_tokens=_reported_tokens(seqs, q_ends=tokens[3]),
         copied_blocks=_copied_blocks(batch, block_size),
     )
-    _mark_rows(prefill, batch)
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0
     return StepInputs(len(seqs), width, changes, prefill, prompt_report_inputs(prompt_reports))
@@ -111,23 +118,29 @@ def _tokens(seqs: list[Sequence], block_size: int) -> tuple[Array, Array, Array,
     )
 
 
-def _mark_rows(prefill: PrefillInputs, batch: Batch) -> None:
-    """Set which tokens are sampled from and reported."""
-    starts = prefill.cu_seqlens_q.tolist()
-    sample_rows: list[int] = []
-    prompt_rows: list[int] = []
-    place_of: dict[int, int] = {}  # in `sample_rows`, by seq_id
-    for seq, start, end in zip(batch.seqs, starts, starts[1:], strict=False):
-        prompt_rows += [start + place - seq.num_cached_tokens for place in seq.unreported_places]
+def _samples(batch: Batch, q_ends: Array) -> tuple[Array, Array | None]:
+    """The tokens to sample from, and which of them each sample takes, if there are forks."""
+    sampled: list[int] = []
+    index_of: dict[int, int] = {}  # in `sampled`, by seq_id
+    for seq, end in zip(batch.seqs, q_ends[1:].tolist(), strict=True):
         if seq.samples:
-            place_of[seq.seq_id] = len(sample_rows)
-            sample_rows.append(end - 1)
-    prefill.sample_rows = np.array(sample_rows, np.int64)
-    if prompt_rows:
-        prefill.prompt_rows = np.array(prompt_rows, np.int64)
-    if batch.forks:
-        shared = [*place_of.values(), *(place_of[seq.seq_id] for seq, _ in batch.forks)]
-        prefill.shared_rows = np.array(shared, np.int64)
+            index_of[seq.seq_id] = len(sampled)
+            sampled.append(end - 1)
+    if not batch.forks:
+        return np.array(sampled, np.int64), None
+    shared = [*index_of.values(), *(index_of[seq.seq_id] for seq, _ in batch.forks)]
+    return np.array(sampled, np.int64), np.array(shared, np.int64)
+
+
+def _reported_tokens(seqs: list[Sequence], q_ends: Array) -> Array | None:
+    """The tokens whose logits are reported; None if there are none."""
+    starts = q_ends.tolist()
+    reported = [
+        start + index - seq.num_cached_tokens
+        for seq, start in zip(seqs, starts, strict=False)
+        for index in seq.unreported_indices
+    ]
+    return np.array(reported, np.int64) if reported else None
 
 
 def _copied_blocks(batch: Batch, block_size: int) -> Array | None:
@@ -138,18 +151,3 @@ def _copied_blocks(batch: Batch, block_size: int) -> Array | None:
         if seq.num_tokens % block_size
     ]
     return np.array(tails, np.int32).ravel() if tails else None
-
-
-def warmup_inputs(num_tokens: int, longest: int) -> PrefillInputs:
-    """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing."""
-    starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
-    no_rows = np.zeros(0, np.int64)
-    return PrefillInputs(
-        input_ids=np.zeros(num_tokens, np.int64),
-        positions=np.arange(num_tokens) % longest,
-        slot_mapping=np.full(num_tokens, -1),
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        rows=no_rows,
-        token_rows=no_rows,
-    )

@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.step.logprobs import Columns, Report, deliver
+from nanovllm.engine.step.reports import Columns, Report, deliver
 from nanovllm.engine.step.transfer import download
 
 

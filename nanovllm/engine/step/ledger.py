@@ -32,7 +32,7 @@ class Ledger:
     def reset(self) -> None:
         """Trust nothing: all sequences start over, and get rows that are written again."""
         num_rows = self.layout.num_rows
-        self._places: list[int] = []
+        self._offsets: list[int] = []
         self._words: list[int] = []
         self._rows: dict[int, int] = {}  # by seq_id
         self._owners: dict[int, weakref.ref[Sequence]] = {}  # by row
@@ -74,10 +74,10 @@ class Ledger:
     ) -> tuple[Array, Array, int, TableChanges]:
         """The rows of a prefill's sequences, those of its samples, the width, the changes."""
         rows, width = self._change_blocks(seqs)
-        token_rows = self._rows_of(sampling_seqs)
+        sample_table_rows = self._rows_of(sampling_seqs)
         if sampling_seqs:
-            self._num_tokens[token_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
-        return rows, token_rows, width, self._take_changes()
+            self._num_tokens[sample_table_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
+        return rows, sample_table_rows, width, self._take_changes()
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
@@ -122,18 +122,18 @@ class Ledger:
         self._change(self.layout.temperatures + row, _words(temperature_of(seq), np.float32))
         return row
 
-    def _change(self, place: int, words: list[int]) -> None:
-        """Write words to a place and those behind it."""
-        self._places += range(place, place + len(words))
+    def _change(self, offset: int, words: list[int]) -> None:
+        """Write words from an offset on."""
+        self._offsets += range(offset, offset + len(words))
         self._words += words
 
-    def _change_each(self, places: Array, words: Array) -> None:
-        self._places += places.tolist()
+    def _change_each(self, offsets: Array, words: Array) -> None:
+        self._offsets += offsets.tolist()
         self._words += words.tolist()
 
     def _take_changes(self) -> TableChanges:
-        changes = TableChanges(np.array(self._places, np.int64), np.array(self._words, np.int32))
-        self._places.clear()
+        changes = TableChanges(np.array(self._offsets, np.int64), np.array(self._words, np.int32))
+        self._offsets.clear()
         self._words.clear()
         return changes
 

@@ -23,7 +23,7 @@ def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def upload_all(value: T, device: torch.device) -> T:
-    """A dataclass, or a tuple or list, with its CPU tensors uploaded, however deep they are."""
+    """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded."""
     if device.type == "cpu":
         return value
     return _upload_all(value, device)  # type: ignore[no-any-return]
@@ -33,7 +33,7 @@ def _upload_all(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return _upload(value, device)
     if isinstance(value, tuple | list):
-        return type(value)(_upload_all(item, device) for item in value)
+        return type(value)([_upload_all(item, device) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         parts = {name: _upload_all(getattr(value, name), device) for name in names}
@@ -60,7 +60,7 @@ def upload_ahead(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
 
 
 def download(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, complete when the device gets there; the tensor itself on the CPU."""
+    """A copy on the host, complete when the device has come to it; the tensor itself on the CPU."""
     if x.device.type == "cpu":
         return x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

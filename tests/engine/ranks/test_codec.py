@@ -55,9 +55,11 @@ def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
         batch = Batch(seqs, is_prefill)
         inputs = step_inputs(batch, 4, ledger, [])
         if inputs.prefill is not None and data.draw(st.booleans()):
-            prefill = inputs.prefill
-            prefill.prompt_rows = prefill.shared_rows = np.arange(step, dtype=np.int64)
-            prefill.copied_blocks = np.arange(2 * step, dtype=np.int32)
+            some = np.arange(step, dtype=np.int64)
+            blocks = np.arange(2 * step, dtype=np.int32)
+            inputs.prefill = dataclasses.replace(
+                inputs.prefill, reported_tokens=some, shared_samples=some, copied_blocks=blocks
+            )
         assert_equal(decode(bytearray(encode(inputs))), inputs)
 
 

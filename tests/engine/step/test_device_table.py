@@ -65,10 +65,12 @@ class Engine:
         )
         assert filled.tolist() == given
         if inputs.width:
-            tables = self.table.block_tables(torch.from_numpy(inputs.prefill.rows), inputs.width)
+            tables = self.table.block_tables(
+                torch.from_numpy(inputs.prefill.table_rows), inputs.width
+            )
             for seq, table in zip(seqs, tables.tolist(), strict=True):
                 assert table[: len(seq.block_table)] == seq.block_table
-        self.leave_tokens(batch, torch.from_numpy(inputs.prefill.token_rows))
+        self.leave_tokens(batch, torch.from_numpy(inputs.prefill.sample_table_rows))
 
     def decode(self, seqs: list[Sequence], padding: int) -> None:
         for seq in seqs:

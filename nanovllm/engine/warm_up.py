@@ -1,0 +1,84 @@
+"""Warm-up: the largest step and the smallest, run once before requests come.
+
+It compiles kernels, connects NCCL and shows how much memory a step takes.
+"""
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.requests.token_counts import TokenCounts
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.step.draw_inputs import draw_inputs, rows_narrowed_together
+from nanovllm.engine.step.inputs import PrefillInputs
+from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
+from nanovllm.engine.step.transfer import upload_all
+from nanovllm.layers.filters import Filters
+from nanovllm.sampling_params import SamplingParams
+
+
+def warm_up(shard: Shard, config: Config, num_running: int) -> None:
+    """Run the largest step, and the smallest, which may use other kernels."""
+    try:
+        _run_largest_step(shard, config.max_num_batched_tokens, num_running)
+        torch.cuda.synchronize(shard.device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
+            f" max_num_seqs={config.max_num_seqs} does not fit on {shard.device} beside weights"
+            " and KV pool; lower them, num_kvcache_blocks or gpu_memory_utilization"
+        ) from error
+
+
+def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
+    vocab_size, longest = shard.model_config.vocab_size, shard.placement.max_positions
+    shard.broadcast_tokens()  # NCCL connects in the first exchange of a kind
+    shard.prefill_hidden(warmup_inputs(1, longest))
+    hidden = shard.prefill_hidden(warmup_inputs(num_tokens, longest))
+    reported = shard.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
+    if shard.ranks.rank == 0:
+        warm_up_logprobs(reported)
+    del reported
+    logits = shard.model.compute_logits(hidden[:num_running])
+    ones = torch.ones(len(logits), device=shard.device)
+    shard.sampler(logits, ones, ones.long())
+    shard.sampler(logits, None, None)
+    if shard.ranks.rank == 0:  # where sampling is done
+        equal = torch.zeros_like(logits)
+        lists = equal.float()  # as large as the copies that penalties and token lists make
+        filters = warmup_filters(len(equal), vocab_size, shard.device.type)
+        shard.sampler(equal, ones, ones.long(), upload_all(filters, shard.device))
+        del lists
+
+
+def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Filters]:
+    """Filters that take the most memory: nearly all tokens are candidates, of the largest copies.
+
+    Penalties need a copy in float32 in place of another copy; filters of all rows need no copy.
+    Lists of tokens add to that where plain PyTorch runs, which takes more than the kernels do. The
+    last row is there to compile its kernel.
+    """
+    filters: list[Filters] = []
+    many = vocab_size - 1
+    for number, penalty, top_k in ((num_rows, 1.1, many), (num_rows - 1, 1.0, many), (1, 1.0, -1)):
+        params = SamplingParams(top_k=top_k, top_p=0.99, repetition_penalty=penalty)
+        size = min(number, rows_narrowed_together(vocab_size, device_type))
+        seqs = [Sequence([0], params, counts=TokenCounts()) for _ in range(size)]
+        filters += draw_inputs(seqs, vocab_size, device_type).filters
+    return filters
+
+
+def warmup_inputs(num_tokens: int, longest: int) -> PrefillInputs:
+    """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing."""
+    starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
+    no_rows = np.zeros(0, np.int64)
+    return PrefillInputs(
+        input_ids=np.zeros(num_tokens, np.int64),
+        positions=np.arange(num_tokens) % longest,
+        slot_mapping=np.full(num_tokens, -1),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        table_rows=no_rows,
+        sample_table_rows=no_rows,
+    )
