@@ -1,1 +1,1 @@
-"""Benchmarks: scripts that run by themselves, and what bench.py compares engines with."""
+"""Benchmarks: scripts to run directly, and the engines that bench.py compares with."""

@@ -1,11 +1,11 @@
-"""What the channel to the other ranks adds to a decode step.
+"""How long it takes to send a decode step to the other ranks.
 
     python benchmarks/channel.py [--ranks 2]
 
-Decode steps of growing batches go to processes that do nothing but read them. Told are the medians
-until rank 0 goes on (`sent`), and until the last of the others has the step's arrays before it
-(`there`); rank 0 computes meanwhile. Between steps the others wait for `--gap` milliseconds: first
-awake, then asleep.
+Sends decode steps of growing batches to processes that only read them. Reports two medians: the
+time until `send` returns (`sent`), after which rank 0 computes, and the time until all other ranks
+have decoded the step's arrays (`received`). Between steps the others wait for `--gap` milliseconds:
+they poll first and then sleep.
 """
 
 import argparse
@@ -31,7 +31,7 @@ STAMP = struct.Struct("<q")
 
 
 def read_forever(fd: int, bell: int, index: int, num_readers: int, answer: int) -> None:
-    """Be another rank, which says when it has a step."""
+    """Run as another rank, which answers each step with the time of its arrival."""
     reader = Reader(fd, bell, index, num_readers)
     while True:
         decode(reader.receive())
@@ -41,22 +41,22 @@ def read_forever(fd: int, bell: int, index: int, num_readers: int, answer: int) 
 def start_reader(
     writer: Writer, index: int, num_readers: int
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start another rank; return it and where its answers come."""
-    heard, answer = os.pipe()
+    """Start another rank; return its process and the pipe of its answers."""
+    answers, answer = os.pipe()
     fds = (writer.fd, writer.bells[index][0], answer)
     numbers = [str(n) for n in (*fds[:2], index, num_readers, answer)]
     process = subprocess.Popen([sys.executable, __file__, "--read", *numbers], pass_fds=fds)
     os.close(answer)
-    return process, heard
+    return process, answers
 
 
 def time_steps(
     writer: Writer, answers: list[int], num_seqs: int, num_steps: int, gap_seconds: float
 ) -> dict[str, float]:
-    """Decode `num_seqs` sequences for `num_steps`; microseconds, medians."""
+    """Send `num_steps` decode steps of `num_seqs` sequences; return medians in microseconds."""
     seqs = [Sequence([0] * CONTEXT, SamplingParams()) for _ in range(num_seqs)]
     ledger = Ledger(TableLayout(num_seqs, (CONTEXT + num_steps) // BLOCK_SIZE + 1))
-    sent, there = list[int](), list[int]()
+    sent, received = list[int](), list[int]()
     for step in range(num_steps):
         for seq in seqs:
             seq.num_cached_tokens = CONTEXT + step
@@ -67,12 +67,12 @@ def time_steps(
         start = time.monotonic_ns()
         writer.send(encode(inputs))
         sent.append(time.monotonic_ns() - start)
-        there.append(max(STAMP.unpack(os.read(fd, 8))[0] for fd in answers) - start)
-    return {"sent": statistics.median(sent) / 1e3, "there": statistics.median(there) / 1e3}
+        received.append(max(STAMP.unpack(os.read(fd, 8))[0] for fd in answers) - start)
+    return {"sent": statistics.median(sent) / 1e3, "received": statistics.median(received) / 1e3}
 
 
 def main() -> None:
-    """Print a line for each batch size, and one of JSON."""
+    """Print a line for each batch size, and one JSON line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="rank 0 and N - 1 others")
     parser.add_argument("--gap", type=float, default=0.5, metavar="MS", help="between steps")
@@ -89,7 +89,7 @@ def main() -> None:
         answers = [answer for _, answer in readers]
         results[num_seqs] = time_steps(writer, answers, num_seqs, args.steps, args.gap / 1e3)
         print(f"{num_seqs:4} sequences: sent in {results[num_seqs]['sent']:.0f} us,"
-              f" there after {results[num_seqs]['there']:.0f} us")  # fmt: skip
+              f" received after {results[num_seqs]['received']:.0f} us")  # fmt: skip
         for process, _ in readers:
             process.kill()
             process.wait()

@@ -1,10 +1,10 @@
-"""What an exchange between ranks costs on the CPU: through shared memory, and by gloo.
+"""The time of an all-reduce between ranks on the CPU: through shared memory, and through gloo.
 
     python benchmarks/exchange.py [--ranks 2]
 
-Processes of one thread add tensors up, again and again. Told are the medians of microseconds that
-rank 0 spends on one exchange, and their quartiles; the two take turns. With `--work` every rank
-computes for as many microseconds before each exchange, as in a model.
+Processes with one thread each add up tensors many times. Reports the median and the quartiles of
+the microseconds that rank 0 spends on one exchange. The two kinds take turns. With `--work US`,
+every rank computes for that many microseconds before each exchange, as in a model.
 """
 
 import argparse
@@ -25,23 +25,26 @@ from nanovllm.engine.ranks.join import join
 from nanovllm.layers.ranks import Ranks
 
 dist: Any = torch.distributed
-SHAPES = [(1, 1024), (16, 1024), (64, 1024), (512, 1024), (4096, 1024)]  # of bfloat16
-MAX_BYTES = 1 << 30  # that one turn exchanges
+KINDS = ("shared", "gloo")
+SHAPES = [(1, 1024), (16, 1024), (64, 1024), (512, 1024), (4096, 1024)]  # bfloat16
+MAX_BYTES = 1 << 30  # exchanged in one turn for each shape
+
+Quartiles = dict[str, list[float]]  # three for each shape, in microseconds
 
 
 class GlooRanks(Ranks):
-    """What PyTorch has for it. `place` is the port of a store."""
+    """Ranks that use PyTorch's gloo backend. `address` is the port of a store."""
 
-    def __init__(self, rank: int, size: int, place: int | None = None) -> None:
+    def __init__(self, rank: int, size: int, address: int | None = None) -> None:
         super().__init__(rank, size)
         self.fds: tuple[int, ...] = ()
         listener = {}
-        if place is None:
-            mine = socket.create_server(("127.0.0.1", 0))
-            place, listener = mine.getsockname()[1], dict(master_listen_fd=mine.detach())
-        self.place = place
+        if address is None:
+            server = socket.create_server(("127.0.0.1", 0))
+            address, listener = server.getsockname()[1], dict(master_listen_fd=server.detach())
+        self.address = address
         self.store = dist.TCPStore(
-            "127.0.0.1", place, size, is_master=rank == 0, wait_for_workers=False, **listener
+            "127.0.0.1", address, size, is_master=rank == 0, wait_for_workers=False, **listener
         )
         self.group: Any = None
 
@@ -52,7 +55,7 @@ class GlooRanks(Ranks):
         self.group = dist.ProcessGroupGloo(self.store, self.rank, self.size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Look for the end, as an engine would: gloo's own wait sleeps, which takes longer."""
+        """Poll for the end, as an engine would: gloo's own wait sleeps, which takes longer."""
         work = self.group.allreduce([x], dist.AllreduceOptions())
         while not work.is_completed():
             os.sched_yield()
@@ -63,13 +66,13 @@ class GlooRanks(Ranks):
         self.group = self.store = None
 
 
-def make_ranks(kind: str, rank: int, size: int, place: int | None = None) -> Any:
-    """Become a rank of either kind."""
-    return GlooRanks(rank, size, place) if kind == "gloo" else join(rank, size, "cpu", place)
+def make_ranks(kind: str, rank: int, size: int, address: int | None = None) -> Any:
+    """Join as a rank of either kind."""
+    return GlooRanks(rank, size, address) if kind == "gloo" else join(rank, size, "cpu", address)
 
 
 def exchange(ranks: Any, shape: tuple[int, int], times: int, work_us: float) -> list[float]:
-    """Add up `times` tensors; return the microseconds of each."""
+    """Make `times` exchanges; return the microseconds of each."""
     spent = []
     x = torch.zeros(shape, dtype=torch.bfloat16)
     for _ in range(times):
@@ -82,10 +85,10 @@ def exchange(ranks: Any, shape: tuple[int, int], times: int, work_us: float) -> 
     return spent
 
 
-def time_exchanges(kind: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """One turn: for each shape its quartiles, among processes that are started for it."""
+def time_exchanges(kind: str, args: argparse.Namespace) -> Quartiles:
+    """Run one turn, in new processes."""
     ranks = make_ranks(kind, 0, args.ranks)
-    numbers = [ranks.place, args.ranks, args.steps, args.work]
+    numbers = [ranks.address, args.ranks, args.steps, args.work]
     command = [sys.executable, __file__, "--join", kind, *map(str, numbers)]
     others = [
         subprocess.Popen([*command, str(rank)], pass_fds=ranks.fds) for rank in range(1, args.ranks)
@@ -97,8 +100,8 @@ def time_exchanges(kind: str, args: argparse.Namespace) -> dict[str, list[float]
     return results
 
 
-def run(ranks: Any, steps: int, work_us: float) -> dict[str, list[float]]:
-    """What every rank does."""
+def run(ranks: Any, steps: int, work_us: float) -> Quartiles:
+    """Run one turn as one of its ranks."""
     torch.set_num_threads(1)
     ranks.connect()
     results = {}
@@ -110,39 +113,44 @@ def run(ranks: Any, steps: int, work_us: float) -> dict[str, list[float]]:
     return results
 
 
-def main() -> None:
-    """Print a line for each shape, and one of JSON."""
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
     parser.add_argument("--steps", type=int, default=2000, metavar="N", help="exchanges a turn")
     parser.add_argument("--work", type=float, default=0.0, metavar="US", help="between exchanges")
     parser.add_argument("--turns", type=int, default=3, metavar="N")
     parser.add_argument("--join", nargs=6, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.join:
-        kind, place, size, steps, work, rank = args.join
-        run(make_ranks(kind, int(rank), int(size), int(place)), int(steps), float(work))
-        return
-    kinds = ("shared", "gloo")
-    turns: dict[str, list[dict[str, list[float]]]] = {kind: [] for kind in kinds}
-    for _ in range(args.turns):
-        for kind in kinds:
-            turns[kind].append(time_exchanges(kind, args))
-    middle = {
-        kind: {
-            shape: [statistics.median(turn[shape][i] for turn in turns[kind]) for i in range(3)]
-            for shape in turns[kind][0]
-        }
-        for kind in kinds
+    return parser.parse_args()
+
+
+def median_quartiles(turns: list[Quartiles]) -> Quartiles:
+    """For each shape, the median over the turns of each quartile."""
+    return {
+        shape: [statistics.median(turn[shape][i] for turn in turns) for i in range(3)]
+        for shape in turns[0]
     }
-    for shape in middle["shared"]:
-        words = [
-            f"{kind} {middle[kind][shape][1]:8.1f} us"
-            f" ({middle[kind][shape][0]:.1f} to {middle[kind][shape][2]:.1f})"
-            for kind in kinds
-        ]
-        print(f"{shape:>10}: {', '.join(words)}")
-    print(json.dumps({"ranks": args.ranks, "work": args.work, "microseconds": middle}))
+
+
+def main() -> None:
+    """Print a line for each shape, and one JSON line."""
+    args = parse_args()
+    if args.join:
+        kind, address, size, steps, work, rank = args.join
+        run(make_ranks(kind, int(rank), int(size), int(address)), int(steps), float(work))
+        return
+    turns: dict[str, list[Quartiles]] = {kind: [] for kind in KINDS}
+    for _ in range(args.turns):
+        for kind in KINDS:
+            turns[kind].append(time_exchanges(kind, args))
+    results = {kind: median_quartiles(turns[kind]) for kind in KINDS}
+    for shape in results[KINDS[0]]:
+        columns = []
+        for kind in KINDS:
+            low, median, high = results[kind][shape]
+            columns.append(f"{kind} {median:8.1f} us ({low:.1f} to {high:.1f})")
+        print(f"{shape:>10}: {', '.join(columns)}")
+    print(json.dumps({"ranks": args.ranks, "work": args.work, "microseconds": results}))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,27 @@
-"""The host's share of a decode step, phase by phase, with the device's work taken out.
+"""The host's time in a decode step, by phase, without the device's work.
 
     python benchmarks/host.py [--num-seqs 1 64 256 1024] [--against DIR]
 
-The engine is real, its steps are those of `LLM.step`; but a stand-in computes nothing and returns
-fixed ids, in the place of a decode graph, or of model and sampler for a batch too large for graphs.
-What remains is what the host pays between any two decode steps while the device waits for it, in
-microseconds:
+Runs the real engine through `LLM.step`. A stand-in replaces the decode graph, or model and sampler
+if the batch is too large for graphs: it computes nothing and returns fixed ids. The rest is the
+host's time between two decode steps, in microseconds:
 
     schedule     Scheduler.schedule
-    prepare      from the batch to what the device is told of it
-    launch       the stand-ins, where kernels and graphs would be launched, and what is kept of them
+    prepare      from the batch to the arrays for the device
+    launch       the stand-ins, in place of kernels and graphs, and the handling of their results
     read         from the sampled ids as a tensor to a list
-    postprocess  Scheduler.postprocess and what the engine books beside it
+    postprocess  Scheduler.postprocess, and the engine's other work after a step
 
-If steps overlap (`--overlap`), a step schedules, prepares and launches the next one before it reads
-its own tokens: what comes before `read` is then hidden behind the step that the device computes.
+With `--overlap`, a step schedules, prepares and launches the next one before it reads its own
+tokens. The phases before `read` then run while the device computes.
 
-It runs on the CPU, where an upload is no copy and nothing waits: on a GPU `prepare` also pins and
-copies, some 20 microseconds where there is something new, and `read` waits for the step.
+The benchmark runs on the CPU, where an upload copies nothing and nothing waits. On a GPU, `prepare`
+also pins and copies memory (about 20 microseconds if there is anything to upload), and `read` waits
+for the step.
 
-`--against DIR` names a checkout of the nano-vllm project, whose phases are timed beside ours, the
-two taking turns: its scheduler, and its model runner's preparation if the checkout has that file
-(with its copies to the GPU taken out as ours are). What it lacks is left blank.
+`--against DIR` names a checkout of the nano-vllm project. Its phases are timed too, in turn with
+ours: its scheduler, and its model runner's preparation if the checkout has that file, also without
+copies to the GPU. Phases that it lacks are left blank.
 """
 
 import argparse
@@ -48,35 +48,36 @@ from nanovllm.engine.step.computed import Computed
 from nanovllm.kernels.plain.read_table import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
-PROMPT_LEN = 100  # of the shortest; each is longer than the one before by a token
+PROMPT_LEN = 100  # of the first prompt; each is one token longer than the one before
 VOCAB_SIZE = 32_000
 WARMUP_STEPS = 5
-SPARE_TOKENS = 8  # nobody finishes while time is taken
+SPARE_TOKENS = 8  # above the number of steps: no sequence finishes during the measurement
+FIXED_ID = 7  # the token id of prompts and samples
 
 Laps = dict[str, float]  # seconds of a step by phase
 Step = Callable[[], Laps]
 
 
 class Clock:
-    """Time by phase: a lap goes to the phase that it ends."""
+    """Measures the time of each phase of a step; `lap` names the phase that has just ended."""
 
     def __init__(self) -> None:
         self.laps: Laps = {}
         self.last = 0.0
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self.laps = dict.fromkeys(PHASES, 0.0)
         self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Book the time since the last call."""
+        """Add the time since the last call to `phase`."""
         now = time.perf_counter()
         self.laps[phase] += now - self.last
         self.last = now
 
     def ends(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with whose end `phase` ends."""
+        """Wrap `function`: `phase` ends when it returns."""
 
         def timed(*args: Any) -> Any:
             result = function(*args)
@@ -87,12 +88,12 @@ class Clock:
 
 
 class StandIn:
-    """A model and a sampler that compute nothing; the time until they are called is `prepare`."""
+    """A model and a sampler that compute nothing. `prepare` ends when one of them is called."""
 
     def __init__(self, clock: Clock, num_tokens: int) -> None:
         self.clock = clock
         self.hidden = torch.zeros(num_tokens, 1)
-        self.token_ids = torch.full((num_tokens,), 7)
+        self.token_ids = torch.full((num_tokens,), FIXED_ID)
         self.rows = torch.arange(num_tokens)
 
     def __call__(
@@ -127,22 +128,22 @@ class StandIn:
 
 
 def prompts(num_seqs: int) -> list[list[int]]:
-    """Prompts that share nothing, of all lengths modulo any block size."""
-    return [[index + 1] + [7] * (PROMPT_LEN + index - 1) for index in range(num_seqs)]
+    """Prompts without common prefixes; each is one token longer than the one before."""
+    return [[index + 1] + [FIXED_ID] * (PROMPT_LEN + index - 1) for index in range(num_seqs)]
 
 
 def max_length(num_seqs: int, num_steps: int) -> int:
-    """Tokens that no sequence reaches."""
+    """A length that no sequence reaches."""
     return PROMPT_LEN + num_seqs + num_steps + SPARE_TOKENS
 
 
 def pool_blocks(num_seqs: int, num_steps: int, block_size: int) -> int:
-    """Blocks for all sequences at their full length: nobody is preempted."""
+    """Blocks for all sequences at their full length: no sequence is preempted."""
     return num_seqs * -(-max_length(num_seqs, num_steps) // block_size)
 
 
 def write_model(path: Path, max_len: int) -> None:
-    """The smallest model that the engine takes: no layer of it ever runs."""
+    """Write the config of the smallest model that the engine accepts. Its layers never run."""
     config = dict(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", hidden_size=16,
         intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
@@ -162,7 +163,7 @@ def our_step(num_seqs: int, num_steps: int, block_size: int, **options: Any) -> 
             num_kvcache_blocks=pool_blocks(num_seqs, num_steps, block_size), **options,
         )  # fmt: skip
     clock = Clock()
-    take_out_the_device(llm, clock)
+    replace_device_work(llm, clock)
     params = SamplingParams(max_tokens=num_steps + SPARE_TOKENS, ignore_eos=True)
     for prompt in prompts(num_seqs):
         llm.add_request(prompt, params)
@@ -179,8 +180,8 @@ def our_step(num_seqs: int, num_steps: int, block_size: int, **options: Any) -> 
     return step
 
 
-def take_out_the_device(llm: LLM, clock: Clock) -> None:
-    """Put stand-ins where the device works, and laps between the phases of a step."""
+def replace_device_work(llm: LLM, clock: Clock) -> None:
+    """Replace the device's work by stand-ins, and time the phases of a step."""
     runner, shard, scheduler = llm.model_runner, llm.model_runner.shard, llm.scheduler
     stand_in: Any = StandIn(clock, llm.config.max_num_batched_tokens)
     shard.model, shard.sampler = stand_in, stand_in.sample
@@ -195,7 +196,7 @@ def take_out_the_device(llm: LLM, clock: Clock) -> None:
         wait = launched.wait
 
         def timed_wait() -> Any:
-            clock.lap("postprocess")  # what the engine did since the launch
+            clock.lap("postprocess")  # the engine's work since the launch
             token_ids = wait()
             clock.lap("read")
             return token_ids
@@ -208,7 +209,7 @@ def take_out_the_device(llm: LLM, clock: Clock) -> None:
 
 
 class Stub(types.ModuleType):
-    """A module whose names are all there, for what is imported and never called."""
+    """A module that has every name, for names that are imported but never called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -217,7 +218,7 @@ class Stub(types.ModuleType):
 
 
 def load_preparation(checkout: Path) -> types.ModuleType | None:
-    """The other engine's model runner without model and kernels; None if the file is not there."""
+    """Load the other engine's model runner without model and kernels; None if there is none."""
     folder = checkout / "nanovllm"
     if not (folder / "engine/model_runner.py").exists():
         return None
@@ -242,7 +243,7 @@ def load_preparation(checkout: Path) -> types.ModuleType | None:
 
 
 class NoCopies:
-    """PyTorch for the other engine's preparation: tensors stay where they are."""
+    """PyTorch for the other engine's preparation, without copies to a device."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -250,6 +251,28 @@ class NoCopies:
     @staticmethod
     def tensor(data: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:
         return torch.tensor(data, dtype=dtype)
+
+
+def rival_decode(
+    preparation: types.ModuleType, clock: Clock, num_seqs: int, block_size: int
+) -> Callable[[list[Any]], list[int]]:
+    """The other engine's work between scheduling and postprocessing: sequences to token ids."""
+    stand_in = StandIn(clock, num_seqs)
+    runner = object.__new__(preparation.ModelRunner)
+    runner.block_size, runner.rank, runner.device = block_size, 0, torch.device("cpu")
+    preparation.torch = NoCopies()  # type: ignore[attr-defined]
+    torch.Tensor.cuda = lambda self, **_: self  # type: ignore[method-assign]
+
+    def decode(seqs: list[Any]) -> list[int]:
+        input_ids, positions = runner.prepare_decode(seqs)
+        temperatures = runner.prepare_sample(seqs)
+        hidden = stand_in(input_ids, positions)
+        token_ids: list[int] = stand_in.sample(hidden, temperatures).tolist()
+        preparation.reset_context()
+        clock.lap("read")
+        return token_ids
+
+    return decode
 
 
 def rival_step(
@@ -266,28 +289,16 @@ def rival_step(
     for prompt in prompts(num_seqs):
         scheduler.add(sequence(prompt, params))
     clock = Clock()
-    stand_in = StandIn(clock, num_seqs)
-    runner: Any = None
-    if preparation is not None:
-        runner = object.__new__(preparation.ModelRunner)
-        runner.block_size, runner.rank, runner.device = block_size, 0, torch.device("cpu")
-        preparation.torch = NoCopies()  # type: ignore[attr-defined]
-        torch.Tensor.cuda = lambda self, **_: self  # type: ignore[method-assign]
+    decode = rival_decode(preparation, clock, num_seqs, block_size) if preparation else None
 
     def step() -> Laps:
         clock.start()
         seqs, is_prefill = scheduler.schedule()
         clock.lap("schedule")
-        token_ids = [7] * len(seqs)
-        if runner is not None and not is_prefill:
-            assert preparation is not None
-            input_ids, positions = runner.prepare_decode(seqs)
-            temperatures = runner.prepare_sample(seqs)
-            hidden = stand_in(input_ids, positions)
-            token_ids = stand_in.sample(hidden, temperatures).tolist()
-            preparation.reset_context()
-            clock.lap("read")
+        if decode is not None and not is_prefill:
+            token_ids = decode(seqs)
         else:
+            token_ids = [FIXED_ID] * len(seqs)
             clock.last = time.perf_counter()
         book(seqs, token_ids, is_prefill)
         clock.lap("postprocess")
@@ -299,7 +310,7 @@ def rival_step(
 
 
 def microseconds(steps: dict[str, Step], num_steps: int) -> dict[str, dict[str, float]]:
-    """Medians by phase; the engines take turns, so that a busy machine meets both alike."""
+    """Medians by phase. The engines take turns, so that a busy machine slows both alike."""
     laps: dict[str, list[Laps]] = {name: [] for name in steps}
     gc.collect()
     for _ in range(num_steps):
@@ -323,21 +334,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, default=300, metavar="N")
     parser.add_argument("--block-size", type=int, default=256, metavar="N")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction,
-                        help="begin a step before the tokens of the last one are read")  # fmt: skip
+                        help="launch a step before the last one's tokens are read")  # fmt: skip
     parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout of nano-vllm")
     return parser.parse_args()
 
 
-def main() -> None:
-    """Measure each number of sequences; print a table and one JSON line."""
-    args = parse_args()
-    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # a model without a tokenizer is meant
-    rival = load_rival(args.against) if args.against else None
-    preparation = load_preparation(args.against) if args.against else None
-    options = {} if args.overlap is None else {"overlap": args.overlap}
-    columns = (*PHASES, "total")
+def describe(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """The machine and the options of a run, for its JSON line."""
     processor = platform.processor() or platform.machine()
-    result: dict[str, Any] = {
+    return {
         "benchmark": "host",
         "machine": f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "torch": torch.__version__,
@@ -345,8 +350,18 @@ def main() -> None:
         "block_size": args.block_size,
         "options": options,
         "unit": "us per decode step, medians",
-        "num_seqs": {},
     }
+
+
+def main() -> None:
+    """Measure each number of sequences; print a table and one JSON line."""
+    args = parse_args()
+    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # no warning that there is no tokenizer
+    rival = load_rival(args.against) if args.against else None
+    preparation = load_preparation(args.against) if args.against else None
+    options = {} if args.overlap is None else {"overlap": args.overlap}
+    columns = (*PHASES, "total")
+    result = describe(args, options) | {"num_seqs": {}}
     print(f"us per decode step, medians of {args.num_steps}, block size {args.block_size}")
     print(f"{'sequences':>9} {'':10}" + "".join(f" {column:>11}" for column in columns))
     for num_seqs in args.num_seqs:

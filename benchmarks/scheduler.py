@@ -1,14 +1,15 @@
-"""What admission costs: steps, preemptions and recomputed tokens, without a model.
+"""The cost of admission policies: steps, preemptions and recomputed tokens, without a model.
 
     python benchmarks/scheduler.py [--against DIR] [--pools N ...]
 
-Requests of several kinds run through the scheduler on pools that hold a part of them; their lengths
-are drawn beforehand and told by EOS, or known from max_tokens where `ignore_eos` is set. Three
-policies: ours, which looks ahead; ours letting in all that has room now; and, with `--against DIR`,
-that of a checkout of the nano-vllm project. `work` is what was prefilled for each prompt token.
+Requests of several kinds run through the scheduler on pools that hold only some of them. Output
+lengths are drawn beforehand. A request ends by an EOS, or by `max_tokens` with `ignore_eos`, so
+that its length is known. Three policies: ours, which looks ahead; ours, admitting all that fit now;
+and, with `--against DIR`, that of a checkout of the nano-vllm project. `work` is the number of
+prefilled tokens divided by the number of prompt tokens.
 
-The times are estimates for a machine where a decode step takes STEP_MS beside its reads of KV,
-which are the same for all, and a prefill TOKEN_US for each token: an H200's, and a model's of 0.6B.
+Times are estimates for a 0.6B model on an H200: STEP_MS for a decode step without its reads of KV,
+which are the same for all policies, and TOKEN_US for each prefilled token.
 """
 
 import argparse
@@ -31,7 +32,7 @@ BLOCK_SIZE = 256
 MAX_NUM_SEQS = 512
 MAX_NUM_BATCHED_TOKENS = 16384
 EOS = 20_000  # in no prompt
-ALL = {True: 0.0, False: 0.0}  # who lets in whatever there is room for
+ADMIT_ALL = {True: 0.0, False: 0.0}  # `forecast.WORTHWHILE` that admits all that fit
 STEP_MS = 1.5
 TOKEN_US = 1.2
 
@@ -39,7 +40,7 @@ Request = tuple[list[int], int, int]  # prompt, output length, max_tokens
 
 
 class Figures(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     prefills: int
     decodes: int
@@ -47,13 +48,13 @@ class Figures(NamedTuple):
     work: float
 
     def seconds(self, num_prompt_tokens: int) -> float:
-        """An estimate."""
+        """The estimated time of the run."""
         steps = self.prefills + self.decodes
         return steps * STEP_MS / 1e3 + self.work * num_prompt_tokens * TOKEN_US / 1e6
 
 
 def workloads(rng: random.Random, num_seqs: int) -> Iterator[tuple[str, bool, list[Request]]]:
-    """A name, whether lengths are known beforehand, and requests."""
+    """Yield workloads: a name, whether output lengths are known, and the requests."""
     prompts = [
         [rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(num_seqs)
     ]
@@ -80,18 +81,22 @@ def workloads(rng: random.Random, num_seqs: int) -> Iterator[tuple[str, bool, li
     )
 
 
+def our_scheduler(num_blocks: int) -> Scheduler:
+    """Our scheduler without overlap."""
+    config = Config(
+        "no model", kvcache_block_size=BLOCK_SIZE, overlap=False,
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+    )  # fmt: skip
+    settled = EngineConfig.settle(config, num_blocks, max_model_len=num_blocks * BLOCK_SIZE)
+    return Scheduler(settled)
+
+
 def run(
     requests: list[Request], known: bool, num_blocks: int, worthwhile: dict[bool, float]
 ) -> Figures:
-    """Our scheduler on a pool."""
+    """Run our scheduler on a pool of `num_blocks` blocks."""
     forecast.WORTHWHILE = worthwhile
-    scheduler = Scheduler(
-        EngineConfig.settle(
-            Config("no model", kvcache_block_size=BLOCK_SIZE, overlap=False,
-                   max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS),
-            num_blocks, max_model_len=num_blocks * BLOCK_SIZE,
-        )
-    )  # fmt: skip
+    scheduler = our_scheduler(num_blocks)
     ends: dict[int, int] = {}
     for prompt, length, limit in requests:
         params = SamplingParams(max_tokens=limit, ignore_eos=known)
@@ -115,7 +120,7 @@ def run(
 def run_rival(
     modules: dict[str, Any], requests: list[Request], known: bool, num_blocks: int
 ) -> Figures:
-    """Another nano-vllm's scheduler on the same pool."""
+    """Run the other nano-vllm's scheduler on a pool of `num_blocks` blocks."""
     scheduler, book = rival_scheduler(modules, MAX_NUM_SEQS, BLOCK_SIZE, num_blocks, EOS)
     sequence = modules["engine.sequence"].Sequence
     ends: dict[int, int] = {}
@@ -124,11 +129,11 @@ def run_rival(
         seq = sequence(prompt, params)
         ends[seq.seq_id] = len(prompt) + length
         scheduler.add(seq)
-    preempt, preemptions = scheduler.preempt, 0
+    preempted: list[Any] = []
+    preempt = scheduler.preempt
 
     def counted(seq: Any) -> None:
-        nonlocal preemptions
-        preemptions += 1
+        preempted.append(seq)
         preempt(seq)
 
     scheduler.preempt = counted
@@ -142,7 +147,7 @@ def run_rival(
         tokens = [EOS if len(seq) + 1 == ends[seq.seq_id] else 1 for seq in seqs]
         book(seqs, tokens, is_prefill)
     work = computed / sum(len(prompt) for prompt, _, _ in requests)
-    return Figures(prefills, decodes, preemptions, work)
+    return Figures(prefills, decodes, len(preempted), work)
 
 
 def parse_args() -> argparse.Namespace:
@@ -150,7 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--num-seqs", type=int, default=256, metavar="N")
     parser.add_argument("--pools", type=int, nargs="+", default=[150, 300, 700], metavar="N",
-                        help=f"blocks of {BLOCK_SIZE} tokens")  # fmt: skip
+                        help=f"sizes, in blocks of {BLOCK_SIZE} tokens")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout of nano-vllm")
     return parser.parse_args()
@@ -171,7 +176,7 @@ def main() -> None:
                 if policy == "nano-vllm":
                     figures = run_rival(rival, requests, known, num_blocks)
                 else:
-                    worthwhile = ahead if policy == "look ahead" else ALL
+                    worthwhile = ahead if policy == "look ahead" else ADMIT_ALL
                     figures = run(requests, known, num_blocks, worthwhile)
                 row = (f"{name:26}", f"{num_blocks:6}", f"{policy:12}",
                        f"{figures.prefills + figures.decodes:6}", f"{figures.prefills:8}",

@@ -1,15 +1,15 @@
-"""The scheduler's share of a decode step: schedule() + postprocess() with many running sequences.
+"""The scheduler's time in a decode step: schedule() + postprocess() with many running sequences.
 
     python benchmarks/scheduler_step.py [--against DIR]
 
-No model and no tensors: the tokens that a device would sample come from a list. The lengths of the
-prompts differ by one token each, so that every step has its even share of sequences that enter a
-new block and of blocks to hash. None finishes. The host pays this time between any two decode
-steps, so it counts against the milliseconds that the device takes for one.
+There is no model and no tensor: the sampled tokens come from a list. Prompt lengths differ by one
+token each, so that every step has about the same number of sequences that enter a new block and of
+blocks to hash. No sequence finishes. The host spends this time between any two decode steps; the
+device takes some milliseconds for one.
 
 `--against DIR` names a checkout of the nano-vllm project. Its sequence, block manager and scheduler
-are loaded beside ours under another package name (with a stand-in for its config module, which asks
-for a model directory) and take their steps in turn with ours: same workload, same run.
+are loaded under another package name, with a stub for its config module, which needs a model
+directory. Both schedulers take turns with the same workload in the same run.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from nanovllm.sampling_params import SamplingParams
 
 MIN_PROMPT_LEN = 100
 RIVAL = "rival_nanovllm"
+NO_EOS = -1  # no token has this id
 RIVAL_MODULES = ("sampling_params", "engine.sequence", "engine.block_manager", "engine.scheduler")
 
 Step = Callable[[], None]
@@ -41,7 +42,7 @@ Book = Callable[[list[Any], list[int], bool], Any]
 
 
 def prompts(num_seqs: int) -> list[list[int]]:
-    """Prompts that share nothing, of all lengths modulo any block size."""
+    """Prompts without common prefixes; each is one token longer than the one before."""
     return [
         list(range(index * 10_000, index * 10_000 + MIN_PROMPT_LEN + index))
         for index in range(num_seqs)
@@ -49,7 +50,7 @@ def prompts(num_seqs: int) -> list[list[int]]:
 
 
 def pool_blocks(num_seqs: int, num_steps: int, block_size: int) -> int:
-    """Blocks for all sequences at their full length: nobody is preempted."""
+    """Blocks for all sequences at their full length: no sequence is preempted."""
     longest = MIN_PROMPT_LEN + num_seqs + num_steps
     return num_seqs * -(-longest // block_size)
 
@@ -75,7 +76,7 @@ def our_step(num_seqs: int, num_steps: int, block_size: int) -> Step:
 
 
 def load_rival(checkout: Path) -> dict[str, types.ModuleType]:
-    """The modules of another nano-vllm, by their names under its package."""
+    """The other nano-vllm's modules, by their names in its package."""
     stub = types.ModuleType(f"{RIVAL}.config")
     stub.Config = types.SimpleNamespace  # type: ignore[attr-defined]
     modules = {"config": stub}
@@ -93,11 +94,11 @@ def load_rival(checkout: Path) -> dict[str, types.ModuleType]:
 
 def rival_scheduler(
     modules: dict[str, types.ModuleType], num_seqs: int, block_size: int, num_blocks: int,
-    eos: int = -1,
+    eos: int = NO_EOS,
 ) -> tuple[Any, Book]:  # fmt: skip
-    """The other scheduler, and how to book a step: its sequences, their tokens, what kind it was.
+    """The other scheduler, and a function that books a step's sequences, tokens and kind.
 
-    Versions with chunked prefill want to be told the kind.
+    Only versions with chunked prefill use the kind: whether the step was a prefill.
     """
     modules["engine.sequence"].Sequence.block_size = block_size
     config = modules["config"].Config(
@@ -136,7 +137,7 @@ def rival_step(
 
 
 def microseconds(steps: dict[str, Step], num_steps: int) -> dict[str, dict[str, float]]:
-    """Take the steps in turn, so that a busy machine is as bad for one as for the other."""
+    """Time the steps in turn, so that a busy machine slows both alike."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     gc.collect()
     for _ in range(num_steps):

@@ -2,7 +2,7 @@
 
     from nanovllm import LLM, SamplingParams
 
-Importing the package costs milliseconds: PyTorch is imported when `LLM` is first looked up.
+Importing the package takes milliseconds: PyTorch is imported at the first access to `LLM`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     if name == "LLM":
         try:
             from nanovllm.llm import LLM
-        except AttributeError as error:  # which would read as if there were no LLM
+        except AttributeError as error:  # else it would look as if there were no LLM
             raise ImportError(f"nanovllm cannot be imported: {error}") from error
         return LLM
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -29,10 +29,17 @@ def page_name(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def plot() -> ModuleType:
-    """tools/plot_results.py, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location(
-        "plot_results", ROOT / "tools" / "plot_results.py"
-    )
+    return tool("plot_results")
+
+
+@pytest.fixture(scope="module")
+def architecture() -> ModuleType:
+    return tool("write_architecture")
+
+
+def tool(name: str) -> ModuleType:
+    """A script of tools/, which is not a package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -171,3 +178,17 @@ def test_a_page_without_a_tables_marker_is_refused(plot: ModuleType) -> None:
     page = BENCHMARKS.read_text(encoding="utf-8").replace("<!-- table: cpu -->", "")
     with pytest.raises(ValueError, match="one table 'cpu', not 0"):
         plot.fill_tables(page, results)
+
+
+def test_the_cores_table_has_the_lines_of_its_files(architecture: ModuleType) -> None:
+    page = architecture.PAGE.read_text(encoding="utf-8")
+    assert page == architecture.page(), "run tools/write_architecture.py"
+
+
+def test_the_core_has_at_most_4500_lines(architecture: ModuleType) -> None:
+    assert sum(sum(lines.values()) for lines in architecture.core().values()) <= 4500
+
+
+def test_lines_of_code_leave_out_comments_docstrings_and_blanks(architecture: ModuleType) -> None:
+    source = '"""What it is."""\n\nx = (\n    1,  # one\n)\n# nothing\ndef f():\n    """Doc."""\n'
+    assert architecture.code_lines(source) == 4

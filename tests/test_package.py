@@ -37,6 +37,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.layers": ("nanovllm.config", "transformers"),
     "nanovllm.models": ("transformers",),
     "nanovllm.models.config": ("torch",),
+    "nanovllm.models.rope": ("torch", "nanovllm.layers"),
     "nanovllm.models.registry": (*HEAVY, "nanovllm.layers"),
     **{
         f"nanovllm.engine.{name}": (

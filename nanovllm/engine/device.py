@@ -1,4 +1,4 @@
-"""Where and in what type a model runs, from what was asked and what is there."""
+"""The device and the data type of a model, from the options and the hardware."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,25 +10,25 @@ from nanovllm.layers.ranks import ALONE, Ranks
 
 
 def resolve_device(device: str, ranks: Ranks = ALONE) -> torch.device:
-    """Turn `Config.device` into a device that is there; ranks take GPUs that follow each other."""
+    """Resolve `Config.device` to an existing device. Ranks use consecutive GPUs."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not device.startswith("cuda"):
         return torch.device(device)
     if not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but PyTorch finds no CUDA device here; use 'cpu'")
+        raise ValueError(f"device={device!r}, but PyTorch finds no CUDA device; use 'cpu'")
     index = int(device.partition(":")[2] or torch.cuda.current_device())
-    last, there = index + ranks.size - 1, torch.cuda.device_count()
-    if last >= there:
+    last, num_devices = index + ranks.size - 1, torch.cuda.device_count()
+    if last >= num_devices:
         raise ValueError(
             f"device={device!r} and tensor_parallel_size={ranks.size} need 'cuda:{last}', but there"
-            f" are {there} devices: from {index} on, {max(there - index, 0)} ranks fit"
+            f" are {num_devices} devices: from {index} on, {max(num_devices - index, 0)} ranks fit"
         )
     return torch.device("cuda", index + ranks.rank)
 
 
 def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.dtype:
-    """Turn `Config.dtype` into a type; "auto" is the model's own where the device is fit for it."""
+    """Resolve `Config.dtype`; "auto" is the model's own type, or float32 on a CPU without it."""
     resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
     if dtype == "auto" and device.type == "cpu" and not cpu_computes(resolved):
         return torch.float32
@@ -37,10 +37,10 @@ def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.d
 
 @contextmanager
 def computing_on(device: torch.device, num_threads: int | None = None) -> Iterator[None]:
-    """What holds while the engine computes, whatever the caller has set up around it.
+    """PyTorch's settings while the engine computes, independent of the caller's.
 
-    No gradients, no autocast; `device` is PyTorch's current one, where Triton launches; and no more
-    than `num_threads` CPU threads, where there are others to share the cores with.
+    No gradients and no autocast. `device` is the current device: Triton launches on that. With
+    `num_threads`, PyTorch uses that many CPU threads, because other ranks use the other cores.
     """
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     before = torch.get_num_threads()

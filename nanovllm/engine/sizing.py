@@ -28,7 +28,7 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
         budget = _free_device_bytes(shard, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
-    num_blocks = shard.ranks.least(budget // shard.pool.block_bytes)
+    num_blocks = shard.ranks.minimum(budget // shard.pool.block_bytes)
     if num_blocks < 1:
         raise ValueError(
             f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"

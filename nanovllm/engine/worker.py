@@ -23,13 +23,13 @@ CHECK_SECONDS = 1.0  # between checks that the parent is still the caller
 
 def main() -> None:
     """Serve as the rank that the arguments name, until rank 0 ends it."""
-    caller, rank, size, ring, bell, line, meeting = map(int, sys.argv[1:8])
+    caller, rank, size, ring, bell, line, address = map(int, sys.argv[1:8])
     life_line = socket.socket(fileno=line)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     _die_with(line)
     threading.Thread(target=_watch_parent, args=(caller,), daemon=True).start()
     try:
-        _serve(rank, size, ring, bell, meeting, life_line)
+        _serve(rank, size, ring, bell, address, life_line)
     except BaseException as error:
         _report(
             life_line,
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _serve(
-    rank: int, size: int, ring: int, bell: int, meeting: int, life_line: socket.socket
+    rank: int, size: int, ring: int, bell: int, address: int, life_line: socket.socket
 ) -> None:
     """Load this rank's part of the model, connect to the others, and compute step after step."""
     import logging
@@ -59,7 +59,7 @@ def _serve(
     reader = Reader(ring, bell, rank - 1, size - 1)
     config, model_config, path, num_threads = pickle.loads(reader.receive())
     torch.set_num_threads(num_threads)
-    ranks = join(rank, size, config.device, meeting)
+    ranks = join(rank, size, config.device, address)
     shard = load_shard(config, model_config, path, place(config, model_config, ranks))
     _report(life_line, ready=True)
     reader.receive()  # when all have loaded

@@ -73,7 +73,7 @@ class Worker:
         with its_end:
             fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
             modules = [str(Path(entry).absolute()) for entry in sys.path]
-            arguments = map(str, (os.getpid(), rank, ranks.size, *fds, ranks.place))
+            arguments = map(str, (os.getpid(), rank, ranks.size, *fds, ranks.address))
             self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *arguments, HOME, *modules],
                 stdin=subprocess.DEVNULL, pass_fds=(*fds, *ranks.fds), start_new_session=True,

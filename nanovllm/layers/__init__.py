@@ -1,1 +1,1 @@
-"""The building blocks of the models."""
+"""Layers: the modules that models are built from."""

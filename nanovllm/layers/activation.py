@@ -1,4 +1,4 @@
-"""Activations."""
+"""Activation functions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a rank's layers compute with: an attention backend, and the kernels of all other layers."""
+"""Backend: how a rank computes attention, and the kernels of its other layers."""
 
 import logging
 from collections.abc import Callable
@@ -23,19 +23,19 @@ logger = logging.getLogger("nanovllm")
 
 
 class Backend(NamedTuple):
-    """How attention is computed, and the kernels of the other layers. Layers take it by `bind`."""
+    """An attention backend, and the kernels of the other layers. `Layer.bind` receives it."""
 
     attention: AttentionBackend
     kernels: Kernels
 
     @property
     def graph_safe(self) -> bool:
-        """Whether a decode step reads all that changes from device tensors, and never syncs."""
+        """Whether a decode step reads all changing values from device tensors, without syncs."""
         return self.attention.graph_safe and self.kernels.graph_safe
 
 
 def choose_backend(name: str, spec: AttentionSpec) -> Backend:
-    """The backend `name` with its kernels; "auto" is the fastest one that works here."""
+    """Build the backend `name` with its kernels; "auto" is the fastest one that works here."""
     if name != "auto":
         return build_backend(name, spec)
     reasons = []
@@ -45,13 +45,13 @@ def choose_backend(name: str, spec: AttentionSpec) -> Backend:
         except ValueError as error:
             logger.info("auto skips a backend: %s", error)
             reasons.append(str(error))
-    level = logging.INFO if spec.device.type == "cpu" else logging.WARNING  # where it is slow
-    logger.log(level, "auto: all in plain PyTorch; %s", "; ".join(reasons))
+    level = logging.INFO if spec.device.type == "cpu" else logging.WARNING  # slow elsewhere
+    logger.log(level, "auto selects plain PyTorch: %s", "; ".join(reasons))
     return build_backend("torch", spec)
 
 
 def build_backend(name: str, spec: AttentionSpec) -> Backend:
-    """Build attention and kernels, and try both on a token; a ValueError says what fails."""
+    """Build attention and kernels, and try both on one token; a ValueError says what fails."""
     if name == "torch":
         return Backend(TorchBackend(spec.block_size), PLAIN)
     check_needs(name, spec)
@@ -61,24 +61,24 @@ def build_backend(name: str, spec: AttentionSpec) -> Backend:
 
 
 def _cpu_kernels(spec: AttentionSpec) -> Kernels:
-    return _tried(cpu_kernels(), spec)
+    return _try_kernels(cpu_kernels(), spec)
 
 
 def _triton_kernels(spec: AttentionSpec) -> Kernels:
-    """Triton's kernels, if they are compiled for the device."""
+    """The Triton kernels, if they are compiled for the device."""
     from nanovllm.kernels.triton.common import INTERPRETED
 
     if spec.device.type == "cuda" and INTERPRETED:
-        raise RuntimeError("TRITON_INTERPRET is set, and kernels are interpreted on the CPU")
-    return _tried(triton_kernels(), spec)
+        raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted on the CPU")
+    return _try_kernels(triton_kernels(), spec)
 
 
 def _triton_kernels_or_plain(spec: AttentionSpec) -> Kernels:
-    """For attention that works without Triton."""
+    """The Triton kernels, else plain PyTorch: for attention that works without Triton."""
     try:
         return _triton_kernels(spec)
     except Exception as error:
-        logger.warning("no Triton, and so no decode graphs: %s", in_short(error))
+        logger.warning("Triton does not work, so there are no decode graphs: %s", in_short(error))
         return PLAIN
 
 
@@ -89,8 +89,8 @@ KERNELS: dict[str, Callable[[AttentionSpec], Kernels]] = {
 }
 
 
-def _tried(kernels: Kernels, spec: AttentionSpec) -> Kernels:
-    """Run the kernels that every model uses on a token, to see that they compile here."""
+def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
+    """Run on one token the kernels that every model uses, to check that they compile here."""
     options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
     x = torch.zeros(1, 2 * spec.head_dim, **options)
     weight = torch.ones(2 * spec.head_dim, **options)

@@ -1,6 +1,6 @@
-"""The step's attention metadata, which every layer reads and no layer is handed.
+"""The step's attention metadata. The runner sets it; the layers read it, instead of an argument.
 
-One step runs at a time in a thread: the runner sets the context, the layers read it.
+A thread runs one step at a time, and has a context of its own.
 """
 
 import threading
@@ -12,12 +12,13 @@ import torch
 
 @dataclass(slots=True)
 class Context:
-    """B sequences, T tokens.
+    """The metadata of a step with B sequences and T tokens.
 
-    Prefill: sequence b's queries are rows `cu_seqlens_q[b]:cu_seqlens_q[b + 1]`; its keys number
-    `cu_seqlens_k[b + 1] - cu_seqlens_k[b]`, more than its queries where a part is cached, and then
-    `block_tables` is there. Decode: one query each; `context_lens` counts its own token, 0 marks a
-    padding row. `slot_mapping` [T] says where each token's KV goes, -1 for nowhere.
+    Prefill: sequence b's queries are rows `cu_seqlens_q[b]:cu_seqlens_q[b + 1]`, and it has
+    `cu_seqlens_k[b + 1] - cu_seqlens_k[b]` keys. If a sequence has more keys than queries, they
+    are in the cache, and `block_tables` is set. Decode: one query for each sequence;
+    `context_lens` includes that token, and is 0 for a padding row. `slot_mapping` [T] is the cache
+    slot for each token's KV, or -1 if it is not stored.
     """
 
     is_prefill: bool
@@ -28,14 +29,14 @@ class Context:
     max_seqlen_k: int = 0
     context_lens: torch.Tensor | None = None
     block_tables: torch.Tensor | None = None
-    plan: Any = None  # what the attention backend works out once for all layers
+    plan: Any = None  # what the attention backend computes once for all layers
 
 
 _current = threading.local()
 
 
 def set_context(context: Context) -> None:
-    """Make `context` the current step's."""
+    """Set the current step's metadata."""
     _current.context = context
 
 
@@ -46,5 +47,5 @@ def get_context() -> Context:
 
 
 def reset_context() -> None:
-    """Forget the step, and the tensors that it held."""
+    """Drop the step's metadata, and release its tensors."""
     del _current.context

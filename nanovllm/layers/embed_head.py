@@ -1,7 +1,7 @@
-"""The two ends of the model: token ids to vectors, vectors to logits.
+"""The embedding and the output projection: token ids to vectors, vectors to logits.
 
-The ranks share the vocabulary out. One that they do not divide is padded at its end: the rows there
-belong to no token, and their logits are cut off.
+The ranks split the vocabulary. If its size is not a multiple of their number, it is padded at the
+end; the logits of padding rows are cut off.
 """
 
 import torch
@@ -14,7 +14,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 
 
 class VocabularyShard:
-    """The rows of a table over the vocabulary that a rank holds."""
+    """The rows of a vocabulary table that this rank holds."""
 
     def __init__(self, vocab_size: int, ranks: Ranks) -> None:
         self.vocab_size = vocab_size
@@ -23,11 +23,11 @@ class VocabularyShard:
         self.stop = min(self.start + self.num_rows, vocab_size)
 
     def load(self, param: nn.Parameter, loaded: Loaded) -> None:
-        """Fill `param`; the rows that pad are zero."""
-        real = self.stop - self.start
+        """Fill `param`; padding rows are zero."""
+        num_tokens = self.stop - self.start
         shape = (self.vocab_size, param.shape[1])
-        copy_into(param[:real], loaded, shape, (slice(self.start, self.stop),))
-        param[real:].zero_()
+        copy_into(param[:num_tokens], loaded, shape, (slice(self.start, self.stop),))
+        param[num_tokens:].zero_()
 
 
 class VocabParallelEmbedding(Layer):
@@ -56,7 +56,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(LinearBase):
-    """The projection to the vocabulary: [T, hidden] -> [T, vocab], whole on rank 0 alone."""
+    """The projection to the vocabulary: [T, hidden] -> [T, vocab]; complete only on rank 0."""
 
     def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:
         shard = VocabularyShard(vocab_size, ranks)
@@ -70,11 +70,11 @@ class ParallelLMHead(LinearBase):
         self.shard.load(param, loaded)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's table; packing leaves the table as it is and makes a copy."""
+        """Use the embedding's table. Packing makes a copy and leaves the table as it is."""
         self.weight = embedding.weight
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits; in `out`, if that is given."""
+        """The logits, written to `out` if given."""
         if out is not None and self.ranks.size == 1 and self.weight is not None:
             return torch.mm(x, self.weight.t(), out=out)
         logits = self.ranks.gather(super().forward(x))[:, : self.shard.vocab_size]

@@ -1,4 +1,4 @@
-"""Experts: feed-forward layers side by side, of which each token takes a few."""
+"""Experts: parallel feed-forward layers, of which each token uses a few."""
 
 import torch
 from torch import nn
@@ -14,11 +14,11 @@ from nanovllm.layers.ranks import ALONE, Ranks
 class Experts(Layer):
     """The gated feed-forward layers of all E experts: [T, hidden] -> [T, hidden].
 
-    The ranks share out every expert's inside, I wide, or hold `whole` experts, a few each. Either
-    way they add up the outputs: every rank has all the tokens, as attention leaves them with all
-    ranks, so that none travels to its experts. A checkpoint has three matrices for each expert. Of
-    those that make a parameter, `shard_id` counts through all experts'; it is None for a tensor
-    that has them all.
+    The ranks split the intermediate dimension of every expert, or each rank holds some `whole`
+    experts. In both cases every rank computes on all tokens, which it has from attention, and the
+    ranks add up their outputs: no token is sent to another rank. A checkpoint has three matrices
+    for each expert. `shard_id` numbers the matrices that make up a parameter, through all experts;
+    it is None for a tensor that holds all of them.
     """
 
     kernels: Kernels = PLAIN
@@ -34,12 +34,14 @@ class Experts(Layer):
         super().__init__()
         self.ranks = ranks
         self.num_experts = num_experts
-        self.all_inside = intermediate_size
-        everyone, everything = slice(0, num_experts), slice(0, intermediate_size)
-        self.held = ranks.deal(num_experts) if whole else everyone
-        self.inside = everything if whole else ranks.share(intermediate_size)
+        self.intermediate_size = intermediate_size  # on all ranks together
+        self.held, self.columns = slice(0, num_experts), slice(0, intermediate_size)
+        if whole:
+            self.held = ranks.near_equal_slice(num_experts)
+        else:
+            self.columns = ranks.equal_slice(intermediate_size)
         num_held = self.held.stop - self.held.start
-        size = self.inside.stop - self.inside.start
+        size = self.columns.stop - self.columns.start
         self.gate_up_proj: nn.Parameter | None = nn.Parameter(
             torch.empty(num_held, 2 * size, hidden_size), requires_grad=False
         )
@@ -56,17 +58,17 @@ class Experts(Layer):
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill an expert's part of `param`, or all of it from one tensor [E, out, in].
 
-        Of an expert that another rank holds, the shape is checked and nothing is read.
+        The matrix of an expert on another rank is not read; only its shape is checked.
         """
         if shard_id is None:
             self._load_all(param, loaded)
         elif param is self.down_proj:
-            shape, index = (param.shape[1], self.all_inside), (WHOLE, self.inside)
+            shape, index = (param.shape[1], self.intermediate_size), (WHOLE, self.columns)
             self._load_one(param, loaded, shard_id, shape, index)
         else:
             expert, half = divmod(shard_id, 2)
-            shape = (self.all_inside, param.shape[2])
-            self._load_one(param.chunk(2, dim=1)[half], loaded, expert, shape, (self.inside,))
+            shape = (self.intermediate_size, param.shape[2])
+            self._load_one(param.chunk(2, dim=1)[half], loaded, expert, shape, (self.columns,))
 
     def _load_one(
         self,
@@ -83,12 +85,13 @@ class Experts(Layer):
 
     def _load_all(self, param: nn.Parameter, loaded: Loaded) -> None:
         if param is self.down_proj:
-            shape = (self.num_experts, param.shape[1], self.all_inside)
-            copy_into(param, loaded, shape, (self.held, WHOLE, self.inside))
+            shape = (self.num_experts, param.shape[1], self.intermediate_size)
+            copy_into(param, loaded, shape, (self.held, WHOLE, self.columns))
         else:
-            shape = (self.num_experts, 2 * self.all_inside, param.shape[2])
-            for half, above in zip(param.chunk(2, dim=1), (0, self.all_inside), strict=True):
-                rows = slice(above + self.inside.start, above + self.inside.stop)
+            shape = (self.num_experts, 2 * self.intermediate_size, param.shape[2])
+            offsets = (0, self.intermediate_size)
+            for half, offset in zip(param.chunk(2, dim=1), offsets, strict=True):
+                rows = slice(offset + self.columns.start, offset + self.columns.stop)
                 copy_into(half, loaded, shape, (self.held, rows))
 
     def bind(self, backend: Backend) -> None:
@@ -96,9 +99,9 @@ class Experts(Layer):
         self.pack()
 
     def pack(self) -> None:
-        """Replace the weights with copies in oneDNN's blocked layout, where the plain loop runs.
+        """Replace the weights with copies in oneDNN's blocked layout, if the plain kernel runs.
 
-        Peak memory: each of the two parameters twice, while it is copied.
+        Peak memory: each of the two parameters is held twice while it is copied.
         """
         gate_up, down = self.gate_up_proj, self.down_proj
         if gate_up is None or down is None:
@@ -112,7 +115,7 @@ class Experts(Layer):
     def forward(
         self, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
-        """Of each row of x, the sum of its experts' outputs [T, K] by their shares [T, K]."""
+        """For each row of x, the sum of its experts' outputs, weighted by `shares` [T, K]."""
         if self.held.start:
             expert_ids = expert_ids - self.held.start
         if self.packed is not None:

@@ -1,7 +1,8 @@
-"""What narrows a row's choice before it is sampled: R rows that asked for it, V tokens.
+"""Filters: per-row options that change the logits before sampling. R rows that use any, V tokens.
 
-In this order: allowed ids, forbidden ids, biases, penalties, which `narrow` writes into logits, so
-that what may not come gets minus infinity; then, for rows that are drawn from, `draw`.
+The order is: allowed ids, forbidden ids, biases, penalties, all of which `narrow` writes into the
+logits (minus infinity for an excluded token); then, for rows that are not greedy, the cuts of
+`draw`.
 """
 
 from dataclasses import dataclass
@@ -12,15 +13,15 @@ from nanovllm.kernels.plain.draw import Cuts
 
 FORBIDDEN = -torch.inf
 
-Entries = tuple[torch.Tensor, torch.Tensor]  # rows, and a token id for each
+Entries = tuple[torch.Tensor, torch.Tensor]  # rows, and a token id each
 
 
 @dataclass(slots=True)
 class Penalties:
-    """Tokens that rows have seen: `ids` [R, N], each once, and the first again until N.
+    """Tokens of each row's prompt and output: `ids` [R, N], each once, padded with the first one.
 
-    `counts` [R, N] says how often each is in the output, 0 if in the prompt alone. A row that asks
-    for no penalties has any ids.
+    `counts` [R, N] is how often each is in the output, 0 if only in the prompt. The ids of a row
+    without penalties are arbitrary.
     """
 
     ids: torch.Tensor
@@ -32,9 +33,9 @@ class Penalties:
 
 @dataclass(slots=True)
 class Filters:
-    """What narrows the rows `rows` [R] of a batch, which ascend; None is what none of them asks.
+    """The filters of the rows `rows` [R] of a batch, ascending. None: no row uses that filter.
 
-    The other fields count rows among these R. Where there are cuts, all the rows are drawn by them.
+    The other fields index rows within these R. If `cuts` is set, it applies to all R rows.
     """
 
     rows: torch.Tensor
@@ -46,13 +47,13 @@ class Filters:
 
     @property
     def writes(self) -> bool:
-        """Whether logits are to be written."""
+        """Whether `narrow` changes the logits."""
         parts = (self.allowed, self.forbidden, self.biases, self.penalties)
         return any(part is not None for part in parts)
 
 
 def narrow(logits: torch.Tensor, filters: Filters) -> None:
-    """Narrow logits [R, V] in float32 in place, but for the cuts. Does not wait for the device."""
+    """Apply all filters except the cuts to logits [R, V] in float32, in place. Does not sync."""
     if filters.allowed is not None:
         rows, entries = filters.allowed
         kept = logits[entries]
@@ -68,10 +69,10 @@ def narrow(logits: torch.Tensor, filters: Filters) -> None:
 
 
 def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Lower the logits of tokens that were there already, in place.
+    """Apply penalties to the logits of each row's earlier tokens, in place.
 
-    Repetition divides a positive logit and multiplies a negative one; frequency is taken off for
-    each time that the token is in the output, presence once if it is there.
+    Repetition divides a positive logit and multiplies a negative one. Frequency is subtracted once
+    for each occurrence in the output, presence once if there is any.
     """
     counts, repetition = penalties.counts, penalties.repetition
     old = logits.gather(1, penalties.ids)

@@ -1,4 +1,4 @@
-"""Layer: the protocol that the loader and startup use, so that they know no layer by name."""
+"""Layer: the base class that lets the loader and startup handle every layer alike."""
 
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ WHOLE = slice(None)
 
 
 class Loaded(Protocol):
-    """A tensor, or one in a file, which is read where it is indexed."""
+    """A tensor in memory, or one in a file, of which only the indexed part is read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -22,9 +22,9 @@ class Layer(nn.Module):
     """A module that knows how its parameters are loaded, and which kernels it calls."""
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill one part of `param` with what this rank holds of a checkpoint's tensor.
+        """Fill a part of `param` with this rank's part of a checkpoint's tensor.
 
-        `shard_id` says which part of a fused parameter the tensor is; None is all of it.
+        `shard_id` is the index of the tensor among the parts of a fused parameter; None is all.
         """
         assert shard_id is None
         copy_whole(param, loaded)
@@ -32,16 +32,16 @@ class Layer(nn.Module):
     def parts(self, name: str) -> list[str]:  # noqa: ARG002
         """The checkpoint's names, within this layer, for the parts of the parameter `name`.
 
-        `shard_id` counts them. None where the layer's own checkpoint tensor is the only part.
+        Their order gives `shard_id`. Empty if the checkpoint has the parameter as one tensor.
         """
         return []
 
     def bind(self, backend: Backend) -> None:
-        """Take the kernels to call. Called once, when the weights are loaded."""
+        """Set the kernels to call. Called once, after the weights are loaded."""
 
 
 def check_shape(loaded: Loaded, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape; reads nothing of it."""
+    """Raise a ValueError if the tensor has another shape. Reads no data."""
     if tuple(loaded.shape) != shape:
         raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {shape}")
 
@@ -49,7 +49,7 @@ def check_shape(loaded: Loaded, shape: tuple[int, ...]) -> None:
 def copy_into(
     target: torch.Tensor, loaded: Loaded, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Copy the part `index` of a checkpoint's tensor, which must have the very shape `shape`."""
+    """Copy the part `index` of a checkpoint's tensor, whose whole shape must be `shape`."""
     check_shape(loaded, shape)
     target.copy_(loaded[index])
 

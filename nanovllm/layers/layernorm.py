@@ -9,7 +9,7 @@ from nanovllm.layers.layer import Layer
 
 
 class RMSNorm(Layer):
-    """Root-mean-square norm over the last dimension, in float32 inside. Inputs stay untouched."""
+    """Root-mean-square norm over the last dimension, computed in float32. Inputs are unchanged."""
 
     kernels: Kernels = PLAIN
 

@@ -1,7 +1,7 @@
 """Linear layers, named by how the ranks of a tensor-parallel model split them.
 
-Every layer knows how a checkpoint's tensors go into its parameters: `weight_loader(param, loaded,
-shard_id)` fills one part of one, and takes of `loaded` only what this rank holds.
+Every layer loads its own parameters: `weight_loader(param, loaded, shard_id)` fills a part of one,
+and reads only what this rank holds.
 """
 
 import torch
@@ -15,9 +15,9 @@ from nanovllm.layers.ranks import ALONE, Ranks
 
 
 class LinearBase(Layer):
-    """`x @ weight.T + bias`. `pack` moves the weight into the CPU's own layout.
+    """`x @ weight.T + bias`. `pack` replaces the weight with a copy in a layout for the CPU.
 
-    The sizes are those of the parameters that this rank holds.
+    `in_features` and `out_features` are the sizes that this rank holds.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -29,13 +29,13 @@ class LinearBase(Layer):
         self.packed: torch.Tensor | None = None
 
     def bind(self, backend: Backend) -> None:  # noqa: ARG002
-        """Pack the weight: which layout is fast depends on the device alone."""
+        """Pack the weight: the fastest layout depends only on the device."""
         self.pack()
 
     def pack(self) -> None:
         """Replace the weight with a copy in oneDNN's blocked layout, where that is faster.
 
-        Peak memory: this weight twice, while it is copied.
+        Peak memory: this weight is held twice while it is copied.
         """
         if self.weight is not None and can_pack(self.weight):
             self.packed = pack(self.weight)
@@ -51,7 +51,7 @@ class LinearBase(Layer):
         return self.linear(x, self.bias)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply by the weight, whichever form it has, and add `bias`."""
+        """Multiply by the weight, packed or not, and add `bias`."""
         if self.packed is not None:
             return packed_linear(x, self.packed, bias)
         assert self.weight is not None
@@ -63,13 +63,13 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """A linear layer whose outputs the ranks share out: [T, in] -> [T, out / size]."""
+    """A linear layer whose outputs are split among the ranks: [T, in] -> [T, out / size]."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, ranks: Ranks = ALONE
     ) -> None:
         super().__init__(in_features, out_features // ranks.size, bias)
-        self.rows = ranks.share(out_features)
+        self.rows = ranks.equal_slice(out_features)
         self.all_rows = out_features
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
@@ -79,9 +79,9 @@ class ColumnParallelLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """A linear layer whose inputs the ranks share out, and whose outputs they add up.
+    """A linear layer whose inputs are split among the ranks, which add up their outputs.
 
-    [T, in / size] -> [T, out]. The bias is rank 0's to add.
+    [T, in / size] -> [T, out]. Only rank 0 adds the bias.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RowParallelLinear(LinearBase):
     ) -> None:
         super().__init__(in_features // ranks.size, out_features, bias)
         self.ranks = ranks
-        self.columns = ranks.share(in_features)
+        self.columns = ranks.equal_slice(in_features)
         self.all_columns = in_features
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
@@ -107,44 +107,45 @@ class RowParallelLinear(LinearBase):
 class MergedColumnParallelLinear(LinearBase):
     """Several projections of one input as one matrix; `shard_id` is a projection's index, or None.
 
-    Each projection is shared out by itself, so that a rank has a part of every one.
+    Each projection is split by itself, so that a rank has a part of every one.
     """
 
     def __init__(
         self, in_features: int, out_features: list[int], bias: bool = False, ranks: Ranks = ALONE
     ) -> None:
-        self._init_parts(in_features, out_features, [ranks.share(n) for n in out_features], bias)
+        parts = [ranks.equal_slice(n) for n in out_features]
+        self._init_parts(in_features, out_features, parts, bias)
 
     def _init_parts(
         self, in_features: int, out_features: list[int], parts: list[slice], bias: bool
     ) -> None:
         super().__init__(in_features, sum(part.stop - part.start for part in parts), bias)
         self.out_features = out_features
-        self.held = parts  # of each projection, the rows that this rank holds
+        self.held = parts  # the rows of each projection that this rank holds
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill the rows of projection `shard_id`, or of all where a checkpoint has them fused."""
+        """Fill the rows of projection `shard_id`, or of all if the checkpoint has them fused."""
         ids = range(len(self.held)) if shard_id is None else [shard_id]
         num_rows = sum(self.out_features[i] for i in ids)
-        shape, above = (num_rows, *param.shape[1:]), 0
+        shape, offset = (num_rows, *param.shape[1:]), 0
         targets = torch.split(param, [part.stop - part.start for part in self.held])
         for i in ids:
-            part = slice(above + self.held[i].start, above + self.held[i].stop)
+            part = slice(offset + self.held[i].start, offset + self.held[i].stop)
             copy_into(targets[i], loaded, shape, (part,))
-            above += self.out_features[i]
+            offset += self.out_features[i]
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value projections as one matrix: [T, hidden] -> [T, (H + 2 * KVH) * D].
 
-    H and KVH are this rank's. Where there are fewer key heads than ranks, neighbours hold the same.
+    H and KVH are this rank's. With fewer key heads than ranks, neighbours hold the same one.
     """
 
     def __init__(
         self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool,
         ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
-        heads = ranks.share(num_heads)
+        heads = ranks.equal_slice(num_heads)
         first = ranks.rank * num_kv_heads // ranks.size
         kv_heads = slice(first, first + max(1, num_kv_heads // ranks.size))
         parts = [

@@ -1,14 +1,14 @@
-"""The ranks that share a model's layers: which one this is, and how they exchange tensors.
+"""Ranks: the index of this rank, the number of ranks, and how they exchange tensors.
 
-The layers know ranks by this class alone. One rank by itself holds everything and exchanges
-nothing; several are a subclass's, which knows processes and devices.
+Layers use only this class. A single rank holds everything and exchanges nothing. A subclass
+supports several ranks: it knows about processes and devices.
 """
 
 import torch
 
 
 class Ranks:
-    """`rank` of `size`. Every rank must call the exchanges, in the same order."""
+    """Rank `rank` of `size`. Every rank must call the exchanges in the same order."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size
@@ -16,33 +16,33 @@ class Ranks:
         self.size = size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, for all of them; x may be overwritten."""
+        """Return the sum of all ranks' x on every rank. May overwrite x."""
         assert self.size == 1
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, which is contiguous, for all of them; the others' is overwritten."""
+        """Return rank 0's x on every rank, and overwrite the others' x. x must be contiguous."""
         assert self.size == 1
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """On rank 0 all ranks' x, side by side in the last dimension; x itself on the others."""
+        """Return all ranks' x on rank 0, concatenated in the last dimension; x on the others."""
         assert self.size == 1
         return x
 
-    def least(self, number: int) -> int:
-        """The least of all ranks' numbers, for all of them."""
+    def minimum(self, number: int) -> int:
+        """Return the minimum of all ranks' numbers on every rank."""
         assert self.size == 1
         return number
 
-    def share(self, total: int) -> slice:
-        """Which of `total` equal things are this rank's; the ranks divide them."""
+    def equal_slice(self, total: int) -> slice:
+        """Return this rank's slice of `total` elements, a multiple of the number of ranks."""
         assert total % self.size == 0
-        each = total // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        length = total // self.size
+        return slice(self.rank * length, (self.rank + 1) * length)
 
-    def deal(self, total: int) -> slice:
-        """Which of `total` things are this rank's, if none has more than one above the others."""
+    def near_equal_slice(self, total: int) -> slice:
+        """Return this rank's slice of `total` elements. Ranks differ by at most one element."""
         return slice(self.rank * total // self.size, (self.rank + 1) * total // self.size)
 
 

@@ -1,7 +1,7 @@
 """Rotary position embedding: the table of cosines and sines. `norm_rope_store` applies it.
 
-Frequencies follow transformers' definitions of each `rope_type`; a type that is not in
-`ROPE_TYPES` is refused, never treated as another.
+Frequencies follow transformers' definitions of each `rope_type`. A type that is not in
+`ROPE_TYPES` is an error.
 """
 
 import math
@@ -19,9 +19,9 @@ Parameters = Mapping[str, Any]
 class RotaryEmbedding(nn.Module):
     """Cosines and sines for positions 0 .. max_positions-1, in float32: [P, 2, R / 2].
 
-    R is the part of a head that is rotated: all of it, in most models.
+    R is the number of rotated dimensions of a head: all of them, in most models.
 
-    Computed on the CPU wherever the model runs: at large angles devices differ in the last bits.
+    Always computed on the CPU: at large angles, devices differ in the last bits.
     """
 
     def __init__(self, inv_freq: torch.Tensor, scaling: float, max_positions: int) -> None:
@@ -49,16 +49,16 @@ def _linear(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
 
 
 def _yarn(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
-    """Interpolate the slow frequencies, keep the fast ones, and ramp between (YaRN)."""
+    """Interpolate the slow frequencies, keep the fast ones, with a ramp in between (YaRN)."""
     base, factor = parameters["rope_theta"], parameters["factor"]
     trained = parameters["original_max_position_embeddings"]
 
-    def turning_dim(rotations: float) -> float:
-        """The dimension that turns `rotations` times within the trained length."""
+    def rotating_dim(rotations: float) -> float:
+        """The dimension that makes `rotations` rotations within the trained length."""
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low = turning_dim(parameters.get("beta_fast") or 32)
-    high = turning_dim(parameters.get("beta_slow") or 1)
+    low = rotating_dim(parameters.get("beta_fast") or 32)
+    high = rotating_dim(parameters.get("beta_slow") or 1)
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -82,7 +82,7 @@ def _yarn_attention_factor(parameters: Parameters) -> float:
 
 
 def _llama3(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
-    """Divide the slow frequencies, keep the fast ones, and blend those in between (Llama 3.1)."""
+    """Divide the slow frequencies, keep the fast ones, and blend in between (Llama 3.1)."""
     factor, trained = parameters["factor"], parameters["original_max_position_embeddings"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     inv_freq, scaling = _default(dim, parameters)
@@ -92,13 +92,13 @@ def _llama3(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
 
 
 def _longrope(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
-    """Divide each frequency by a factor of its own, of two sets the one for the length (LongRoPE).
+    """Divide each frequency by its own factor, from a short or a long set (LongRoPE).
 
-    transformers takes the short factors for a sequence up to the trained length, and the long ones
-    for all its tokens from then on. Keys in a cache keep their rotation, so here all sequences
-    have one set: the short one if `length`, which bounds them, is within the trained length, and
-    else the long one. With a max_model_len up to the trained length all output equals
-    transformers'; above it, that of prompts which are longer than the trained length.
+    transformers uses the short set while a sequence is within the trained length, and then the
+    long set for all its tokens. Here keys are cached with their rotation, so all sequences use one
+    set: the short one if `length`, the maximum, is within the trained length, else the long one.
+    With a max_model_len within the trained length, all outputs equal transformers'. Above it, only
+    those of prompts longer than the trained length do.
     """
     trained = parameters["original_max_position_embeddings"]
     factor, scaling = parameters["factor"], parameters.get("attention_factor")
@@ -106,15 +106,15 @@ def _longrope(dim: int, parameters: Parameters) -> tuple[torch.Tensor, float]:
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     factors = parameters["long_factor" if parameters["length"] > trained else "short_factor"]
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    each = torch.tensor(factors, dtype=torch.float32)
-    return 1.0 / (each * parameters["rope_theta"] ** exponents), float(scaling)
+    divisors = torch.tensor(factors, dtype=torch.float32)
+    return 1.0 / (divisors * parameters["rope_theta"] ** exponents), float(scaling)
 
 
 ROPE_TYPES: dict[str, Callable[[int, Parameters], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
-    # NTK scaling changes the frequencies past the trained length only, and with them keys that are
-    # cached already; contexts end at that length here (`max_rope_positions`).
+    # NTK scaling changes frequencies only past the trained length, which would change cached keys.
+    # So contexts end at that length here (`max_rope_positions`).
     "dynamic": _default,
     "yarn": _yarn,
     "llama3": _llama3,
@@ -123,7 +123,7 @@ ROPE_TYPES: dict[str, Callable[[int, Parameters], tuple[torch.Tensor, float]]] =
 
 
 def max_rope_positions(parameters: Parameters, max_position_embeddings: int) -> int:
-    """The longest context that a model is made for, its rope scaling counted in."""
+    """The longest context that a model supports, including its rope scaling."""
     trained = parameters.get("original_max_position_embeddings") or max_position_embeddings
     if parameters["rope_type"] in ("linear", "yarn"):
         return max(max_position_embeddings, int(trained * parameters["factor"]))
@@ -133,9 +133,9 @@ def max_rope_positions(parameters: Parameters, max_position_embeddings: int) -> 
 def rope_frequencies(
     head_dim: int, max_positions: int, max_position_embeddings: int, parameters: Parameters
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies [R / 2] for contexts up to `max_positions`, and what cosines are multiplied by.
+    """Frequencies [R / 2] for contexts up to `max_positions`, and the factor of cosines and sines.
 
-    An unknown rope type is a ValueError, and so is one without what it needs.
+    An unknown rope type or a missing parameter is a ValueError.
     """
     rope_type = parameters["rope_type"]
     if rope_type not in ROPE_TYPES:
@@ -157,7 +157,7 @@ def rope_frequencies(
 def get_rope(
     head_dim: int, max_positions: int, max_position_embeddings: int, parameters: Parameters
 ) -> RotaryEmbedding:
-    """Build the table for `max_positions` positions; what cannot be built is a ValueError."""
+    """Build the table for `max_positions` positions. Raises as `rope_frequencies` does."""
     inv_freq, scaling = rope_frequencies(
         head_dim, max_positions, max_position_embeddings, parameters
     )

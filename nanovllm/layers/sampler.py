@@ -1,4 +1,4 @@
-"""Sampler: from logits to token ids."""
+"""Sampler: logits to token ids."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from nanovllm.layers.filters import Filters, narrow
 
 
 class Sampler(nn.Module):
-    """Draws greedy and temperature rows in one batch, as `kernels.plain.sample` defines."""
+    """Samples greedy and temperature rows in one batch, as `kernels.plain.sample` defines."""
 
     def __init__(self, kernels: Kernels = PLAIN) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class Sampler(nn.Module):
         filters: Sequence[Filters] = (),
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids [B] for logits [B, V]; `temperatures` None says that every row is greedy.
+        """Token ids [B] for logits [B, V].
 
-        Temperatures [B] in float32, 0 for greedy; keys [B] in int64, all bits well mixed. Rows that
-        nothing narrows are sampled as they are, whatever the others need; or they have their
-        `token_ids` already, where the others' are put in.
+        `temperatures` [B] in float32, 0 for greedy; None if all rows are greedy. `keys` [B] in
+        int64, all bits well mixed. `filters` are applied only to their own rows. If `token_ids`
+        is given, it holds the tokens of the rows without filters; the others are written to it.
         """
         if token_ids is None:
             if sum(len(part.rows) for part in filters) < len(logits):
@@ -46,7 +46,7 @@ class Sampler(nn.Module):
         keys: torch.Tensor | None,
         part: Filters,
     ) -> torch.Tensor:
-        if len(part.rows) < len(logits):  # or these are all of them
+        if len(part.rows) < len(logits):  # not all rows
             logits = logits[part.rows]
             temperatures = None if temperatures is None else temperatures[part.rows]
             keys = None if keys is None else keys[part.rows]

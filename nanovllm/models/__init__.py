@@ -1,1 +1,1 @@
-"""The architectures, and the registry that finds them by name."""
+"""Models: their configuration, the decoder that they share, and the checkpoint loader."""

@@ -1,7 +1,7 @@
-"""ModelConfig: what a checkpoint's `config.json` says, in one spelling.
+"""ModelConfig: the contents of a checkpoint's `config.json`, with one name for each field.
 
-It reads JSON only: no PyTorch, no transformers. What a file leaves out is what the architecture
-says (`registry.py`), or an error; what it cannot honour, it refuses.
+It reads only JSON: no PyTorch, no transformers. An absent field gets the architecture's default
+(`registry.py`), or is an error without one. A value that is not supported is an error.
 """
 
 import json
@@ -12,27 +12,21 @@ from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
 from nanovllm.models.registry import Architecture, get_architecture
+from nanovllm.models.rope import rope_parameters
 from nanovllm.utils.checks import check_bool, check_float, check_int
 
-ROPE_FIELDS = (
-    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
-    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor",
-    "high_freq_factor", "partial_rotary_factor", "short_factor", "long_factor",
-)  # fmt: skip
-# Where a model was first trained, which these types need; beside `rope_parameters` it goes first.
-TRAINED_LENGTH = "original_max_position_embeddings"
 SLIDING = "sliding_attention"
-NEEDS_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
+LAYER_TYPES = ("full_attention", SLIDING)
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Feed-forward layers of which a token takes `per_token`, in the decoder layers `layers`."""
+    """The experts of the decoder layers `layers`; each token uses `per_token` of `num_experts`."""
 
     num_experts: int
     per_token: int
     intermediate_size: int
-    norm_topk_prob: bool  # whether the shares of those that are taken add up to 1
+    norm_topk_prob: bool  # whether the shares of a token's experts add up to 1
     layers: frozenset[int]
 
 
@@ -40,8 +34,8 @@ class ExpertsConfig:
 class ModelConfig:
     """The shape of a decoder; `rope_parameters` holds `rope_type`, `rope_theta` and its factors.
 
-    `sliding_windows` has an entry for each layer: how many tokens back it attends, itself counted,
-    or None for all. `rotated_layers` says which layers rotate queries and keys.
+    `sliding_windows` has an entry for each layer: how many tokens a token attends to, including
+    itself, or None for all. `rotated_layers` says which layers rotate queries and keys.
     """
 
     architecture: str
@@ -68,7 +62,7 @@ class ModelConfig:
 
     @property
     def longest_window(self) -> int | None:
-        """How many tokens back any layer attends; None if some layer attends to all."""
+        """The largest window of all layers; None if some layer attends to all tokens."""
         windows = [window for window in self.sliding_windows if window is not None]
         return max(windows) if len(windows) == self.num_hidden_layers else None
 
@@ -89,7 +83,10 @@ class ModelConfig:
         return config
 
     def check_parallel_size(self, size: int, whole_experts: bool = False) -> None:
-        """Refuse a number of ranks that cannot share this model out, or its `whole_experts`."""
+        """Raise a ValueError if `size` ranks cannot split this model.
+
+        With `whole_experts`, the ranks split the list of experts instead of each expert.
+        """
         num_experts = self._num_experts
         if whole_experts and not num_experts:
             raise ValueError("enable_expert_parallel=True: this model has no experts")
@@ -103,10 +100,9 @@ class ModelConfig:
             if num_experts and not whole_experts and self._fits(size, whole_experts=True):
                 hint = f", and {size} can with enable_expert_parallel=True"
             raise ValueError(
-                f"tensor_parallel_size={size} cannot share out num_attention_heads"
+                f"tensor_parallel_size={size} cannot split num_attention_heads"
                 f"={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads} and"
-                f" {named};"
-                f" {fit} can{hint}"
+                f" {named}; {fit} can{hint}"
             )
 
     @property
@@ -114,15 +110,15 @@ class ModelConfig:
         return self.experts.num_experts if self.experts and self.experts.layers else 0
 
     def _fits(self, size: int, whole_experts: bool) -> bool:
-        """Key heads may also be fewer than ranks, which then hold copies."""
+        """Whether `size` ranks can split the model. Fewer key heads than ranks are replicated."""
         kv_heads = self.num_key_value_heads
-        each_has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
-        each_has_experts = not whole_experts or self._num_experts >= size
-        shared = (self.num_attention_heads, *self._widths(whole_experts).values())
-        return each_has_kv_heads and each_has_experts and all(n % size == 0 for n in shared)
+        kv_heads_fit = kv_heads % size == 0 or size % kv_heads == 0
+        experts_fit = not whole_experts or self._num_experts >= size
+        split = (self.num_attention_heads, *self._widths(whole_experts).values())
+        return kv_heads_fit and experts_fit and all(n % size == 0 for n in split)
 
     def _widths(self, whole_experts: bool) -> dict[str, int]:
-        """The widths of the feed-forward layers that the ranks share out."""
+        """The widths of the feed-forward layers that the ranks split."""
         if self.experts is None:
             return {"intermediate_size": self.intermediate_size}
         widths = {} if whole_experts else {"moe_intermediate_size": self.experts.intermediate_size}
@@ -132,50 +128,34 @@ class ModelConfig:
 
     @classmethod
     def _parse(cls, raw: dict[str, Any]) -> "ModelConfig":
-        architectures = raw.get("architectures") or []
-        if len(architectures) != 1:
-            raise ValueError(f"architectures must name one model class, got {architectures!r}")
-        name = architectures[0]
+        name = _architecture_name(raw)
         architecture = get_architecture(name)
         _refuse_unsupported(raw)
         raw = {**architecture.defaults, **raw, **architecture.fixed}
+        num_heads, num_kv_heads, head_dim = _heads(raw)
 
-        def size(name: str) -> int:
-            return check_int(name, raw[name], 1)
+        def has_bias(bias: bool | str) -> bool:
+            return _flag(raw, bias) if isinstance(bias, str) else bias
 
-        def flag(says: bool | str) -> bool:
-            return _flag(says, raw[says]) if isinstance(says, str) else says
-
-        num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
-        null = raw["num_key_value_heads"] is None
-        num_kv_heads = num_heads if null else size("num_key_value_heads")
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads={num_heads} is not a multiple of"
-                f" num_key_value_heads={num_kv_heads}"
-            )
-        head_dim = hidden_size // num_heads if raw["head_dim"] is None else size("head_dim")
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {head_dim}")
         return cls(
             architecture=name,
-            vocab_size=size("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=size("intermediate_size"),
-            num_hidden_layers=size("num_hidden_layers"),
+            vocab_size=_size(raw, "vocab_size"),
+            hidden_size=_size(raw, "hidden_size"),
+            intermediate_size=_size(raw, "intermediate_size"),
+            num_hidden_layers=_size(raw, "num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=check_float("rms_norm_eps", raw["rms_norm_eps"], 0.0),
-            max_position_embeddings=size("max_position_embeddings"),
-            tie_word_embeddings=_flag("tie_word_embeddings", raw.get("tie_word_embeddings", False)),
-            rope_parameters=_rope_parameters(raw, name, architecture, head_dim),
+            max_position_embeddings=_size(raw, "max_position_embeddings"),
+            tie_word_embeddings=_flag({"tie_word_embeddings": False, **raw}, "tie_word_embeddings"),
+            rope_parameters=rope_parameters(raw, name, architecture, head_dim),
             dtype=_dtype(raw),
             eos_token_ids=_ids("eos_token_id", raw.get("eos_token_id")),
             qk_norm=architecture.qk_norm,
-            qkv_bias=flag(architecture.qkv_bias),
-            o_bias=flag(architecture.o_bias),
-            mlp_bias=flag(architecture.mlp_bias),
+            qkv_bias=has_bias(architecture.qkv_bias),
+            o_bias=has_bias(architecture.o_bias),
+            mlp_bias=has_bias(architecture.mlp_bias),
             sliding_windows=_sliding_windows(raw),
             rotated_layers=_rotated_layers(raw, architecture),
             experts=_experts(raw) if architecture.experts else None,
@@ -183,7 +163,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a broken or missing file is an OSError that names it."""
+    """Read a JSON object; a broken or missing file is an OSError that names the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -195,6 +175,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _architecture_name(raw: Mapping[str, Any]) -> str:
+    architectures = raw.get("architectures") or []
+    if len(architectures) != 1:
+        raise ValueError(f"architectures must name one model class, got {architectures!r}")
+    name: str = architectures[0]
+    return name
+
+
+def _heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The numbers of query heads and of key heads, and the dimension of a head."""
+    num_heads = _size(raw, "num_attention_heads")
+    has_kv_heads = raw["num_key_value_heads"] is not None
+    num_kv_heads = _size(raw, "num_key_value_heads") if has_kv_heads else num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads={num_heads} is not a multiple of"
+            f" num_key_value_heads={num_kv_heads}"
+        )
+    has_head_dim = raw["head_dim"] is not None
+    head_dim = _size(raw, "head_dim") if has_head_dim else _size(raw, "hidden_size") // num_heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
+    return num_heads, num_kv_heads, head_dim
+
+
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {raw['hidden_act']!r}")
@@ -203,15 +208,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         )
         raise ValueError(f"quantization_config: quantized weights ({method!r}) are not supported")
-    if unknown := sorted(set(raw.get("layer_types") or ()) - {"full_attention", SLIDING}):
-        raise ValueError(f"layer_types {unknown} are not supported, 'full_attention' is")
+    if unknown := sorted(set(raw.get("layer_types") or ()) - {*LAYER_TYPES}):
+        raise ValueError(f"layer_types {unknown} are not supported; {', '.join(LAYER_TYPES)} are")
 
 
 def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Each layer's window: by `layer_types`, or from the layer `max_window_layers` on."""
-    num_layers = check_int("num_hidden_layers", raw["num_hidden_layers"], 1)
-    used = _flag("use_sliding_window", raw["use_sliding_window"])
-    window = raw["sliding_window"] if used else None
+    """Each layer's window: by `layer_types`, or for all layers from `max_window_layers` on."""
+    num_layers = _size(raw, "num_hidden_layers")
+    window = raw["sliding_window"] if _flag(raw, "use_sliding_window") else None
     if window is not None:
         check_int("sliding_window", window, 1)
     if (types := raw.get("layer_types")) is None:
@@ -220,7 +224,7 @@ def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     if len(types) != num_layers:
         raise ValueError(f"layer_types has {len(types)} entries, num_hidden_layers={num_layers}")
     if SLIDING in types and window is None:
-        raise ValueError("layer_types asks for sliding-window attention, sliding_window for none")
+        raise ValueError("layer_types has sliding-window attention, but sliding_window is not set")
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
@@ -239,88 +243,26 @@ def _rotated_layers(raw: Mapping[str, Any], architecture: Architecture) -> tuple
 
 
 def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
-    """Read the experts; transformers 5 calls `num_experts` `num_local_experts`."""
-    spelling = "num_local_experts" if "num_local_experts" in raw else "num_experts"
-    num_experts = check_int(spelling, raw[spelling], 1)
-    step = check_int("decoder_sparse_step", raw["decoder_sparse_step"], 1)
+    """Read the experts. Transformers 5 writes `num_experts` as `num_local_experts`."""
+    num_experts = _size(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
+    step = _size(raw, "decoder_sparse_step")
     dense = _ids("mlp_only_layers", raw["mlp_only_layers"])
     layers = range(step - 1, raw["num_hidden_layers"], step)
     return ExpertsConfig(
         num_experts=num_experts,
         per_token=check_int("num_experts_per_tok", raw["num_experts_per_tok"], 1, num_experts),
-        intermediate_size=check_int("moe_intermediate_size", raw["moe_intermediate_size"], 1),
-        norm_topk_prob=_flag("norm_topk_prob", raw["norm_topk_prob"]),
+        intermediate_size=_size(raw, "moe_intermediate_size"),
+        norm_topk_prob=_flag(raw, "norm_topk_prob"),
         layers=frozenset(layers) - dense,
     )
 
 
-def _rope_parameters(
-    raw: Mapping[str, Any], name: str, architecture: Architecture, head_dim: int
-) -> dict[str, Any]:
-    """Merge transformers 5's `rope_parameters` with 4's `rope_theta` and `rope_scaling`."""
-    beside = ("rope_theta", "partial_rotary_factor")
-    parameters = {n: raw[n] for n in beside if raw.get(n) is not None}
-    for spelling in ("rope_scaling", "rope_parameters"):
-        value = raw.get(spelling) or {}
-        if not isinstance(value, dict):
-            raise TypeError(f"{spelling} must be an object, got {value!r}")
-        parameters |= {n: v for n, v in value.items() if v is not None or n == "rope_type"}
-    legacy_type = parameters.pop("type", None)
-    rope_type = parameters.setdefault("rope_type", legacy_type or "default")
-    if legacy_type not in (None, rope_type):
-        raise ValueError(f"rope_type {rope_type!r} and its old name {legacy_type!r} disagree")
-    rope_type = architecture.rope_types.get(rope_type, rope_type)
-    parameters["rope_type"] = rope_type
-    if rope_type in NEEDS_TRAINED_LENGTH and raw.get(TRAINED_LENGTH) is not None:
-        parameters[TRAINED_LENGTH] = raw[TRAINED_LENGTH]
-    if "rope_theta" not in parameters:
-        raise KeyError("rope_theta")
-    if rope_type != "longrope" and (rope_type == "default") == ("factor" in parameters):
-        needs = "takes no" if rope_type == "default" else "needs a"
-        raise ValueError(f"rope_type {rope_type!r} {needs} factor")
-    _check_rope_values(parameters)
-    _check_rotated_part(parameters, name, architecture, head_dim)
-    return parameters
+def _size(raw: Mapping[str, Any], name: str) -> int:
+    return check_int(name, raw[name], 1)
 
 
-def _check_rope_values(parameters: Mapping[str, Any]) -> None:
-    for name, value in parameters.items():
-        if name not in ROPE_FIELDS:
-            raise ValueError(f"rope parameter {name!r} is not supported")
-        if name in ("rope_type", "truncate"):
-            continue
-        if name not in ("short_factor", "long_factor"):
-            check_float(name, value, 1.0 if name in ("rope_theta", "factor") else 0.0)
-        elif not isinstance(value, list):
-            raise TypeError(f"{name} must be a list of numbers, got {value!r}")
-        else:
-            for number in value:
-                check_float(name, number, 0.0, above=True)
-
-
-def _check_rotated_part(
-    parameters: Mapping[str, Any], name: str, architecture: Architecture, head_dim: int
-) -> None:
-    """A part of each head may be rotated, and longrope has a factor for each of its pairs."""
-    part = parameters.get("partial_rotary_factor", 1.0)
-    if part != 1.0 and not architecture.partial_rotary:
-        raise ValueError(f"partial_rotary_factor={part}: {name} rotates heads whole")
-    rotated = int(head_dim * part)
-    if not 2 <= rotated <= head_dim or rotated % 2:
-        raise ValueError(
-            f"partial_rotary_factor={part} of head_dim={head_dim} is {rotated}, which must be an"
-            " even number and fit"
-        )
-    for factors in ("short_factor", "long_factor"):
-        if factors in parameters and len(parameters[factors]) != rotated // 2:
-            raise ValueError(
-                f"{factors} must have {rotated // 2} numbers, got {len(parameters[factors])}"
-            )
-
-
-def _flag(name: str, value: Any) -> bool:
-    check_bool(name, value)
-    return bool(value)
+def _flag(raw: Mapping[str, Any], name: str) -> bool:
+    return check_bool(name, raw[name])
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:
@@ -331,7 +273,7 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 
 
 def _ids(name: str, value: Any) -> frozenset[int]:
-    """Normalize an entry of token ids: none, one id, or several."""
+    """The ids of a field that holds null, one id, or a list of ids."""
     if value is None:
         return frozenset()
     return frozenset(check_int(name, i, 0) for i in (value if isinstance(value, list) else [value]))

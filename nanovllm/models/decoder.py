@@ -1,6 +1,6 @@
-"""The decoder that all architectures share; `ModelConfig` has what differs, as flags.
+"""The decoder that all architectures share; flags in `ModelConfig` select what differs.
 
-T tokens of a step stand in one row, whatever sequences they belong to.
+The T tokens of a step form one dimension, across all its sequences.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim, window)
 
     def attend(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """From one projection to the other: [T, (H + 2 * KVH) * D] -> [T, H * D]."""
+        """Attend between the two projections: [T, (H + 2 * KVH) * D] -> [T, H * D]."""
         qkv = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
         attended: torch.Tensor = self.attn(qkv, rope if self.rotated else None, norms)
@@ -79,7 +79,7 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Experts, and the router that says which of them a token takes and in which shares."""
+    """Experts, and the router that selects K of them for each token, with a share for each."""
 
     def __init__(
         self, hidden_size: int, config: ExpertsConfig, ranks: Ranks, whole_experts: bool
@@ -87,7 +87,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.per_token = config.per_token
         self.norm_topk_prob = config.norm_topk_prob
-        # In float32 whatever the model's type: rounding must not decide between experts.
+        # In float32 for every model type: rounding must not decide between experts.
         self.gate = ReplicatedLinear(hidden_size, config.num_experts).float()
         self.experts = Experts(
             config.num_experts, hidden_size, config.intermediate_size, ranks, whole_experts
@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
         rope: Rope,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every token has its keys and values; what follows is computed for `rows`, if given."""
+        """Store KV for all tokens. With `rows`, compute the rest of the layer only for those."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -133,14 +133,14 @@ class DecoderLayer(nn.Module):
         x = self.self_attn.attend(self.self_attn.qkv_proj(x), rope)
         if rows is not None:
             x, residual = x[rows], residual[rows]
-            if not len(rows):  # a part of a prompt, whose end is in another step
+            if not len(rows):  # no sequence samples: their prompts end in later steps
                 return residual, residual
         x, residual = self.post_attention_layernorm.add(self.self_attn.o_proj(x), residual)
         return self.mlp(x), residual
 
     @property
     def linears(self) -> tuple[LinearBase, LinearBase, LinearBase, LinearBase]:
-        """The four of a dense layer, in the order of their use."""
+        """The four linear layers of a dense layer, in the order of their use."""
         assert isinstance(self.mlp, MLP)
         attention, mlp = self.self_attn, self.mlp
         return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
@@ -148,10 +148,10 @@ class DecoderLayer(nn.Module):
     def forward_few(
         self, few_rows: "FewRows", x: torch.Tensor, scaled: Scaled | None, rope: Rope, norm: RMSNorm
     ) -> tuple[torch.Tensor, Scaled]:
-        """The same in six kernels instead of nine: norms and sums are done by the linears.
+        """As `forward`, in six kernels instead of nine: the linears also do norms and sums.
 
-        x is the residual, and `scaled` it for this layer's first norm, None in the first layer.
-        `norm` is the one that follows this layer.
+        x is the residual. `scaled` is x scaled for this layer's first norm, None in the first
+        layer. `norm` is the norm that follows this layer.
         """
         qkv, o, gate_up, down = self.linears
         if scaled is None:
@@ -184,13 +184,13 @@ class Decoder(nn.Module):
         self.few_rows: FewRows | None = None
 
     def bind_few_rows(self, kernels: Kernels) -> None:
-        """Compute decode steps of few rows in another way, where there are faster kernels for that.
+        """Use the kernels for decode steps of few rows, if this device has faster ones.
 
-        They know neither other ranks, with whom a sum is shared, nor experts.
+        They support neither several ranks, which must add up their outputs, nor experts.
         """
         layers: list[Any] = list(self.layers)
-        alone = layers[0].self_attn.o_proj.ranks.size == 1
-        if alone and all(isinstance(layer.mlp, MLP) for layer in layers):
+        is_single = layers[0].self_attn.o_proj.ranks.size == 1
+        if is_single and all(isinstance(layer.mlp, MLP) for layer in layers):
             self.few_rows = kernels.few_rows([part.weight for part in layers[0].linears])
 
     def forward(
@@ -216,14 +216,15 @@ class Decoder(nn.Module):
         scaled: Scaled | None = None
         for layer, norm in zip(layers, norms, strict=True):
             x, scaled = layer.forward_few(few_rows, x, scaled, rope, norm)
-        hidden: torch.Tensor = self.norm(x)  # the last of `scaled` is nobody's: one kernel for all
+        hidden: torch.Tensor = self.norm(x)  # one kernel for all rows; the last `scaled` is unused
         return hidden
 
 
 class CausalLM(nn.Module):
-    """The decoder with its head. `packed_modules_mapping` says what a checkpoint's parts became.
+    """The decoder with its head.
 
-    The ranks share out every layer, and of experts each, or hold `whole_experts`.
+    The ranks split every layer; of experts, they split each one or hold `whole_experts`.
+    `packed_modules_mapping` maps a checkpoint's module to a fused one and its index there.
     """
 
     packed_modules_mapping: ClassVar[dict[str, tuple[str, int]]] = {
@@ -244,7 +245,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, max_positions, ranks, whole_experts)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks)
-        # Tensors that a checkpoint may hold and this model does not need.
+        # Tensors that a checkpoint may have and this model does not use.
         self.spare_weights: tuple[str, ...] = ()
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
@@ -253,7 +254,7 @@ class CausalLM(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Hidden states [T, hidden] of a step's tokens, or of those `rows` of them alone."""
+        """Hidden states [T, hidden] of a step's tokens, or only of the tokens `rows`."""
         hidden: torch.Tensor = self.model(input_ids, positions, rows)
         return hidden
 
@@ -263,7 +264,7 @@ class CausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def bind(self, backend: Backend, few_rows: bool) -> None:
-        """Take the kernels to call. `few_rows` allows those for decode steps of few rows."""
+        """Set the kernels of all layers. `few_rows` allows those for decode steps of few rows."""
         for module in self.modules():
             if isinstance(module, Layer):
                 module.bind(backend)
@@ -271,6 +272,6 @@ class CausalLM(nn.Module):
             self.model.bind_few_rows(backend.kernels)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [T, vocab] of the rows that sample; in `out`, if that is given."""
+        """Logits [T, vocab] of the rows that sample, written to `out` if given."""
         logits: torch.Tensor = self.lm_head(hidden, out)
         return logits

@@ -1,4 +1,4 @@
-"""From a checkpoint's files to a model's parameters, each filled exactly once."""
+"""Loading: a checkpoint's files fill a model's parameters, each exactly once."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +16,19 @@ from nanovllm.models.decoder import CausalLM
 
 INDEX = "model.safetensors.index.json"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
-NUM_THREADS = 4  # that copy, as a file's pages are waited for
+NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
 CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 def resolve_model(model: str, files: Sequence[str] = MODEL_FILES) -> Path:
-    """The directory of `model`: a local one, or that of a hub id, with `files` downloaded."""
+    """The directory of `model`: a local path, or a hub id, of which `files` are downloaded."""
     try:
         path = Path(model).expanduser()
         if path.is_dir():
             return path
         if path.exists():
-            raise NotADirectoryError(f"model must be a directory, {model!r} is a file")
-    except (RuntimeError, ValueError) as error:  # no such user; a NUL in the name
+            raise NotADirectoryError(f"model must be a directory, but {model!r} is a file")
+    except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
         raise FileNotFoundError(f"model directory {model!r} cannot exist: {error}") from None
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise FileNotFoundError(f"model directory {model!r} does not exist")
@@ -36,14 +36,14 @@ def resolve_model(model: str, files: Sequence[str] = MODEL_FILES) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(files)))
-    except Exception as error:  # offline, unknown, gated: the hub has a class for each
+    except Exception as error:  # the hub has a class each for offline, unknown and gated
         raise OSError(
-            f"{model!r} is no local directory, and downloading it failed: {error}"
+            f"{model!r} is not a local directory, and downloading it failed: {error}"
         ) from error
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; one that is missing is an error that names it."""
+    """The safetensors files of a checkpoint; a missing one is an error that names it."""
     if (path / INDEX).exists():
         index = read_json(path / INDEX)
         if not isinstance(index.get("weight_map"), dict):
@@ -54,7 +54,7 @@ def weight_files(path: Path) -> list[Path]:
     else:
         files = sorted(path.glob("*.safetensors"))
     if missing := [file.name for file in files if not file.exists()]:
-        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, which its index names")
+        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, listed in {INDEX}")
     if not files:
         hint = "; convert its .bin files to safetensors" if list(path.glob("*.bin")) else ""
         raise FileNotFoundError(f"{path} has no .safetensors file{hint}")
@@ -62,23 +62,23 @@ def weight_files(path: Path) -> list[Path]:
 
 
 class InFile:
-    """A tensor in a file: indexing reads that part of it, and nothing else."""
+    """A tensor in a file. Indexing reads only the indexed part."""
 
-    def __init__(self, part: Any) -> None:
-        self._part = part
+    def __init__(self, tensor_slice: Any) -> None:
+        self._slice = tensor_slice
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self._part.get_shape())
+        return tuple(self._slice.get_shape())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        with torch.device("cpu"):  # safetensors makes it on PyTorch's default device
-            tensor: torch.Tensor = self._part[index]
+        with torch.device("cpu"):  # safetensors uses PyTorch's default device
+            tensor: torch.Tensor = self._slice[index]
         return tensor
 
 
 def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
-    """Yield the tensors of a checkpoint by name, a file at a time, from mapped memory."""
+    """Yield the tensors of each file by name. They are read from mapped memory."""
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -91,73 +91,80 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a checkpoint's tensor goes: to a parameter, or to a part of one that is fused."""
+class Target:
+    """Where a checkpoint's tensor is loaded: into a parameter, or into a part of a fused one."""
 
     param: str
     shard_id: int | None
-    parts: tuple[str, ...]  # what it is: itself, or all the parts of a fused parameter
+    parts: tuple[str, ...]  # of a fused tensor, the names of all its parts; else its own name
 
 
 def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     """Fill `model` from the safetensors files in `path`.
 
-    Afterwards every parameter has been filled exactly once, and every tensor of the files was used
-    or is one that the model calls spare; anything else is a ValueError that names the tensor. What
-    the model holds fused, the files may hold in parts or fused. A rank reads its own parts and
-    nothing else. Files come one after the other, and a few threads copy a file's tensors; of
-    several errors the first one's is raised. Peak host memory: what the rank holds, and the mapped
-    files' pages, which the system may drop; where a GPU converts types, a tensor for each thread
-    there. `use_tqdm` shows a bar where stderr is a terminal.
+    Fills every parameter exactly once and uses every tensor of the files, except those that the
+    model lists as spare. Otherwise it raises a ValueError that names the tensor. For a fused
+    parameter, the files may hold the parts or the fused tensor. A rank reads only what it holds.
+
+    Files are read one after the other; a few threads copy a file's tensors, and the first error in
+    file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
+    which the system may drop. Where a GPU converts types: a tensor on the GPU for each thread.
+    `use_tqdm` shows a progress bar if stderr is a terminal.
     """
-    places = checkpoint_places(model)
-    missing = {part: place.param for place in places.values() for part in place.parts}
-    fused = False
+    targets = checkpoint_targets(model)
+    missing = {part: target.param for target in targets.values() for part in target.parts}
+    is_fused = False  # whether the files hold fused tensors
 
     def fill(item: tuple[str, InFile]) -> int:
         name, tensor = item
-        place = places[name]
+        target = targets[name]
         try:
-            _fill(model, place.param, place.shard_id, tensor)
+            _fill(model, target.param, target.shard_id, tensor)
         except ValueError as error:
             raise ValueError(f"{path}: tensor {name!r} has {error}") from None
-        return len(place.parts)
+        return len(target.parts)
 
-    hide = None if use_tqdm else True  # None: unless it is a terminal
+    hide = None if use_tqdm else True  # None hides it unless stderr is a terminal
     bar = tqdm(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in read_weights(path):
-            needed = {name: t for name, t in tensors.items() if not _is_spare(model, name)}
-            _claim(path, needed, places, missing)
-            fused |= any(len(places[name].parts) > 1 for name in needed)
-            for num_parts in pool.map(fill, needed.items()):  # in order; an error ends the rest
+            used = {name: t for name, t in tensors.items() if not _is_spare(model, name)}
+            _mark_found(path, used, targets, missing)
+            is_fused |= any(len(targets[name].parts) > 1 for name in used)
+            for num_parts in pool.map(fill, used.items()):  # in order; stops at the first error
                 bar.update(num_parts)
     if missing:
-        names = [*dict.fromkeys(missing.values() if fused else missing)]  # as these files spell it
-        rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
+        raise _missing_error(path, missing.values() if is_fused else missing)
+
+
+def _missing_error(path: Path, missing: Iterable[str]) -> ValueError:
+    names = [*dict.fromkeys(missing)]
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
 
 
 def _is_spare(model: CausalLM, name: str) -> bool:
     return name in model.spare_weights or name.endswith("rotary_emb.inv_freq")
 
 
-def _claim(
-    path: Path, names: Iterable[str], places: Mapping[str, Place], missing: dict[str, str]
+def _mark_found(
+    path: Path, names: Iterable[str], targets: Mapping[str, Target], missing: dict[str, str]
 ) -> None:
-    """Take the tensors `names` off what is missing; refuse those that are not."""
+    """Remove the tensors `names` from `missing`; raise for unknown and repeated ones."""
     for name in names:
-        if name not in places:
+        if name not in targets:
             raise ValueError(f"{path}: unexpected tensor {name!r}")
-        for part in places[name].parts:
+        for part in targets[name].parts:
             if part not in missing:
-                raise ValueError(f"{path}: tensor {name!r} stands in two files, or in parts too")
+                raise ValueError(
+                    f"{path}: tensor {name!r} is in two files, or both fused and in parts"
+                )
             del missing[part]
 
 
-def checkpoint_places(model: CausalLM) -> dict[str, Place]:
-    """Where each tensor that a checkpoint may have goes, fused or in parts."""
-    places: dict[str, Place] = {}
+def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
+    """The target of each tensor that a checkpoint may have, fused or in parts."""
+    targets: dict[str, Target] = {}
     for name, _ in model.named_parameters():
         *above, parent, leaf = name.split(".")
         layer = _layer(model, ".".join([*above, parent]))
@@ -165,31 +172,31 @@ def checkpoint_places(model: CausalLM) -> dict[str, Place]:
         ends = [[part, leaf] for part, (fused, _) in packed if fused == parent]
         ends += [[parent, part] for part in layer.parts(leaf)]
         parts = tuple(".".join([*above, *end]) for end in ends)
-        places[name] = Place(name, None, parts or (name,))
-        places |= {part: Place(name, shard_id, (part,)) for shard_id, part in enumerate(parts)}
-    return places
+        targets[name] = Target(name, None, parts or (name,))
+        targets |= {part: Target(name, shard_id, (part,)) for shard_id, part in enumerate(parts)}
+    return targets
 
 
 def _layer(model: CausalLM, name: str) -> Layer:
     layer = model.get_submodule(name)
-    assert isinstance(layer, Layer), "what has parameters is a Layer"
+    assert isinstance(layer, Layer), "only a Layer has parameters"
     return layer
 
 
-@torch.inference_mode()  # which is each thread's own
-def _fill(model: CausalLM, target: str, shard_id: int | None, tensor: Loaded) -> None:
-    layer = _layer(model, target.rpartition(".")[0])
-    layer.weight_loader(model.get_parameter(target), tensor, shard_id)
+@torch.inference_mode()  # here, because each thread has its own mode
+def _fill(model: CausalLM, param: str, shard_id: int | None, tensor: Loaded) -> None:
+    layer = _layer(model, param.rpartition(".")[0])
+    layer.weight_loader(model.get_parameter(param), tensor, shard_id)
 
 
 def load_dummy(model: CausalLM, whole: CausalLM, seed: int) -> None:
-    """Give every matrix of `model` random weights, the same however many ranks there are.
+    """Give every matrix of `model` random weights, which do not depend on the number of ranks.
 
-    `whole` is the model of one rank by itself, for its shapes; it may stand on the meta device.
-    Peak memory: what this rank holds, and one whole matrix.
+    `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
+    memory: what this rank holds, plus one whole matrix.
     """
     for index, (name, shape) in enumerate((n, p.shape) for n, p in whole.named_parameters()):
-        if len(shape) == 1:  # norms' weights are ones, biases zeros, from the start
+        if len(shape) == 1:  # norm weights are ones and biases zeros already
             continue
         param = model.get_parameter(name)
         generator = torch.Generator(device=param.device).manual_seed(seed + index)

@@ -1,7 +1,7 @@
 """Qwen3, dense: the common decoder with a norm on each query and key head.
 
-What readers of nano-vllm know as Qwen3Attention, Qwen3MLP and Qwen3DecoderLayer is in
-`decoder.py`; how Qwen3 differs from its relatives is in `registry.py`.
+nano-vllm's Qwen3Attention, Qwen3MLP and Qwen3DecoderLayer are in `decoder.py`; how Qwen3 differs
+from other architectures is in `registry.py`.
 """
 
 from nanovllm.models.decoder import CausalLM

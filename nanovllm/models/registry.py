@@ -1,7 +1,7 @@
 """The architectures that nanovllm runs, by the name that checkpoints give them.
 
-All of them are one decoder (`decoder.py`); what is written down here is how each differs. It is
-data alone: no PyTorch, no transformers.
+All of them share one decoder (`decoder.py`); this file lists how each one differs. It is plain
+data: no PyTorch, no transformers.
 """
 
 from collections.abc import Mapping
@@ -11,26 +11,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Architecture:
-    """What an architecture decides, and what its `config.json` says without saying it.
+    """How an architecture differs from the common decoder, and its defaults for `config.json`.
 
-    A bias is True, False, or the name of the field that says. `defaults` is what transformers takes
-    for a field that is absent; one that is absent here and there is an error. `fixed` is what holds
-    whatever the file says: transformers does not read these fields for this architecture.
+    A bias is True, False, or the name of the field that decides it. `defaults` holds transformers'
+    values for absent fields; a field that is absent in both is an error. `fixed` overrides the
+    file: transformers does not read these fields for this architecture.
     """
 
     qk_norm: bool = False  # a norm on each query and key head, before they are rotated
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    experts: bool = False  # of its feed-forward layers, some are experts that tokens choose from
-    partial_rotary: bool = False  # the config may say that a part of each head is rotated
-    unrotated_layers: bool = False  # the config says which layers rotate nothing
-    rope_types: Mapping[str, str] = field(default_factory=dict)  # old names of types
+    experts: bool = False  # some or all feed-forward layers are experts
+    partial_rotary: bool = False  # the config may limit the rotation to a part of each head
+    unrotated_layers: bool = False  # the config says which layers do not rotate
+    rope_types: Mapping[str, str] = field(default_factory=dict)  # present names of old types
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-EVERY_LAYER = {"max_window_layers": 0, "layer_types": None}  # has the window that there is
+EVERY_LAYER = {"max_window_layers": 0, "layer_types": None}  # if there is a window, all have it
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(
@@ -63,8 +63,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
         },
     ),
-    # Llama 2 to 3.3, and what others publish under the name: SmolLM2, TinyLlama, Yi, DeepSeek's R1
-    # distilled into it. The oldest files leave out what later ones introduced.
+    # Llama 2 to 3.3, and other models published under this name: SmolLM2, TinyLlama, Yi, the R1
+    # distillations into Llama. The oldest files lack the fields that later ones introduced.
     "LlamaForCausalLM": Architecture(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -98,7 +98,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "eos_token_id": 128_001,
         },
     ),
-    # Phi 3, 3.5 and 4, in their text-only forms. Its files hold qkv_proj and gate_up_proj fused.
+    # Phi 3, 3.5 and 4, text only. Their checkpoints store qkv_proj and gate_up_proj fused.
     "Phi3ForCausalLM": Architecture(
         partial_rotary=True,
         rope_types={"su": "longrope", "yarn": "longrope"},
@@ -113,7 +113,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def get_architecture(name: str) -> Architecture:
-    """Find an architecture; one that is not here is refused, never run as a relative."""
+    """The architecture `name`. An unknown one is a ValueError; no similar one takes its place."""
     if name not in ARCHITECTURES:
         raise ValueError(f"architecture {name!r} is not supported; {', '.join(ARCHITECTURES)} are")
     return ARCHITECTURES[name]

@@ -33,7 +33,7 @@ from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine import startup
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.ranks.codec import encode
-from nanovllm.engine.ranks.nccl_ranks import MEETING, NcclRanks
+from nanovllm.engine.ranks.nccl_ranks import CONNECT_TIMEOUT, NcclRanks
 from nanovllm.engine.ranks.shared_ranks import SharedRanks
 from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.engine.workers import RankError, Worker, Workers
@@ -513,7 +513,7 @@ def test_ranks_may_load_at_different_speeds(
     load = startup.load_shard
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(MEETING.total_seconds() + 1.0)
+        time.sleep(CONNECT_TIMEOUT.total_seconds() + 1.0)
         return load(*arguments)
 
     monkeypatch.setattr(startup, "load_shard", slow)  # rank 0's
@@ -792,6 +792,8 @@ def test_ranks_end_with_the_caller(work: str) -> None:
 def test_a_forked_process_cannot_use_or_block_the_engine() -> None:
     """It has copies of all sockets; closing still ends the ranks, and using them is an error."""
     with running("""
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 llm = make()
 solve(llm)
 if (child := os.fork()) == 0:

@@ -190,7 +190,7 @@ except ValueError as error:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    said = [line for line in lines if line.startswith("auto: all in plain PyTorch")]
+    said = [line for line in lines if line.startswith("auto selects plain PyTorch")]
     assert len(said) == 1 and "no C++ compiler that works" in said[0]
     assert any("attention: torch, other kernels: plain PyTorch" in line for line in lines)
     refused = next(line for line in lines if line.startswith("refused:"))

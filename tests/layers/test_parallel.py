@@ -85,9 +85,9 @@ def load(layer: Any, shard_id: int | None = None, **tensors: torch.Tensor) -> No
 
 @pytest.mark.parametrize("total", [1, 7, 8, 60, 128])
 @pytest.mark.parametrize("size", SIZES)
-def test_deal_gives_every_item_to_one_rank_evenly(size: int, total: int) -> None:
+def test_near_equal_slices_give_every_item_to_one_rank_evenly(size: int, total: int) -> None:
     """The parts differ by one item at most."""
-    parts = [range(total)[Ranks(rank, size).deal(total)] for rank in range(size)]
+    parts = [range(total)[Ranks(rank, size).near_equal_slice(total)] for rank in range(size)]
     assert [i for part in parts for i in part] == list(range(total))
     lengths = set(map(len, parts))
     assert max(lengths) - min(lengths) == (total % size > 0)
@@ -119,7 +119,7 @@ def test_row_parallel_outputs_are_the_sum_with_one_bias(size: int) -> None:
     def run(ranks: Ranks) -> torch.Tensor:
         layer = RowParallelLinear(840, 12, bias=True, ranks=ranks)
         load(layer, weight=weight, bias=bias)
-        return layer(x[:, ranks.share(840)])
+        return layer(x[:, ranks.equal_slice(840)])
 
     for out in on_ranks(size, run):
         torch.testing.assert_close(out, x @ weight.T + bias, rtol=1e-5, atol=1e-4)

@@ -345,7 +345,7 @@ def test_sizes_that_divide_the_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("Llama-3.1-8B", dict(partial_rotary_factor=0.5), "LlamaForCausalLM rotates heads whole"),
+        ("Llama-3.1-8B", dict(partial_rotary_factor=0.5), "LlamaForCausalLM rotates whole heads"),
         (
             "Phi-4-mini",
             dict(partial_rotary_factor=0.5),

@@ -1,1 +1,1 @@
-"""How ranks reach each other: the channel to the workers, and the exchange of tensors."""
+"""Communication between ranks: the channel to the workers, and the exchange of tensors."""

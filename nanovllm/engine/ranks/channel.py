@@ -1,8 +1,8 @@
-"""The channel from rank 0 to the others: messages of any length through a ring in shared memory.
+"""The channel from rank 0 to the other ranks: byte messages through a ring in shared memory.
 
-One writes, every reader reads everything, and a message is written once however many read it. The
-ring is a file without a name, which the readers' processes inherit: nothing is left of it when they
-are gone, whatever way they went. What the bytes mean is not known here.
+There is one writer. Each message is written once, is read by every reader, and may have any length.
+The ring is an unnamed file that the readers' processes inherit, so nothing is left behind when the
+processes end in any way.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-CAPACITY = 1 << 22  # bytes; a message that is longer goes through in pieces
-CACHE_LINE = 64  # bytes: a counter each, so that no two processes write to one cache line
-SPIN_SECONDS = 1e-3
-NAP_SECONDS = 0.05  # how long it sleeps at most: what a bell costs that was not heard
+CAPACITY = 1 << 22  # bytes; a longer message is sent in pieces
+CACHE_LINE = 64  # bytes, with one counter each: no two processes write to the same line
+SPIN_SECONDS = 1e-3  # how long a reader polls before it sleeps
+NAP_SECONDS = 0.05  # the longest sleep: the delay if a wake-up is missed
 LENGTH = struct.Struct("<q")
 _fence = threading.Lock()
 
 
 def fence() -> None:
-    """Keep memory accesses on either side of it in order.
+    """Memory barrier: accesses before the call take effect before those after it.
 
-    Taking a lock is such a barrier on x86; elsewhere leaving one and then taking it again.
+    On x86 acquiring a lock is a barrier; elsewhere, releasing a lock and acquiring it again is one.
     """
     for _ in range(2):
         with _fence:
@@ -35,15 +35,16 @@ def fence() -> None:
 
 
 def ring_bytes(num_readers: int) -> int:
-    """The size of a ring's memory."""
+    """The size of the shared memory of a ring."""
     return (1 + 2 * num_readers) * CACHE_LINE + CAPACITY
 
 
 class Ring:
-    """The memory: how much was written, how much each reader has read, who sleeps, and the bytes.
+    """The shared memory: the `written` counter; `read` and `asleep` for each reader; the data.
 
-    Counters count bytes from the start of the channel. State space, for every reader:
-    `0 <= written - read <= CAPACITY`; written is the writer's to change, the others each reader's.
+    Counters are in bytes since the channel was opened. Invariant, for every reader:
+    `0 <= written - read <= CAPACITY`. Only the writer changes `written`, and only reader i changes
+    `read[i]` and `asleep[i]`.
     """
 
     def __init__(self, fd: int, num_readers: int) -> None:
@@ -63,9 +64,10 @@ class Ring:
 
 
 class Writer:
-    """Rank 0's end. `fd` and `bells[i].reader` are for the process that reads as number i.
+    """Rank 0's end. Reader i's process inherits `fd` and `bells[i][0]`.
 
-    `check` is called while the ring is full, and raises if a reader will never read again.
+    A bell is a pipe that wakes a sleeping reader: its reading and its writing end. `check` is
+    called while the ring is full; it raises if a reader has ended.
     """
 
     def __init__(self, num_readers: int, check: Callable[[], None]) -> None:
@@ -85,17 +87,17 @@ class Writer:
             self._resources = stack.pop_all()
 
     def send(self, message: bytes) -> None:
-        """Write a message; returns as soon as its last bytes are in the ring."""
+        """Write a message. Returns when its last bytes are in the ring."""
         self._put(LENGTH.pack(len(message)) + message)
         self._wake()
 
     def close(self) -> None:
-        """Free the memory and the bells. The readers' copies are theirs to close."""
+        """Free the memory and the bells. Each reader closes its own copies."""
         self._resources.close()
 
     @property
     def room(self) -> int:
-        """How many bytes can be written at once."""
+        """How many bytes can be written without waiting."""
         return CAPACITY - int((self.ring.written - self.ring.read).max())
 
     def _put(self, message: bytes) -> None:
@@ -103,14 +105,14 @@ class Writer:
         view = memoryview(message)
         while start < len(view):
             written = int(ring.written[0])
-            at = written % CAPACITY
-            size = min(self.room, CAPACITY - at, len(view) - start)
+            offset = written % CAPACITY
+            size = min(self.room, CAPACITY - offset, len(view) - start)
             if size == 0:
                 self._wake()
                 self._wait_for_room()
                 continue
-            ring.data[at : at + size] = view[start : start + size]
-            fence()  # the bytes first, then their number
+            ring.data[offset : offset + size] = view[start : start + size]
+            fence()  # write the bytes before the counter
             ring.written[0] = written + size
             start += size
 
@@ -120,50 +122,51 @@ class Writer:
             time.sleep(1e-4)
 
     def _wake(self) -> None:
-        fence()  # a reader says that it sleeps and looks again; we write and look who sleeps
+        # A reader sets `asleep`, then checks `written`; we set `written`, then check `asleep`.
+        fence()
         for asleep, (_, bell) in zip(self.ring.asleep.tolist(), self.bells, strict=True):
             if asleep:
-                with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+                with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader too
                     os.write(bell, b"!")
 
 
 class Reader:
-    """Another rank's end: reader number `index` of the ring in `fd`, which `bell` wakes."""
+    """Another rank's end: reader `index` of the ring in `fd`. `bell` is the pipe that wakes it."""
 
     def __init__(self, fd: int, bell: int, index: int, num_readers: int) -> None:
         self.ring = Ring(fd, num_readers)
         self.bell = bell
-        self.mine = self.ring.read[index : index + 1]
+        self.read = self.ring.read[index : index + 1]
         self.asleep = self.ring.asleep[index : index + 1]
         os.set_blocking(bell, False)
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
 
     def receive(self) -> bytearray:
-        """Read the next message; waits for it, first awake and then asleep."""
-        return self._take(LENGTH.unpack(self._take(LENGTH.size))[0])
+        """Wait for the next message and read it. Polls first, then sleeps."""
+        return self._receive_bytes(LENGTH.unpack(self._receive_bytes(LENGTH.size))[0])
 
-    def _take(self, length: int) -> bytearray:
+    def _receive_bytes(self, length: int) -> bytearray:
         ring, out, start = self.ring, bytearray(length), 0
         while start < length:
-            read = int(self.mine[0])
-            size = min(self._wait(read), CAPACITY - read % CAPACITY, length - start)
-            at = read % CAPACITY
-            out[start : start + size] = ring.data[at : at + size]
-            fence()  # copied first, then given back
-            self.mine[0] = read + size
+            read = int(self.read[0])
+            offset = read % CAPACITY
+            size = min(self._wait(read), CAPACITY - offset, length - start)
+            out[start : start + size] = ring.data[offset : offset + size]
+            fence()  # copy the bytes before freeing their space
+            self.read[0] = read + size
             start += size
         return out
 
     def _wait(self, read: int) -> int:
-        """How many bytes there are after `read`; at least one."""
+        """Wait for bytes after `read`; returns how many there are."""
         written = self.ring.written
         until = time.perf_counter() + SPIN_SECONDS
         while int(written[0]) == read:
             if time.perf_counter() > until:
                 self._sleep(read)
             os.sched_yield()  # ranks may outnumber cores
-        fence()  # their number first, then the bytes
+        fence()  # read the counter before the bytes
         return int(written[0]) - read
 
     def _sleep(self, read: int) -> None:

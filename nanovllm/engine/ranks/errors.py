@@ -1,4 +1,4 @@
-"""What goes wrong between ranks. Imported without PyTorch."""
+"""Errors of ranks. Imported without PyTorch."""
 
 
 class RankError(RuntimeError):
@@ -6,4 +6,4 @@ class RankError(RuntimeError):
 
 
 class ExchangeError(RuntimeError):
-    """NCCL failed, as another rank is not there any more."""
+    """An NCCL operation failed: another rank has probably ended."""

@@ -1,8 +1,8 @@
 """Ranks on GPUs, which exchange tensors through NCCL.
 
-The process group is the engine's own: PyTorch's default group, which is the caller's to use, is not
-touched, and several engines do not meet. Ports are the system's choice, on the loopback device but
-for NCCL's, whose device NCCL_SOCKET_IFNAME names.
+Each engine has a process group of its own. PyTorch's default group is left to the caller, and
+several engines do not interfere. The system chooses the ports. They are on the loopback device,
+except NCCL's own, which are on the device that NCCL_SOCKET_IFNAME names.
 """
 
 import socket
@@ -19,78 +19,80 @@ import torch.distributed
 from nanovllm.engine.ranks.errors import ExchangeError
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
 
-dist: Any = torch.distributed  # whose bindings have no types
+dist: Any = torch.distributed  # its bindings have no types
 
 LOOPBACK = "127.0.0.1"
-MEETING = timedelta(seconds=5)  # ranks meet when all have loaded: that takes milliseconds
-CHECK_SECONDS = 0.01  # how often rank 0 sees, while they meet, that all live
-PATIENCE = timedelta(days=7)  # a rank that is stopped may go on; of one that died others tell
+CONNECT_TIMEOUT = timedelta(seconds=5)  # ranks connect when all have loaded: in milliseconds
+CHECK_SECONDS = 0.01  # between rank 0's checks that all ranks live, while they connect
+# A stopped process may continue. A dead one is noticed by its life line, not by this timeout.
+EXCHANGE_TIMEOUT = timedelta(days=7)
 
 
 class NcclRanks(ProcessRanks):
-    """One process of `size`, on a GPU of its own. All of them `connect` at one time.
+    """One process of `size`, on a GPU of its own. All of them call `connect` together.
 
-    `place` is the port of the store in which they find each other.
+    `address` is the port of the store through which they find each other.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, place: int | None = None
+        self, rank: int, size: int, device: torch.device, address: int | None = None
     ) -> None:
         self._store: Any = None
-        if place is None:
+        if address is None:
             self._store = open_store(size)
-            place = self._store.port
-        super().__init__(rank, size, place)
+            address = self._store.port
+        super().__init__(rank, size, address)
         self._group: Any = None
         self._device = device
-        self._sum, self._least = _options("AllreduceOptions"), _options("AllreduceOptions")
-        self._least.reduceOp = dist.ReduceOp.MIN
-        self._first = _options("BroadcastOptions")  # from rank 0, as it is made
+        self._sum, self._minimum = _options("AllreduceOptions"), _options("AllreduceOptions")
+        self._minimum.reduceOp = dist.ReduceOp.MIN
+        self._broadcast = _options("BroadcastOptions")  # from rank 0 by default
         self._gather = _options("GatherOptions")
         self._gather.rootRank = 0
 
     def connect(self) -> None:
-        """Meet the other ranks. NCCL waits for ever for one that has died meanwhile.
+        """Connect to the other ranks. NCCL would wait forever for a rank that dies meanwhile.
 
-        Rank 0 meets them in a thread, which it gives up then: its waiting cannot be interrupted.
+        So rank 0 connects in a thread, and abandons the thread if a rank dies: NCCL's wait cannot
+        be interrupted.
         """
         if self.rank > 0:
-            self._store = find_store(self.place, self.size)
-            self._meet()
+            self._store = find_store(self.address, self.size)
+            self._connect()
             return
-        meeting: Future[None] = Future()
+        connected: Future[None] = Future()
 
-        def meet() -> None:
+        def connect() -> None:
             try:
-                self._meet()
-                meeting.set_result(None)
+                self._connect()
+                connected.set_result(None)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # nobody may be there to do it
+                traceback.clear_frames(error.__traceback__)  # here: this thread may be abandoned
                 error.__cause__ = error.__context__ = None
-                meeting.set_exception(error)
+                connected.set_exception(error)
 
-        threading.Thread(target=meet, name="nanovllm-meet", daemon=True).start()
-        while not meeting.done():
-            wait([meeting], CHECK_SECONDS)
+        threading.Thread(target=connect, name="nanovllm-connect", daemon=True).start()
+        while not connected.done():
+            wait([connected], CHECK_SECONDS)
             self.check()
-        meeting.result()
+        connected.result()
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         try:
             group = _nccl(self.rank, self.size, self._store)
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
         x = torch.zeros(1, device=self._device)
-        self._exchange(group.allreduce, [x], self._sum)  # at the first exchange NCCL connects
+        self._exchange(group.allreduce, [x], self._sum)  # NCCL connects in the first exchange
         x.item()
-        self._group = group  # before, it could not be aborted
+        self._group = group  # only now can it be aborted
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._exchange(self._group.allreduce, [x], self._sum)
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._exchange(self._group.broadcast, [x], self._first)
+        self._exchange(self._group.broadcast, [x], self._broadcast)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,19 +100,19 @@ class NcclRanks(ProcessRanks):
         self._exchange(self._group.gather, [parts] if parts else [], [x], self._gather)
         return torch.cat(parts, dim=-1) if parts else x
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         x = torch.tensor([number], device=self._device)
-        self._exchange(self._group.allreduce, [x], self._least)
+        self._exchange(self._group.allreduce, [x], self._minimum)
         return int(x)
 
     def abort(self) -> None:
-        """End the exchanges in flight, and then wait until no CUDA graph holds any."""
+        """Abort the exchanges in flight, and wait until no CUDA graph holds any."""
         if self._group is not None:
             self._group.abort()
 
     def leave(self, together: bool) -> None:
         if self._group is not None:
-            _within(MEETING, self._group.shutdown if together else self._group.abort)
+            _call_within(CONNECT_TIMEOUT, self._group.shutdown if together else self._group.abort)
         self._group = None
 
     def close(self) -> None:
@@ -120,49 +122,49 @@ class NcclRanks(ProcessRanks):
     def _exchange(method: Callable[..., Any], *arguments: Any) -> None:
         try:
             work = method(*arguments)
-            if work is not None:  # NCCL's is in order on the stream
+            if work is not None:  # NCCL's work is ordered on the stream
                 work.wait()
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
 
 
 def open_store(size: int) -> Any:
-    """Where the ranks find each other; the port is bound from the moment that it is chosen."""
+    """Open the store of rank 0. Its port stays bound from the moment that it is chosen."""
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     listener.listen()
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        LOOPBACK, port, size, is_master=True, timeout=MEETING, wait_for_workers=False,
+        LOOPBACK, port, size, is_master=True, timeout=CONNECT_TIMEOUT, wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
 
 
 def find_store(port: int, size: int) -> Any:
-    """Rank 0's store, seen from another rank."""
-    return dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=MEETING)
+    """Connect to rank 0's store from another rank."""
+    return dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=CONNECT_TIMEOUT)
 
 
-def _within(time: timedelta, call: Callable[[], None]) -> None:
-    """Call, and wait for it no longer than that."""
+def _call_within(timeout: timedelta, call: Callable[[], None]) -> None:
+    """Call in a thread, and wait at most `timeout` for it to return."""
     thread = threading.Thread(target=call, daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # some Pythons start no thread while they end
+    except RuntimeError:  # some Python versions start no thread while they exit
         call()
     else:
-        thread.join(time.total_seconds())
+        thread.join(timeout.total_seconds())
 
 
 def _options(name: str) -> Any:
     options = getattr(dist, name)()
-    options.timeout = PATIENCE
+    options.timeout = EXCHANGE_TIMEOUT
     if hasattr(options, "asyncOp"):
-        options.asyncOp = False  # NCCL stays on the stream that we compute on
+        options.asyncOp = False  # NCCL uses the current stream
     return options
 
 
 def _nccl(rank: int, size: int, store: Any) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = PATIENCE
+    options._timeout = EXCHANGE_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,6 +1,6 @@
-"""Ranks that are processes of one machine, as rank 0 starts and ends them and a worker joins them.
+"""Ranks that are processes on one machine: what rank 0 and the workers need to manage them.
 
-How they exchange tensors is the subclasses' matter: NCCL between GPUs, shared memory on the CPU.
+Subclasses exchange the tensors: through NCCL between GPUs, through shared memory on the CPU.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from nanovllm.layers.ranks import Ranks
 class ProcessRanks(Ranks):
     """One process of `size`.
 
-    `place` tells the other processes where to join rank 0; they must inherit the files in `fds`.
+    `address` is where the other processes join rank 0; they must inherit the files `fds`.
     """
 
-    def __init__(self, rank: int, size: int, place: int, fds: tuple[int, ...] = ()) -> None:
+    def __init__(self, rank: int, size: int, address: int, fds: tuple[int, ...] = ()) -> None:
         super().__init__(rank, size)
-        self.place = place
+        self.address = address
         self.fds = fds
         self.check: Callable[[], None] = lambda: None  # raises if another rank has ended
 
     def connect(self) -> None:
-        """Meet the other ranks, when all have loaded."""
+        """Connect to the other ranks. Called when all have loaded."""
 
     def abort(self) -> None:
-        """End the exchanges in flight, from any thread: a rank has ended."""
+        """Abort the exchanges in flight because a rank has ended. Called from any thread."""
 
     def leave(self, together: bool) -> None:
-        """Let go of the others: `together` with all of them, or whatever state they are in."""
+        """Disconnect: `together` with all ranks, or by this rank alone, in any state."""
 
     def close(self) -> None:
-        """Free what the ranks met in. Their processes have ended, or never began."""
+        """Free what the address refers to. The other processes have ended or never started."""

@@ -1,16 +1,17 @@
 """Ranks that exchange tensors on the CPU, through memory that their processes share.
 
-The memory is a file without a name, which rank 0 makes and the others inherit: a counter for each
-rank, and two buffers with a slot for each rank. Larger tensors go through in pieces. Exchanges are
-numbered, and in exchange e a rank
+The memory is an unnamed file, which rank 0 creates and the others inherit: a counter for each rank,
+and two buffers with a slot for each rank. Tensors larger than a slot are exchanged in pieces.
+Exchanges are numbered. In exchange e, a rank
 
 1. writes its slot in buffer e % 2,
 2. sets its counter to e,
 3. waits until all counters are e or more,
 4. reads buffer e % 2.
 
-One wait is enough: who writes in exchange e + 2 what others read in exchange e has waited in e + 1
-for all counters, and a rank that has set its own to e + 1 has read all that it will of e.
+One wait for each exchange is enough. A rank that writes in exchange e + 2 reuses the buffer of
+exchange e. It has waited in exchange e + 1 until all counters were e + 1 or more, and a rank sets
+its counter to e + 1 only after it has read the buffer of exchange e.
 """
 
 import os
@@ -23,45 +24,45 @@ import torch
 from nanovllm.engine.ranks.channel import CACHE_LINE, fence
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
 
-SLOT_BYTES = 1 << 19  # both buffers' slots of two ranks are 2 MiB
-SHARED_BYTES = 1 << 17  # from here on more than two ranks add up a share each, and exchange sums
-SPIN_SECONDS = 2e-3  # how long to look for another rank before sleeping
+SLOT_BYTES = 1 << 19  # with two ranks, both buffers take 2 MiB
+SPLIT_BYTES = 1 << 17  # from here on, if there are more than two ranks, each adds up a part
+SPIN_SECONDS = 2e-3  # how long to poll for another rank before sleeping
 NAP_SECONDS = 1e-4
 
 
 def memory_bytes(size: int) -> int:
-    """The memory of `size` ranks."""
+    """The size of the shared memory of `size` ranks."""
     return size * (CACHE_LINE + 2 * SLOT_BYTES)
 
 
 class SharedRanks(ProcessRanks):
-    """One process of `size`, whose tensors are the CPU's. `place` is the memory's file.
+    """One process of `size`, with tensors on the CPU. `address` is the memory's file descriptor.
 
-    The results are the same on all ranks, bit by bit. A wait calls `check`, which raises if a rank
-    is waited for in vain. State space: all counters are e or e + 1 for some e.
+    The results are bitwise equal on all ranks. A wait calls `check`, which raises if another rank
+    has ended. Invariant: all counters are e or e + 1 for some e.
     """
 
-    def __init__(self, rank: int, size: int, place: int | None = None) -> None:
-        fd = make_memory(size) if place is None else place
+    def __init__(self, rank: int, size: int, address: int | None = None) -> None:
+        fd = make_memory(size) if address is None else address
         super().__init__(rank, size, fd, (fd,))
         file = f"/proc/self/fd/{fd}"
         memory = torch.from_file(file, shared=True, size=memory_bytes(size), dtype=torch.uint8)
         counters, self._data = memory[: size * CACHE_LINE], memory[size * CACHE_LINE :]
-        arrived = counters.numpy().view("int64").reshape(size, -1)[:, :1]
-        self._mine = arrived[rank]
-        self._others = [arrived[other] for other in range(size) if other != rank]
+        columns = counters.numpy().view("int64").reshape(size, -1)[:, :1]
+        self._counter = columns[rank]
+        self._others = [columns[other] for other in range(size) if other != rank]
         self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, added in the order of ranks, and rounded once."""
+        """Return the sum of all ranks' x, added in the order of ranks, and rounded once."""
         x = x.contiguous()
         room = SLOT_BYTES // x.element_size()
         room -= room % self.size
         for start in range(0, x.numel(), room):
             piece = x.view(-1)[start : start + room]
-            is_large = self.size > 2 and piece.nbytes >= SHARED_BYTES
+            is_large = self.size > 2 and piece.nbytes >= SPLIT_BYTES
             if is_large and len(piece) % self.size == 0:
-                self._add_shares(piece)
+                self._add_up_split(piece)
             else:
                 add_up(self._exchange(piece), piece)
         return x
@@ -87,33 +88,33 @@ class SharedRanks(ProcessRanks):
                     target[block] = part.view(target[block].shape)
         return whole.view(*x.shape[:-1], -1) if self.rank == 0 else x
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         return min(int(part) for part in self._exchange(torch.tensor([number])))
 
     def close(self) -> None:
         self._slots.clear()
-        del self._data, self._mine, self._others
-        os.close(self.place)
+        del self._data, self._counter, self._others
+        os.close(self.address)
 
-    def _add_shares(self, piece: torch.Tensor) -> None:
-        """The same, where every rank adds up a share of it."""
-        shares = piece.view(self.size, -1)
-        parts = [part.view(self.size, -1)[self.rank] for part in self._exchange(piece)]
-        add_up(parts, shares[self.rank])
-        for share, total in zip(shares, self._exchange(shares[self.rank]), strict=True):
-            share.copy_(total)
+    def _add_up_split(self, piece: torch.Tensor) -> None:
+        """Replace `piece` by the sum over all ranks; each rank adds up one part of it."""
+        parts = piece.view(self.size, -1)
+        addends = [other.view(self.size, -1)[self.rank] for other in self._exchange(piece)]
+        add_up(addends, parts[self.rank])
+        for part, total in zip(parts, self._exchange(parts[self.rank]), strict=True):
+            part.copy_(total)
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' x, which is flat and fits into a slot; to be read before the next exchange."""
-        number = int(self._mine[0]) + 1
+        """Return all ranks' x, valid until the next exchange. x is flat and fits into a slot."""
+        number = int(self._counter[0]) + 1
         slots = [slot[: len(x)] for slot in self._slots_of(x.dtype)[number % 2]]
         slots[self.rank].copy_(x)
-        fence()  # what we have written now, and read in the last exchange, before the number
-        self._mine[0] = number
+        fence()  # finish this exchange's write and the last one's reads before the counter is set
+        self._counter[0] = number
         for other in self._others:
             if other[0] < number:
                 self._wait(other, number)
-        fence()  # their numbers before what they have written
+        fence()  # read the counters before the slots
         return slots
 
     def _wait(self, other: np.ndarray[Any, Any], number: int) -> None:
@@ -126,7 +127,7 @@ class SharedRanks(ProcessRanks):
                 time.sleep(NAP_SECONDS)
 
     def _slots_of(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """The slots of both buffers, flat."""
+        """The slots of both buffers, as flat tensors of `dtype`."""
         if dtype not in self._slots:
             buffers = self._data.view(dtype).view(2, self.size, -1)
             self._slots[dtype] = [list(buffer.unbind()) for buffer in buffers.unbind()]
@@ -134,17 +135,17 @@ class SharedRanks(ProcessRanks):
 
 
 def make_memory(size: int) -> int:
-    """A file without a name, for `size` ranks; nothing is in it but zeros."""
+    """Create the memory of `size` ranks, an unnamed file of zeros."""
     fd = os.memfd_create("nanovllm")
     os.ftruncate(fd, memory_bytes(size))
     return fd
 
 
 def add_up(parts: list[torch.Tensor], total: torch.Tensor) -> None:
-    """Write the sum of parts to `total`: in their order, and in float32 where they have less."""
+    """Write the sum of `parts` to `total`: added in order, in float32 if their type is shorter."""
     first, second, *others = parts
     if not others or total.dtype not in (torch.bfloat16, torch.float16):
-        torch.add(first, second, out=total)  # which computes in float32, too
+        torch.add(first, second, out=total)  # computes in float32 too
         for part in others:
             total.add_(part)
         return

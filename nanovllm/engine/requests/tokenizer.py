@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, if it has one."""
+"""Loading a tokenizer: the one of the model directory, or another."""
 
 import logging
 from pathlib import Path
@@ -11,9 +11,9 @@ HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 
 def load_tokenizer(tokenizer: str | None, model_path: Path) -> Any:
-    """Load `tokenizer`, or the model's own; None where the model came without one.
+    """Load `tokenizer`, by default the model's own; None if the model has none.
 
-    Without a tokenizer prompts are token ids, and outputs have no text.
+    Without a tokenizer, prompts are token ids and outputs have no text.
     """
     if tokenizer is None and not any((model_path / name).exists() for name in TOKENIZER_FILES):
         logger.warning(
@@ -25,17 +25,17 @@ def load_tokenizer(tokenizer: str | None, model_path: Path) -> Any:
     source = str(model_path) if tokenizer is None else tokenizer
     try:
         return AutoTokenizer.from_pretrained(_directory(source))
-    except Exception as error:  # transformers raises whatever its readers raise
+    except Exception as error:  # transformers raises many kinds
         raise OSError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
 def _directory(source: str) -> str:
-    """A local one, or a download: transformers would ask for file by file, each for seconds."""
+    """A local directory, or a download of all files: transformers takes seconds for each file."""
     path = Path(source).expanduser()
     if path.exists():
         return str(path)
     if source.startswith(("/", ".", "~")):
-        raise FileNotFoundError("there is no such directory")
+        raise FileNotFoundError("the directory does not exist")
     from huggingface_hub import snapshot_download
 
     return snapshot_download(source, allow_patterns=[*HUB_FILES])

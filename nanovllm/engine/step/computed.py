@@ -21,9 +21,9 @@ class Computed(NamedTuple):
 
     def first(self, size: int) -> "Computed":
         """The same without padding: the first `size` samples."""
-        return self._replace(
-            logits=self.logits[:size],
-            rows=self.rows[:size],
-            choices=self.choices and (self.choices[0][:size], self.choices[1][:size]),
-            token_ids=None if self.token_ids is None else self.token_ids[:size],
+        return Computed(
+            self.logits[:size],
+            self.rows[:size],
+            self.choices and (self.choices[0][:size], self.choices[1][:size]),
+            None if self.token_ids is None else self.token_ids[:size],
         )

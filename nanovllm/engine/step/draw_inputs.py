@@ -59,10 +59,12 @@ def draw_inputs(
 
 def _parts(seqs: list[Sequence], vocab_size: int, device_type: str) -> list[Filters]:
     """The filters of the rows that are narrowed, rows with the same kinds together."""
+    narrowed = [row for row, seq in enumerate(seqs) if seq.is_narrowed]
+    if not narrowed:
+        return []
     alike: dict[tuple[bool, ...], list[int]] = {}
-    for row, seq in enumerate(seqs):
-        if seq.is_narrowed:
-            alike.setdefault(_kind(seq.params, vocab_size), []).append(row)
+    for row in narrowed:
+        alike.setdefault(_kind(seqs[row].params, vocab_size), []).append(row)
     size = max(1, NARROWED_LOGITS[device_type] // vocab_size)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)

@@ -66,7 +66,8 @@ def prompt_report_inputs(reports: list[Report]) -> ReportInputs | None:
 
 def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
     """The rows of sequences that report their next token; None if there are none."""
-    rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
+    followed = [row for row, seq in enumerate(seqs) if seq.logprobs is not None]
+    rows = [row for row in followed if seqs[row].params.logprobs is not None]
     if not rows:
         return None
     return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])
@@ -82,6 +83,8 @@ def drawn_reports(seqs: list[Sequence], inputs: ReportInputs | None) -> list[Rep
 
 def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
     """Give the columns, which have arrived on the host, to the sequences that asked."""
+    if not reports:
+        return
     rows = (row for part in columns for row in zip(*(x.tolist() for x in part), strict=True))
     for (seq, place, number), (ids, values, ranks) in zip(reports, rows, strict=True):
         own, *others = zip(ids, values, ranks, strict=True)

@@ -42,7 +42,7 @@ def connected(num_readers: int) -> Iterator[tuple[Writer, list[Reader]]]:
     readers = [Reader(writer.fd, writer.bells[i][0], i, num_readers) for i in range(num_readers)]
     yield writer, readers
     for reader in readers:
-        del reader.mine, reader.asleep
+        del reader.read, reader.asleep
         reader.ring.close()
     writer.close()
 

@@ -32,14 +32,14 @@ DEADLINE = 60.0
 @pytest.fixture
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_ranks, "SLOT_BYTES", SMALL_SLOT)
-    monkeypatch.setattr(shared_ranks, "SHARED_BYTES", SMALL_SLOT // 2)
+    monkeypatch.setattr(shared_ranks, "SPLIT_BYTES", SMALL_SLOT // 2)
 
 
 @contextmanager
 def joined(size: int) -> Iterator[list[SharedRanks]]:
     """All ranks in one process, each with its own mapping of the memory."""
     first = SharedRanks(0, size)
-    others = [SharedRanks(rank, size, os.dup(first.place)) for rank in range(1, size)]
+    others = [SharedRanks(rank, size, os.dup(first.address)) for rank in range(1, size)]
     yield [first, *others]
     for ranks in (first, *others):
         ranks.close()
@@ -143,7 +143,7 @@ def test_views_are_exchanged_like_whole_tensors(small_slots: None) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_least_is_the_minimum_of_all_ranks(size: int) -> None:
     numbers = [[5, 3, 9], [1 << 60, (1 << 60) + 1, 1 << 61], [-1, 0, 1]]
-    for least in on_ranks(size, lambda ranks: [ranks.least(n[ranks.rank]) for n in numbers]):
+    for least in on_ranks(size, lambda ranks: [ranks.minimum(n[ranks.rank]) for n in numbers]):
         assert least == [min(n[:size]) for n in numbers]
 
 
@@ -162,8 +162,8 @@ PEER = """
 import sys
 sys.path.insert(0, sys.argv[4])
 from test_shared_ranks import SharedRanks, {name}
-rank, size, place = map(int, sys.argv[1:4])
-{name}(SharedRanks(rank, size, place))
+rank, size, address = map(int, sys.argv[1:4])
+{name}(SharedRanks(rank, size, address))
 """
 
 
@@ -174,7 +174,7 @@ def peers(
     """Rank 0 of several; the others are processes that `run` a function of this module."""
     code = PEER.format(name=run.__name__)
     ranks = SharedRanks(0, size)
-    arguments = [str(size), str(ranks.place), str(Path(__file__).parent)]
+    arguments = [str(size), str(ranks.address), str(Path(__file__).parent)]
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(rank), *arguments], pass_fds=ranks.fds)
         for rank in range(1, size)
@@ -222,7 +222,7 @@ def exchange_at_random(ranks: SharedRanks) -> None:
             whole = ranks.gather(mine.view(1, -1))
             if ranks.rank == 0:
                 assert_equal(whole, torch.cat(parts).view(1, -1))
-        assert ranks.least(turn + ranks.rank) == turn
+        assert ranks.minimum(turn + ranks.rank) == turn
 
 
 @pytest.mark.slow
@@ -259,10 +259,10 @@ def test_waiting_takes_little_cpu_time() -> None:
     """A rank that waits for a late one soon sleeps between its checks."""
     with joined(2) as (one, other), ThreadPoolExecutor(1) as pool:
         before = time.process_time()
-        got = pool.submit(one.least, 1)
+        got = pool.submit(one.minimum, 1)
         time.sleep(1.0)
         assert time.process_time() - before < 0.3
-        other.least(2)
+        other.minimum(2)
         assert got.result(timeout=5) == 1
 
 
