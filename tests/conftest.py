@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core, and so one
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs this way
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,7 +55,10 @@ SHAPE: dict[str, Any] = dict(
 
 
 # The fixtures of these files take long to make: one worker runs all tests of a file.
-FOR_ONE_WORKER = ("tests/kernels/test_ahead_of_time.py", "tests/test_ray.py")
+FOR_ONE_WORKER = (
+    "tests/kernels/test_ahead_of_time.py", "tests/test_exactness.py", "tests/test_ray.py",
+    "tests/test_tensor_parallel.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -231,6 +235,7 @@ def kernel_device() -> str:
     convert = interpreter._convert_float
     call = interpreter.InterpretedFunction.__call__
     get_np_dtype = interpreter._get_np_dtype
+    reduce = interpreter.ReduceOps.generic_reduce
     patched: set[str] = set()
     np_dtypes: dict[str, Any] = {}
 
@@ -248,6 +253,24 @@ def kernel_device() -> str:
         patched.add(module)
         return call(function, *args, **kwargs)
 
+    def quick_reduce(operation: Any, inputs: Any) -> Any:
+        """The interpreter combines one element after the other; GPUs combine pairs, too."""
+        parts = [(x.handle.data, x.dtype) for x in inputs]
+        if operation.axis != 0 or operation.keep_dims or parts[0][0].ndim != 1:
+            return reduce(operation, inputs)
+        while (length := len(parts[0][0])) > 1:
+            even, odd = (
+                [operation.to_tensor(data[start : length - length % 2 : 2], t) for data, t in parts]
+                for start in (0, 1)
+            )
+            pairs = operation.combine_fn.fn(*even, *odd)
+            pairs = pairs if isinstance(pairs, tuple) else (pairs,)
+            parts = [
+                (np.concatenate([pair.handle.data, data[length - length % 2 :]]), t)
+                for pair, (data, t) in zip(pairs, parts, strict=True)
+            ]
+        return [operation.to_tensor(data[0], t) for data, t in parts]
+
     def quick_np_dtype(type_: Any) -> Any:
         """The interpreter builds a table at each call."""
         name = type_.scalar.name
@@ -257,6 +280,7 @@ def kernel_device() -> str:
 
     interpreter.InterpretedFunction.__call__ = quick_call
     interpreter._get_np_dtype = quick_np_dtype
+    interpreter.ReduceOps.generic_reduce = quick_reduce
     interpreter._convert_float = rounding
     return "cpu"
 

@@ -118,6 +118,7 @@ def test_logprobs_without_a_tokenizer_have_no_text(case: Case) -> None:
         assert len(told) >= 2 and {entry["text"] for entry in told} == {""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, dict(max_num_batched_tokens=7), HARD, dict(tensor_parallel_size=2)],

@@ -93,10 +93,13 @@ def checkout(path: Path, files: dict[str, str]) -> Path:
 @pytest.mark.slow
 def test_each_phase_is_timed() -> None:
     """Also after the engine's step has changed."""
-    (row,) = run().values()
-    assert set(row) == {*PHASES, "total"}
-    assert all(row[phase] > 0 for phase in PHASES)
-    assert row["total"] == pytest.approx(sum(row[phase] for phase in PHASES), rel=0.5)
+    for _ in range(3):  # these are medians of few steps: on a busy machine, try again
+        (row,) = run().values()
+        assert set(row) == {*PHASES, "total"}
+        assert all(row[phase] > 0 for phase in PHASES)
+        if row["total"] == pytest.approx(sum(row[phase] for phase in PHASES), rel=0.5):
+            return
+    raise AssertionError(f"the phases are not the whole step: {row}")
 
 
 @pytest.mark.slow
