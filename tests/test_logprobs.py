@@ -45,15 +45,15 @@ def test_logprobs_equal_transformers(options: dict[str, Any], case: Case) -> Non
             for index, out in enumerate(outputs):
                 entries = out["logprobs"]
                 assert entries is not None and len(entries) == len(out["token_ids"])
-                for row, told in enumerate(entries):
+                for row, likely in enumerate(entries):
                     best = expected[index, row].topk(max(1, index % 5)).indices.tolist()
-                    assert [entry["token_id"] for entry in told] == best  # greedy is the first
-                    assert [entry["rank"] for entry in told] == [*range(1, len(best) + 1)]
-                    for entry in told:
+                    assert [entry["token_id"] for entry in likely] == best  # greedy is the first
+                    assert [entry["rank"] for entry in likely] == [*range(1, len(best) + 1)]
+                    for entry in likely:
                         error = entry["logprob"] - float(expected[index, row, entry["token_id"]])
                         assert abs(error) < MAX_ERROR
                         assert entry["text"] == llm.tokenizer.decode([entry["token_id"]])
-                total = sum(told[0]["logprob"] for told in entries)
+                total = sum(likely[0]["logprob"] for likely in entries)
                 assert out["cumulative_logprob"] == pytest.approx(total)
 
 
@@ -66,15 +66,15 @@ def test_a_drawn_token_comes_first_with_its_rank(case: Case) -> None:
         outputs = llm.generate(case.prompts, hot, use_tqdm=False)
     ranks = []
     for index, out in enumerate(outputs):
-        (told,) = out["logprobs"] or []
+        (likely,) = out["logprobs"] or []
         row = case.logits[index, 0].log_softmax(-1)
         (token_id,) = out["token_ids"]
-        assert told[0]["token_id"] == token_id
-        assert told[0]["rank"] == int((row > row[token_id]).sum()) + 1
-        assert told[0]["logprob"] == pytest.approx(float(row[token_id]), abs=MAX_ERROR)
-        others = [entry["token_id"] for entry in told[1:]]
+        assert likely[0]["token_id"] == token_id
+        assert likely[0]["rank"] == int((row > row[token_id]).sum()) + 1
+        assert likely[0]["logprob"] == pytest.approx(float(row[token_id]), abs=MAX_ERROR)
+        others = [entry["token_id"] for entry in likely[1:]]
         assert others == [i for i in row.topk(3).indices.tolist() if i != token_id]
-        ranks.append(told[0]["rank"])
+        ranks.append(likely[0]["rank"])
     assert max(ranks) > 20, "no unlikely token was drawn"
 
 
@@ -85,7 +85,7 @@ def test_only_requests_that_ask_have_logprobs(model_dir: Path) -> None:
             for n in (None, 0)
         )
         assert plain["logprobs"] is plain["cumulative_logprob"] is None
-        assert [len(told) for told in asking["logprobs"] or []] == [1, 1]
+        assert [len(likely) for likely in asking["logprobs"] or []] == [1, 1]
         with pytest.raises(ValueError, match=r"logprobs must be in \[0, 259\], got 260"):
             llm.generate([1], SamplingParams(logprobs=260))
 
@@ -101,8 +101,8 @@ def test_equal_logits_have_equal_ranks(model_dir: Path) -> None:
 
         llm.model_runner.shard.model.compute_logits = alike  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
-        (told,) = llm.generate([1], params, use_tqdm=False)[0]["logprobs"] or []
-    assert [(entry["token_id"], entry["rank"]) for entry in told] == [
+        (likely,) = llm.generate([1], params, use_tqdm=False)[0]["logprobs"] or []
+    assert [(entry["token_id"], entry["rank"]) for entry in likely] == [
         (3, 1),
         (5, 1),
         (0, 3),
@@ -114,8 +114,8 @@ def test_logprobs_without_a_tokenizer_have_no_text(case: Case) -> None:
     with make_llm(case.path) as llm:
         llm.tokenizer = None
         (out,) = llm.generate([1], SamplingParams(max_tokens=1, logprobs=2), use_tqdm=False)
-        (told,) = out["logprobs"] or []
-        assert len(told) >= 2 and {entry["text"] for entry in told} == {""}
+        (likely,) = out["logprobs"] or []
+        assert len(likely) >= 2 and {entry["text"] for entry in likely} == {""}
 
 
 @pytest.mark.slow
@@ -138,12 +138,14 @@ def test_prompt_logprobs_equal_transformers(options: dict[str, Any], case: Case)
     with make_llm(case.path, **options) as llm:
         for _ in range(2):
             for index, out in enumerate(llm.generate(prompts, params, use_tqdm=False)):
-                number, told = params[index].prompt_logprobs, out["prompt_logprobs"]
+                number, likely = params[index].prompt_logprobs, out["prompt_logprobs"]
                 if number is None:
-                    assert told is None
+                    assert likely is None
                     continue
-                assert told is not None and len(told) == len(prompts[index]) and told[0] is None
-                for row, entries in enumerate(told[1:]):
+                assert (
+                    likely is not None and len(likely) == len(prompts[index]) and likely[0] is None
+                )
+                for row, entries in enumerate(likely[1:]):
                     expected = logits[index][row].log_softmax(-1)
                     token_id = prompts[index][row + 1]
                     assert entries is not None and entries[0]["token_id"] == token_id

@@ -69,7 +69,7 @@ class Worker:
         self.ready = False
         self.report: Failure | None = None
         self.line, its_end = socket.socketpair()
-        self._heard = b""
+        self._buffer = b""
         with its_end:
             fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
             modules = [str(Path(entry).absolute()) for entry in sys.path]
@@ -79,13 +79,13 @@ class Worker:
                 stdin=subprocess.DEVNULL, pass_fds=(*fds, *ranks.fds), start_new_session=True,
             )  # fmt: skip
 
-    def hear(self) -> bool:
+    def read_messages(self) -> bool:
         """Read the process's messages; False when its line is cut."""
         try:
             heard = self.line.recv(1 << 16)
         except ConnectionError:
             heard = b""
-        *messages, self._heard = (self._heard + heard).split(b"\n")
+        *messages, self._buffer = (self._buffer + heard).split(b"\n")
         for message in map(json.loads, messages):
             if "ready" in message:
                 self.ready = True
@@ -93,7 +93,7 @@ class Worker:
                 self.report = Failure(**message)
         return bool(heard)
 
-    def last_words(self) -> str:
+    def ending(self) -> str:
         """How the process ended, in a line."""
         if self.report is not None:
             return f"raised {self.report.error}"
@@ -129,7 +129,7 @@ class Workers:
             stack.callback(self._end)
             for rank in range(1, size):
                 self._workers.append(Worker(rank, self.ranks, self._writer))
-            stack.callback(self._part)
+            stack.callback(self._disconnect)
             self._quit, self._quit_heard = socket.socketpair()
             self._watcher = threading.Thread(target=self._watch, name="nanovllm", daemon=True)
             self._watcher.start()
@@ -200,7 +200,7 @@ class Workers:
         try:
             if (worker := self._first_to_end()) is None:
                 return
-            failure = f"{worker.name} {worker.last_words()}"
+            failure = f"{worker.name} {worker.ending()}"
             self._traceback = worker.report.traceback if worker.report else ""
         except BaseException as error:
             failure = f"watching the ranks raised {error!r}"
@@ -224,7 +224,7 @@ class Workers:
                 for key, _ in selector.select(timeout):
                     if key.data is None:
                         return None
-                    if not key.data.hear():
+                    if not key.data.read_messages():
                         selector.unregister(key.fileobj)
                         cut.append(key.data)
                 with self._changed:
@@ -242,7 +242,7 @@ class Workers:
         silent = [(False, math.inf, w) for w in cut if not w.report]
         return min(reported + silent, key=lambda entry: entry[:2])[2]
 
-    def _part(self) -> None:
+    def _disconnect(self) -> None:
         """Disconnect from the other ranks; send the end if they still read."""
         together = self.failure is None and self._writer.room > MIN_ROOM
         if together:

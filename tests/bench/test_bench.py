@@ -69,14 +69,14 @@ class TestCounts:
         rotated_layers=(True,) * 3,
     )  # fmt: skip
 
-    def test_params(self) -> None:
+    def test_parameters_are_counted_by_part(self) -> None:
         # qkv 4 x (4 + 2 + 2), o 4 x 4, gate, up and down 4 x 6 each
         assert roofline.decoder_params(self.config) == 3 * (32 + 16 + 72)
         assert roofline.head_params(self.config) == 40
         # one table; two norms of 4 and two of 2 in each layer; the last norm
         assert roofline.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
 
-    def test_bytes(self) -> None:
+    def test_bytes_count_weights_and_kv(self) -> None:
         assert roofline.step_weight_bytes(self.config, itemsize=2, rows=1) == 2 * (360 + 40)
         # K and V of one head of two, in three layers, two bytes each
         assert roofline.kv_bytes_per_token(self.config, itemsize=2) == 2 * 3 * 1 * 2 * 2
@@ -89,7 +89,7 @@ class TestCounts:
         attention = pairs * 2 * (2 * 2 + 2 * 2)  # heads, q @ k and p @ v
         assert roofline.prefill_flops(self.config, [3, 1]) == linear + head + attention
 
-    def test_decode(self) -> None:
+    def test_decode_steps_follow_from_output_lengths(self) -> None:
         # The first token of each comes from its prefill.
         assert roofline.decode_batches([4, 1, 2]) == [2, 1, 1]
         assert roofline.decode_batches([1]) == []
@@ -144,7 +144,7 @@ class TestExperts:
     )  # fmt: skip
     attention, dense, expert, router = 48, 72, 3 * 4 * 3, 4 * 5
 
-    def test_params(self) -> None:
+    def test_parameters_are_counted_by_part(self) -> None:
         others = 3 * self.attention + 2 * self.dense + self.router
         assert roofline.decoder_params(self.config) == others + 2 * self.expert
         assert roofline.num_params(self.config) == others + 5 * self.expert + 40 + 3 * 12 + 4
@@ -181,7 +181,7 @@ def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Pat
 
 
 class TestWorkload:
-    def test_it_equals_nano_vllms(self) -> None:
+    def test_the_default_workload_is_nano_vllms(self) -> None:
         """The same draws in the same order, so that figures can be compared."""
         random.seed(0)
         theirs = [

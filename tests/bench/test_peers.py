@@ -214,7 +214,7 @@ def test_processes_of_an_engine_end_with_it(model_dir: Path, tmp_path: Path) -> 
     assert ends(int((path / "vllm" / "left").read_text()))
 
 
-def test_medians_and_ratios() -> None:
+def test_results_have_medians_and_ratios() -> None:
     """Ratios are theirs to ours, and by round those of the same round."""
     runs = {
         "nanovllm": peers.Runs([1.0, 2.0, 4.0]),

@@ -64,7 +64,7 @@ def test_hash_is_xxh64_of_parent_and_tokens() -> None:
     assert hash_block(first, [3]) == second
 
 
-def test_hash_chains() -> None:
+def test_a_blocks_hash_depends_on_all_blocks_before() -> None:
     """Equal tokens after different prefixes have different hashes."""
     manager = BlockManager(8, 2)
     first, second, _ = run(manager, [1, 2, 5, 6, 0]).block_table
@@ -376,13 +376,13 @@ def test_free_resets_the_sequence() -> None:
 
 
 @pytest.mark.parametrize("damage", ["leak", "both", "neither", "twice", "stale", "hidden"])
-def test_audit_sees(damage: str) -> None:
+def test_audit_finds(damage: str) -> None:
     """Every block is free or used, and every hash leads to its blocks."""
     manager = BlockManager(4, 2)
     seq = run(manager, [1, 2, 3])
     tables = [seq.block_table]
     manager.audit(tables)
-    if damage == "leak":  # held by nobody, and never free again
+    if damage == "leak":  # held by no table, and never free again
         manager.ref_counts[3] = 1
         del manager.free_queue[3]
     elif damage == "both":  # free and used at once
@@ -410,24 +410,24 @@ def test_a_fork_shares_full_blocks_and_owns_its_tail(
     """Two sequences must not write into one block, nor publish one twice."""
     manager = BlockManager(8, 4)
     seq = admit(manager, list(range(num_tokens)))
-    follower = Sequence(list(range(num_tokens)), SamplingParams())
+    sibling = Sequence(list(range(num_tokens)), SamplingParams())
     free = manager.num_free_blocks
-    assert manager.fork(seq, follower)
+    assert manager.fork(seq, sibling)
     assert manager.num_free_blocks == free - num_own
-    assert follower.block_table[:num_shared] == seq.block_table[:num_shared]
-    assert not set(follower.block_table[num_shared:]) & set(seq.block_table)
-    assert len(follower.block_table) == num_shared + num_own
+    assert sibling.block_table[:num_shared] == seq.block_table[:num_shared]
+    assert not set(sibling.block_table[num_shared:]) & set(seq.block_table)
+    assert len(sibling.block_table) == num_shared + num_own
     compute(manager, seq)
-    compute(manager, follower)  # publishes nothing again
-    manager.audit([seq.block_table, follower.block_table])
+    compute(manager, sibling)  # publishes nothing again
+    manager.audit([seq.block_table, sibling.block_table])
     manager.free(seq)
     assert num_hits(manager, [*range(num_tokens), 99]) == num_shared
-    follower.token_ids += [50] * 4  # and then what it adds itself
-    while len(follower.block_table) * 4 < follower.num_tokens:
-        manager.append_block(follower)
-    compute(manager, follower)
-    assert num_hits(manager, [*follower.token_ids, 99]) == (num_tokens + 4) // 4
-    manager.free(follower)
+    sibling.token_ids += [50] * 4  # and then what it adds itself
+    while len(sibling.block_table) * 4 < sibling.num_tokens:
+        manager.append_block(sibling)
+    compute(manager, sibling)
+    assert num_hits(manager, [*sibling.token_ids, 99]) == (num_tokens + 4) // 4
+    manager.free(sibling)
     manager.audit([])
     assert manager.num_free_blocks == 8
 
@@ -436,9 +436,9 @@ def test_a_fork_without_room_changes_nothing() -> None:
     manager = BlockManager(2, 4)
     seq = admit(manager, list(range(6)))
     before = snapshot(manager)
-    follower = Sequence(list(range(6)), SamplingParams())
-    assert not manager.fork(seq, follower)
-    assert snapshot(manager) == before and follower.block_table == []
+    sibling = Sequence(list(range(6)), SamplingParams())
+    assert not manager.fork(seq, sibling)
+    assert snapshot(manager) == before and sibling.block_table == []
 
 
 # Windows

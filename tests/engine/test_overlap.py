@@ -89,8 +89,8 @@ def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOu
                 ids[llm.add_request(prompt, SamplingParams(**params))] = index
         for request_id, index in ids.items():
             if aborts.get(index) == step and index not in outputs:
-                told = llm.abort_request(request_id)
-                assert told["finish_reason"] == "abort" and -1 not in told["token_ids"]
+                aborted = llm.abort_request(request_id)
+                assert aborted["finish_reason"] == "abort" and -1 not in aborted["token_ids"]
                 outputs[index] = None
         for output in llm.step():
             outputs[ids[output["request_id"]]] = output
@@ -258,10 +258,10 @@ def test_a_stream_reports_no_pending_tokens(model_dir: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, n=2, stop=["q", "zz"])
     with make_llm(model_dir, overlap=True, **SMALL_POOL) as llm:
         (out,) = llm.generate([[3, 4, 5]], params, use_tqdm=False)
-        told: dict[int, list[int]] = {0: [], 1: []}
+        aborted: dict[int, list[int]] = {0: [], 1: []}
         for event in llm.stream([[3, 4, 5]], params):
-            told[event["sample"]] += event["token_ids"]
-        assert told == {one["index"]: one["token_ids"] for one in out["outputs"]}
+            aborted[event["sample"]] += event["token_ids"]
+        assert aborted == {one["index"]: one["token_ids"] for one in out["outputs"]}
         audit_at_rest(llm)
 
 

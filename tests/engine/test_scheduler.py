@@ -545,7 +545,7 @@ def interrupted(scheduler: Scheduler) -> Sequence:
 
 
 @pytest.mark.parametrize("state", [waiting, running, mid_chunk, preempted, interrupted])
-def test_abort(state: Callable[[Scheduler], Sequence]) -> None:
+def test_abort_frees_blocks_wherever_a_sequence_is(state: Callable[[Scheduler], Sequence]) -> None:
     """In any state: its blocks are freed, and it does not run any more."""
     scheduler = make_scheduler(max_num_batched_tokens=8)
     seq = state(scheduler)

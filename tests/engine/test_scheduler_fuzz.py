@@ -47,7 +47,7 @@ class Simulation:
     def __init__(self, overlap: bool = False, window: int | None = None, **options: Any) -> None:
         self.overlap = overlap
         self.window = window or sys.maxsize
-        self.on_its_way: tuple[Batch, list[int]] | None = None
+        self.in_flight: tuple[Batch, list[int]] | None = None
         self.block_size = size = options["kvcache_block_size"]
         num_blocks: int = options["num_kvcache_blocks"]
         self.num_slots = num_blocks * size
@@ -87,7 +87,7 @@ class Simulation:
     def step(self, tokens: list[int]) -> None:
         """A step, or where steps overlap the beginning of one and the end of the one before."""
         self.num_steps += 1
-        before, self.on_its_way = self.on_its_way, None
+        before, self.in_flight = self.in_flight, None
         batch = self.scheduler.schedule()
         if batch is not None:
             self.check_batch(batch)
@@ -99,10 +99,10 @@ class Simulation:
                 self.book(batch, sampled)
                 return
             self.scheduler.advance(batch)
-            self.on_its_way = batch, sampled
+            self.in_flight = batch, sampled
         assert batch is not None or before is not None, "no progress"
         if before is not None:
-            self.book_late(*before)
+            self.postprocess_late(*before)
 
     def interrupted_step(self, computed: bool, restart: bool) -> None:
         """A step that is not booked, whether or not the device computed it, and what follows."""
@@ -112,7 +112,7 @@ class Simulation:
             if computed:
                 self.write(batch)
         if restart or self.overlap or batch is None or batch.forks:  # these are scheduled once
-            self.on_its_way = None
+            self.in_flight = None
             self.scheduler.restart(reversed(self.live))
             self.computed |= {seq: list(self.tokens[seq]) for seq in self.live}
 
@@ -139,11 +139,11 @@ class Simulation:
         decodes = sum(seq.max_num_tokens - seq.num_tokens + 1 for seq in self.live)
         prefills = sum(seq.max_num_tokens for seq in self.live) + 1
         for _ in range(decodes * prefills):
-            if self.scheduler.is_finished() and self.on_its_way is None:
+            if self.scheduler.is_finished() and self.in_flight is None:
                 break
-            if self.scheduler.is_finished():  # what is on its way is for nobody
-                self.book_late(*self.on_its_way)
-                self.on_its_way = None
+            if self.scheduler.is_finished():  # the tokens in flight are dropped
+                self.postprocess_late(*self.in_flight)
+                self.in_flight = None
                 break
             self.step([0])
             self.check_state()
@@ -153,7 +153,7 @@ class Simulation:
         manager.audit([])
 
     def check_batch(self, batch: Batch) -> None:
-        """What is scheduled keeps to the limits, reads the right KV and writes nobody else's."""
+        """What is scheduled keeps to the limits, reads the right KV and writes no other sequence's."""
         seqs, config = batch.seqs, self.config
         assert seqs, "no progress"
         assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
@@ -177,12 +177,12 @@ class Simulation:
 
     def check_forks(self, batch: Batch) -> None:
         """What a fork is sampled from is computed in this step, and what it shares is full."""
-        for seq, follower in batch.forks:
-            assert seq in batch.seqs and seq.samples and follower not in batch.seqs
-            assert follower.token_ids == seq.token_ids
-            assert follower.num_scheduled_tokens == seq.num_tokens
+        for seq, sibling in batch.forks:
+            assert seq in batch.seqs and seq.samples and sibling not in batch.seqs
+            assert sibling.token_ids == seq.token_ids
+            assert sibling.num_scheduled_tokens == seq.num_tokens
             num_full = seq.num_tokens // self.block_size
-            own, shared = follower.block_table[num_full:], follower.block_table[:num_full]
+            own, shared = sibling.block_table[num_full:], sibling.block_table[:num_full]
             assert shared == seq.block_table[:num_full]
             assert len(own) == (seq.num_tokens % self.block_size > 0)
             assert all(self.scheduler.block_manager.ref_counts[block] == 1 for block in own)
@@ -203,12 +203,12 @@ class Simulation:
         slots = [slot for seq in batch.seqs for slot in self.written(seq)]
         assert len(set(slots)) == len(slots)
         for block in {block for block, _ in slots}:
-            shared = sum(block in follower.held_blocks for _, follower in batch.forks)
+            shared = sum(block in sibling.held_blocks for _, sibling in batch.forks)
             assert manager.ref_counts[block] == 1 + shared  # they read it in later steps
             assert manager.hashes[block] is None
 
     def check_state(self) -> None:
-        """Between steps: the books agree, nobody overtakes, and what is published is there."""
+        """Between steps: counts agree, order is kept, and published blocks hold their tokens."""
         scheduler = self.scheduler
         scheduler.audit()  # audits each sequence, too
         queued, siblings = [*scheduler.running, *scheduler.waiting], self.siblings()
@@ -239,14 +239,14 @@ class Simulation:
             numbers = self.numbered(seq)[seq.num_cached_tokens :]
             for slot, prefix in zip(self.written(seq), numbers, strict=False):
                 self.memory[slot] = prefix
-        for seq, follower in batch.forks:  # a last block that is not full is copied
+        for seq, sibling in batch.forks:  # a last block that is not full is copied
             if seq.num_tokens % self.block_size:
                 for offset in range(seq.num_tokens % self.block_size):
                     held = self.memory[seq.block_table[-1], offset]
-                    self.memory[follower.block_table[-1], offset] = held
+                    self.memory[sibling.block_table[-1], offset] = held
 
-    def book_late(self, batch: Batch, sampled: list[int]) -> None:
-        """Postprocess while the next step is on its way: who has ended gets nothing."""
+    def postprocess_late(self, batch: Batch, sampled: list[int]) -> None:
+        """Postprocess while the next step is in flight: finished sequences get nothing."""
         expected = []
         for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
             if seq in self.live:

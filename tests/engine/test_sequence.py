@@ -25,7 +25,7 @@ def test_ids_are_unique_and_ascend() -> None:
     assert ids == [ids[0], ids[0] + 1, ids[0] + 2]
 
 
-def test_lengths() -> None:
+def test_lengths_count_prompt_cached_and_generated_tokens() -> None:
     """Prompt, cached and generated tokens are counted apart."""
     seq = Sequence([5, 6, 7], SamplingParams())
     assert (seq.num_prompt_tokens, seq.num_tokens, seq.num_uncached_tokens) == (3, 3, 3)
@@ -40,7 +40,9 @@ def test_lengths() -> None:
     ("max_tokens", "max_model_len", "expected"),
     [(4, 100, 7), (4, 7, 7), (4, 6, 6), (1, 4, 4), (10**9, 100, 100)],
 )
-def test_max_num_tokens(max_tokens: int, max_model_len: int, expected: int) -> None:
+def test_length_is_limited_by_max_tokens_and_the_model(
+    max_tokens: int, max_model_len: int, expected: int
+) -> None:
     """A prompt of 3 may grow by max_tokens, and never beyond max_model_len."""
     params = SamplingParams(max_tokens=max_tokens)
     assert Sequence([5, 6, 7], params, max_model_len=max_model_len).max_num_tokens == expected
@@ -57,19 +59,21 @@ def test_max_num_tokens(max_tokens: int, max_model_len: int, expected: int) -> N
     ],
     ids=["eos", "eos and stop", "ignore", "ignore, but stop", "ignore, but stop at that id"],
 )
-def test_stop_ids(params: SamplingParams, eos: set[int], stop: set[int]) -> None:
+def test_stop_ids_are_eos_and_the_users_own(
+    params: SamplingParams, eos: set[int], stop: set[int]
+) -> None:
     """`ignore_eos` does not affect `stop_token_ids`; there may be several EOS ids."""
     seq = Sequence([1], params, eos_token_ids=EOS)
     assert (seq.eos_token_ids, seq.stop_token_ids) == (eos, stop)
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 11), (0, 0), (5, 5)])
-def test_seed(own: int | None, expected: int) -> None:
+def test_a_seed_is_the_requests_or_the_default(own: int | None, expected: int) -> None:
     """0 is a seed."""
     assert Sequence([1], SamplingParams(seed=own), default_seed=11).seed == expected
 
 
-def test_finish() -> None:
+def test_finish_sets_reason_and_status() -> None:
     """The status, the reason and the id that stopped it."""
     seq = Sequence([1], SamplingParams())
     assert (seq.status, seq.finish_reason) == (SequenceStatus.WAITING, None)
@@ -110,7 +114,7 @@ def set_field(name: str, value: object) -> Callable[[Sequence], None]:
         "longer than allowed", "runs without blocks", "waits with blocks", "finished with blocks",
     ],
 )  # fmt: skip
-def test_audit_sees(damage: Callable[[Sequence], None]) -> None:
+def test_audit_finds(damage: Callable[[Sequence], None]) -> None:
     """Each of these states is invalid."""
     seq = running_sequence()
     seq.audit()

@@ -67,12 +67,12 @@ def generate(llm, times=1):
     return llm.generate([p for p, _ in PROBLEMS] * times, params, use_tqdm=False)
 def solve(llm):
     print([out["text"] for out in generate(llm)] == [a for _, a in PROBLEMS], flush=True)
-def tell(workers):
+def report_pids(workers):
     print(*(worker.process.pid for worker in workers._workers), flush=True)
 def load_other(path):
     start = Workers.start
     def elsewhere(self, config, model_config, _):
-        tell(self)
+        report_pids(self)
         start(self, config, model_config, Path(path))
     Workers.start = elsewhere
 """
@@ -852,7 +852,7 @@ def test_the_engine_works_after_ctrl_c() -> None:
     """The terminal sends it to the whole group; only the caller acts on it, once."""
     with running("""
 llm = make()
-tell(llm.model_runner.workers)
+report_pids(llm.model_runner.workers)
 for turn in range(3):
     try:
         while True:
@@ -901,7 +901,7 @@ def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
 def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
     """Ranks do not run the script, which would start ranks again."""
     code = f"{PREAMBLE}print('begin', flush=True)\nllm = make()\nsolve(llm)\n"
-    code += "tell(llm.model_runner.workers)"
+    code += "report_pids(llm.model_runner.workers)"
     file = tmp_path / "script.py"
     file.write_text(code)
     arguments = dict(file=[str(file)], command=["-c", code], stdin=["-"])[how]
@@ -934,7 +934,7 @@ def test_the_interpreter_exits_with_an_open_engine(end: str) -> None:
     """The engine is in the middle of a request."""
     with running(f"""
 llm = make()
-tell(llm.model_runner.workers)
+report_pids(llm.model_runner.workers)
 solve(llm)
 llm.add_request([1, 2, 3])
 llm.step()

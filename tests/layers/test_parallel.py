@@ -229,7 +229,7 @@ def build(path: Path, ranks: Ranks, whole_experts: bool = False) -> CausalLM:
     load_model(model, path)
     for module in model.modules():
         if hasattr(module, "backend"):
-            module.backend = TorchBackend()
+            module.attention_backend = TorchBackend()
     return model.eval()
 
 

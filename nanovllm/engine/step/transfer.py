@@ -33,7 +33,8 @@ def _upload_all(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return _upload(value, device)
     if isinstance(value, tuple | list):
-        return type(value)([_upload_all(item, device) for item in value])
+        items = [_upload_all(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         parts = {name: _upload_all(getattr(value, name), device) for name in names}

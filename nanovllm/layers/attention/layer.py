@@ -27,11 +27,11 @@ class Attention(Layer):
         super().__init__()
         self.num_kv_heads = num_kv_heads
         self.kv = KVLayer(torch.empty(0), torch.empty(0), head_dim**-0.5, window)
-        self.backend: AttentionBackend = TorchBackend()
+        self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 
     def bind(self, backend: Backend) -> None:
-        self.backend, self.kernels = backend
+        self.attention_backend, self.kernels = backend
 
     def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Use these caches [blocks, block_size, KVH, D]."""
@@ -55,8 +55,8 @@ class Attention(Layer):
                 self.kv, context.slot_mapping,
             )  # fmt: skip
         if context.is_prefill:
-            return self.backend.prefill(q, k, v, self.kv, context)
-        return self.backend.decode(q, self.kv, context)
+            return self.attention_backend.prefill(q, k, v, self.kv, context)
+        return self.attention_backend.decode(q, self.kv, context)
 
     def _norm_and_store(
         self, qkv: torch.Tensor, norms: Norms | None, slots: torch.Tensor

@@ -335,11 +335,11 @@ def test_certain_text_comes_at_once(name: str) -> None:
     @given(utf8_lists(name) | id_lists(name, max_size=10), id_lists(name, max_size=2))
     def run(start: list[int], more: list[int]) -> None:
         ids = start + more
-        told = "".join(stream(tokenizer, ids)[:-1])
+        emitted = "".join(stream(tokenizer, ids)[:-1])
         texts = [tokenizer.decode(ids + end, skip_special_tokens=True) for end in ends]
         certain = common_prefix([*texts, tokenizer.decode(ids, skip_special_tokens=True)])
-        assert certain[len(told) :] in ("", "\ufffd")
-        assert certain.startswith(told)
+        assert certain[len(emitted) :] in ("", "\ufffd")
+        assert certain.startswith(emitted)
 
     run()
 
@@ -360,10 +360,10 @@ def test_clean_up_delays_nothing_else(name: str) -> None:
     @fuzz
     @given(id_lists(name))
     def run(ids: list[int]) -> None:
-        told = "".join(stream(tokenizer, ids)[:-1])
+        emitted = "".join(stream(tokenizer, ids)[:-1])
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        assert text.startswith(told)
-        assert text[len(told) :] == "\ufffd" or not text[len(told) :].strip(" 'nvr")
+        assert text.startswith(emitted)
+        assert text[len(emitted) :] == "\ufffd" or not text[len(emitted) :].strip(" 'nvr")
 
     run()
 

@@ -31,16 +31,16 @@ def follow(tokenizer: Any, ids: list[int], **params: Any) -> tuple[OutputText, S
     """The text of `ids` until something stops it, and how many ids that took."""
     text = OutputText(tokenizer, SamplingParams(**params))
     seq = Sequence([0, 1], SamplingParams(**params))
-    told = ""
+    emitted = ""
     for count, token_id in enumerate(ids, 1):
         seq.token_ids.append(token_id)
         stop = text.update(seq)
         certain = text.text[: text.num_certain]
-        assert certain.startswith(told), "what was told is taken back"
-        told = certain
+        assert certain.startswith(emitted), "emitted text is taken back"
+        emitted = certain
         if stop is not None:
             return text, seq, count
-    assert text.finish(seq).startswith(told)
+    assert text.finish(seq).startswith(emitted)
     return text, seq, len(ids)
 
 

@@ -184,7 +184,7 @@ def test_rows_equal_the_sequences(seed: int) -> None:
                 engine.run(seq)
             case "error" if decodes:
                 inputs = step_inputs(Batch(some, is_prefill=False), BLOCK_SIZE, engine.ledger, [])
-                if size % 3:  # before the devices were told, or after, or after they computed
+                if size % 3:  # before the changes were written, or after, or after they computed
                     engine.write(inputs)
                 if size % 3 > 1:
                     PLAIN.read_table(engine.table.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
@@ -222,7 +222,7 @@ def test_rows_of_ended_sequences_are_used_again() -> None:
             engine.come(4 + number % 7)
         engine.prefill([seq for seq in engine.seqs if not seq.num_cached_tokens], 100)
         engine.decode(engine.seqs, padding=1)
-        assert number == 0 or engine.num_changes <= 12, "those that stayed were told of again"
+        assert number == 0 or engine.num_changes <= 12, "rows that stayed were written again"
         for seq in engine.seqs[: 1 + (number + 1) % 3]:
             engine.seqs.remove(seq)
             seq.finish("length")
@@ -266,7 +266,7 @@ def test_a_row_has_no_token_of_its_earlier_owner() -> None:
         engine.come(3)
         engine.prefill(engine.seqs, 100)
         engine.seqs.pop().finish("length")
-    engine.table.state.tokens.fill_(PENDING)  # what nobody may take for a token
+    engine.table.state.tokens.fill_(PENDING)  # no step may read it as a token
     engine.come(4)
     engine.prefill(engine.seqs, 3)
     engine.decode(engine.seqs, padding=0)

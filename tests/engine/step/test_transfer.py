@@ -1,10 +1,16 @@
 """Arrays that are uploaded while the device is busy arrive whole and in order."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
+from nanovllm.engine.step import transfer
+from nanovllm.engine.step.reports import Columns
 from nanovllm.engine.step.transfer import download, upload, upload_ahead
+from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.layers.filters import Filters, Penalties
 
 
 def test_the_cpu_shares_memory() -> None:
@@ -13,6 +19,31 @@ def test_the_cpu_shares_memory() -> None:
     tensors.append(download(tensors[0]))
     array[3] = 77
     assert all(tensor[3] == 77 for tensor in tensors)
+
+
+def test_every_tensor_of_a_value_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In dataclasses, tuples, named tuples and lists; what is not a tensor stays."""
+    monkeypatch.setattr(transfer, "_upload", lambda tensor, device: tensor.to(device))
+    meta, x = torch.device("meta"), torch.zeros(1)
+    pair = (x, x)
+    cuts = Cuts(x, x, x, num_candidates=3)
+    filters = Filters(x, (x, pair), pair, (pair, x), Penalties(x, x, x, x, x), cuts)
+    moved, columns = transfer.upload_all([filters, Columns(x, x, x)], meta)
+    assert isinstance(moved, Filters) and isinstance(columns, Columns)
+    assert moved.cuts is not None and moved.cuts.num_candidates == 3
+
+    def tensors(value: object) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if dataclasses.is_dataclass(value):
+            value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        parts = value if isinstance(value, tuple | list) else []
+        return [tensor for part in parts for tensor in tensors(part)]
+
+    found = tensors([moved, columns])
+    assert len(found) == 1 + 3 + 2 + 3 + 5 + 3 + 3
+    assert all(tensor.is_meta for tensor in found)
+    assert not any(tensor.is_meta for tensor in tensors(filters)), "the host's stay"
 
 
 @pytest.mark.cuda
