@@ -153,7 +153,7 @@ class Simulation:
         manager.audit([])
 
     def check_batch(self, batch: Batch) -> None:
-        """What is scheduled keeps to the limits, reads the right KV and writes no other sequence's."""
+        """Scheduled work keeps the limits, reads the right KV and writes no other KV."""
         seqs, config = batch.seqs, self.config
         assert seqs, "no progress"
         assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
