@@ -62,22 +62,6 @@ class ReplicatedLinear(LinearBase):
     """A linear layer that every rank holds whole."""
 
 
-class ColumnParallelLinear(LinearBase):
-    """A linear layer whose outputs are split among the ranks: [T, in] -> [T, out / size]."""
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, ranks: Ranks = ALONE
-    ) -> None:
-        super().__init__(in_features, out_features // ranks.size, bias)
-        self.rows = ranks.equal_slice(out_features)
-        self.all_rows = out_features
-
-    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill `param` with this rank's rows."""
-        assert shard_id is None
-        copy_into(param, loaded, (self.all_rows, *param.shape[1:]), (self.rows,))
-
-
 class RowParallelLinear(LinearBase):
     """A linear layer whose inputs are split among the ranks, which add up their outputs.
 

@@ -21,7 +21,6 @@ from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -102,7 +101,7 @@ def test_column_parallel_outputs_join_to_the_whole(size: int) -> None:
     weight, bias, x = torch.randn(840, 12), torch.randn(840), torch.randn(5, 12)
 
     def run(ranks: Ranks) -> torch.Tensor:
-        layer = ColumnParallelLinear(12, 840, bias=True, ranks=ranks)
+        layer = MergedColumnParallelLinear(12, [840], bias=True, ranks=ranks)
         load(layer, weight=weight, bias=bias)
         assert layer.weight is not None and layer.weight.shape == (840 // size, 12)
         return layer(x)
@@ -211,7 +210,7 @@ def test_layers_refuse_tensors_of_a_ranks_shape() -> None:
     """A checkpoint holds whole tensors."""
     ranks = ThreadRanks(1, 2, Meeting(2))
     layers: list[Any] = [
-        ColumnParallelLinear(4, 8, ranks=ranks),
+        MergedColumnParallelLinear(4, [8], ranks=ranks),
         RowParallelLinear(8, 4, ranks=ranks),
         VocabParallelEmbedding(8, 4, ranks),
         ParallelLMHead(8, 4, ranks),
