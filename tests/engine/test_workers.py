@@ -348,7 +348,7 @@ def test_the_next_call_reports_a_rank_killed_while_idle(
 @pytest.mark.slow
 def test_a_stopped_rank_ends_with_the_caller() -> None:
     """A stopped process handles no signal except SIGKILL."""
-    with running("llm = make()\ntell(llm.model_runner.workers)\ntime.sleep(100)") as process:
+    with running("llm = make()\nreport_pids(llm.model_runner.workers)\ntime.sleep(100)") as process:
         pids = read_pids(process)
         os.kill(pids[0], signal.SIGSTOP)
         process.kill()
@@ -769,7 +769,7 @@ def assert_gone(pids: list[int]) -> None:
 def test_ranks_end_with_the_caller(work: str) -> None:
     """A killed caller closes nothing, and a process that it forked keeps its sockets open."""
     before = shared_memory()
-    with running(f"llm = make()\nsolve(llm)\ntell(llm.model_runner.workers)\n{work}") as process:
+    with running(f"llm = make()\nsolve(llm)\nreport_pids(llm.model_runner.workers)\n{work}") as process:
         assert process.stdout is not None and process.stdout.readline() == "True\n"
         pids = read_pids(process)
         forked = read_pids(process) if "fork" in work else []
