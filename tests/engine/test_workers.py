@@ -769,7 +769,9 @@ def assert_gone(pids: list[int]) -> None:
 def test_ranks_end_with_the_caller(work: str) -> None:
     """A killed caller closes nothing, and a process that it forked keeps its sockets open."""
     before = shared_memory()
-    with running(f"llm = make()\nsolve(llm)\nreport_pids(llm.model_runner.workers)\n{work}") as process:
+    with running(
+        f"llm = make()\nsolve(llm)\nreport_pids(llm.model_runner.workers)\n{work}"
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "True\n"
         pids = read_pids(process)
         forked = read_pids(process) if "fork" in work else []

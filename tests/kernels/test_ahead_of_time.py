@@ -18,12 +18,17 @@ Compiled = dict[tuple[str, int], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The kernels of each case and capability, from a process where Triton does not interpret."""
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The kernels of each case and capability, from a process where Triton does not interpret.
+
+    Triton knows what it has compiled by the source: pytest's cache keeps it for the next run.
+    """
     pytest.importorskip("triton")
     root = str(Path(__file__).resolve().parents[2])
+    kept = getattr(request.config, "cache", None)  # none with -p no:cacheprovider
+    folder = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
     env = os.environ | {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "TRITON_CACHE_DIR": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root])),
     }
     env.pop("TRITON_INTERPRET", None)
