@@ -1,6 +1,7 @@
 """LLM: the facade. Prompts in, texts out, in the order of the prompts."""
 
 import dataclasses
+import inspect
 import numbers
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,11 +12,13 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
-from nanovllm.engine.requests.intake import Prompt
+from nanovllm.engine.requests import conversation
+from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.outputs import RequestOutput, StreamEvent
+from nanovllm.prompts import Prompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, check_text, shorten
+from nanovllm.utils.checks import as_list, shorten
 
 WINDOW = 200  # steps over which the progress bar's rates are measured
 
@@ -35,14 +38,15 @@ class LLM(LLMEngine):
     ) -> list[RequestOutput]:
         """Complete every prompt; return the outputs in the order of the prompts.
 
-        `prompts` is one prompt or a list of them; a prompt is a str or a list of token ids.
+        `prompts` is one prompt or a list of them; a prompt is a str, a list of token ids, or a dict
+        with `prompt` or `prompt_token_ids`.
         `sampling_params` is None, one for all prompts, or a list with one for each. Everything is
         checked before anything is queued: a bad prompt or parameter raises an error that names its
         index, and changes nothing. If the call is interrupted, its requests are aborted and the
         engine can be used again.
         """
         self.check_open()
-        return self._generate(*self._encode_all(prompts, sampling_params), use_tqdm)
+        return self._generate(self._encode_all(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -57,17 +61,23 @@ class LLM(LLMEngine):
 
         `messages` is one conversation or a list of them; a conversation is a list of messages,
         `{"role": ..., "content": ...}`. Other keywords go to the template (Qwen3's takes
-        `enable_thinking=False`), as does a dict `chat_template_kwargs`, as in vLLM. Otherwise as
-        `generate`.
+        `enable_thinking=False`), as does a dict `chat_template_kwargs`, as in vLLM;
+        `chat_template=` replaces the tokenizer's. Otherwise as `generate`.
         """
         self.check_open()
-        prompts = self.chat_prompts(messages, tools, add_generation_prompt, **chat_template_kwargs)
+        prompts = self._chat_prompts(messages, tools, add_generation_prompt, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template for `chat`."""
-        return getattr(self.tokenizer, "chat_template", None) is not None
+        return conversation.has_chat_template(self.tokenizer)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, one of transformers; a ValueError if the model has none."""
+        if self.tokenizer is None:
+            raise ValueError("the model directory has no tokenizer")
+        return self.tokenizer
 
     def chat_prompts(
         self,
@@ -76,33 +86,23 @@ class LLM(LLMEngine):
         add_generation_prompt: bool = True,
         **chat_template_kwargs: Any,
     ) -> list[list[int]]:
-        """The prompts that `chat` makes of conversations: for `stream` and `add_request`."""
-        more = chat_template_kwargs.pop("chat_template_kwargs", None) or {}
+        """The token ids of the prompts that `chat` makes: for `stream` and `add_request`."""
+        prompts = self._chat_prompts(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return [list(prompt["prompt_token_ids"]) for prompt in prompts]
+
+    def _chat_prompts(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, given: dict[str, Any]
+    ) -> list[TokensPrompt]:
+        more = given.pop("chat_template_kwargs", None) or {}
         if not isinstance(more, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
-        options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
-        options |= {**more, **chat_template_kwargs}
+        known = inspect.signature(self.chat).parameters
+        conversation.check_keywords(self.tokenizer, given, tuple(known))
+        options = dict(tools=tools, add_generation_prompt=add_generation_prompt, **more) | given
         return [
-            self._apply_template(index, conversation, options)
-            for index, conversation in enumerate(_conversations(messages))
+            conversation.apply_template(self.tokenizer, index, one, options)
+            for index, one in enumerate(conversation.check_conversations(messages))
         ]
-
-    def _apply_template(self, index: int, conversation: Any, options: dict[str, Any]) -> list[int]:
-        """The token ids of conversation `index`; the template writes the special tokens."""
-        if not self.has_chat_template:
-            owner = (
-                "the model directory has no tokenizer"
-                if self.tokenizer is None
-                else "the tokenizer has no chat template"
-            )
-            raise ValueError(f"{owner}; make prompts yourself, and pass them to generate()")
-        try:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-        except Exception as error:  # a template is a program, and raises what it likes
-            raise ValueError(f"conversations[{index}]: the chat template fails: {error}") from error
-        check_text(f"conversations[{index}]", text)
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
 
     def stream(
         self,
@@ -116,15 +116,13 @@ class LLM(LLMEngine):
         unfinished requests.
         """
         self.check_open()
-        return self._stream(*self._encode_all(prompts, sampling_params))
+        return self._stream(self._encode_all(prompts, sampling_params))
 
-    def _stream(
-        self, prompts: list[list[int]], params: list[SamplingParams]
-    ) -> Iterator[StreamEvent]:
+    def _stream(self, accepted: list[Accepted]) -> Iterator[StreamEvent]:
         self.check_open()
-        ids = self._enqueue_all(prompts, params)
+        ids = self._enqueue_all(accepted)
         try:
-            stream = Stream(ids, [one.n for one in params], self.tokenizer)
+            stream = Stream(ids, [one.params.n for one in accepted], self.tokenizer)
             while stream.open:
                 self.check_open()
                 yield from self._stream_step(stream)
@@ -132,8 +130,8 @@ class LLM(LLMEngine):
             self.discard_requests(ids)
 
     @exclusive
-    def _enqueue_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
-        return [self.enqueue(*pair, True) for pair in zip(prompts, params, strict=True)]
+    def _enqueue_all(self, accepted: list[Accepted]) -> list[int]:
+        return [self.enqueue(one, streams=True) for one in accepted]
 
     @exclusive
     def _stream_step(self, stream: Stream) -> list[StreamEvent]:
@@ -150,26 +148,21 @@ class LLM(LLMEngine):
         return events
 
     @exclusive
-    def _generate(
-        self, prompts: list[list[int]], params: list[SamplingParams], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        ids = [self.enqueue(*pair) for pair in zip(prompts, params, strict=True)]
+    def _generate(self, accepted: list[Accepted], use_tqdm: bool) -> list[RequestOutput]:
+        ids = [self.enqueue(one) for one in accepted]
         self._run_until_done(ids, use_tqdm)
         return self.claim(ids)
 
-    def _encode_all(
-        self, prompts: Any, sampling_params: Any
-    ) -> tuple[list[list[int]], list[SamplingParams]]:
+    def _encode_all(self, prompts: Any, sampling_params: Any) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
         prompt_list = _prompt_list(prompts)
         params_list = _params_list(sampling_params, len(prompt_list))
-        encoded = [
+        return [
             self._encode_at(index, prompt, params)
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
-        return encoded, params_list
 
-    def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> Accepted:
         """Check and encode prompt `index`, which an error names."""
         try:
             return self.encode(prompt, params)
@@ -220,31 +213,11 @@ class LLM(LLMEngine):
 
 def _prompt_list(prompts: Any) -> list[Any]:
     """A list of prompts from one or several."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     items = as_list("prompts", prompts)
     is_one_prompt = bool(items) and isinstance(items[0], numbers.Number)
     return [items] if is_one_prompt else items
-
-
-def _conversations(messages: Any) -> list[list[Any]]:
-    """A list of conversations from one or several."""
-    items = as_list("messages", messages, "a list of messages, or of such lists")
-    conversations = [items] if items and isinstance(items[0], Mapping) else items
-    for index, conversation in enumerate(conversations):
-        if not isinstance(conversation, Sequence) or isinstance(conversation, str):
-            raise TypeError(
-                f"conversations[{index}] must be a list of messages, got {shorten(conversation)}"
-            )
-        for message in conversation:
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise ValueError(
-                    f'conversations[{index}]: a message must be a dict with a "role", got'
-                    f" {shorten(message)}"
-                )
-        if not conversation:
-            raise ValueError(f"conversations[{index}] must have a message or more, got none")
-    return conversations
 
 
 def _params_list(params: Any, num_prompts: int) -> list[Any]:

@@ -1,11 +1,37 @@
-"""The types of outputs, stream events and statistics."""
+"""The types of outputs, stream events and statistics: dicts whose fields are attributes too."""
 
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
+
+from nanovllm.utils.checks import did_you_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """Without effect: type checkers learn from it that a record takes its fields by name."""
+        return lambda kind: kind
+
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class RequestMetrics(TypedDict):
+@dataclass_transform(kw_only_default=True)
+class Record(dict[str, Any]):
+    """A dict whose items are attributes too: `output["text"]` is `output.text`."""
+
+    if not TYPE_CHECKING:  # which would accept any name
+
+        def __getattr__(self, name):
+            if name in self:
+                return self[name]
+            hint = did_you_mean(name, self)
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint}")
+
+        __setattr__ = dict.__setitem__
+
+
+class RequestMetrics(Record):
     """Times of a request in seconds: until first scheduled, until the first token, for each later
     token, and in total.
 
@@ -19,7 +45,7 @@ class RequestMetrics(TypedDict):
     end_to_end_time: float
 
 
-class EngineStats(TypedDict):
+class EngineStats(Record):
     """What an engine has done since it was made, and what it is doing.
 
     Tokens are counted when they are computed: a preempted prompt counts again, and with `overlap`
@@ -41,7 +67,7 @@ class EngineStats(TypedDict):
     num_blocks: int
 
 
-class TokenLogprob(TypedDict):
+class TokenLogprob(Record):
     """A possible token. Its `rank` is 1 plus the number of tokens with a higher log-probability."""
 
     token_id: int
@@ -49,12 +75,18 @@ class TokenLogprob(TypedDict):
     logprob: float
     rank: int
 
+    @property
+    def decoded_token(self) -> str:
+        """The text, by vLLM's name."""
+        return self.text
 
-class Completion(TypedDict):
+
+class Completion(Record):
     """The result of a sequence.
 
     `token_ids` holds the generated tokens, including those that stopped it. `text` is their
-    decoding up to a stop string; it is empty if the model has no tokenizer. `stop_reason` is the
+    decoding without the token or the string that stopped it, unless the request includes these; it
+    is empty if the model has no tokenizer. `stop_reason` is the
     stop token id or the stop string that ended the sequence, and None for EOS and other endings.
     `logprobs`, if requested, has a list for each token: the token itself, then the requested number
     of most likely tokens without it.
@@ -77,20 +109,29 @@ class CompletionOutput(Completion):
 class RequestOutput(Completion):
     """The result of one request: its samples in `outputs`, and the first sample's fields directly.
 
-    `num_cached_tokens` counts the prompt tokens found in the prefix cache on first admission.
-    `prompt_logprobs`, if requested, has None for the first token of the prompt and then a list for
-    each token, as in `logprobs`; an aborted request has those that were computed.
+    `prompt` is the prompt's text, for a conversation what the chat template made of it; it is None
+    if the prompt was token ids. `num_cached_tokens` counts the prompt tokens found in the prefix
+    cache on first admission. `prompt_logprobs`, if requested, has None for the first token of the
+    prompt and then a list for each token, as in `logprobs`; an aborted request has those that were
+    computed.
     """
 
     request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_logprobs: list[list[TokenLogprob] | None] | None
     metrics: RequestMetrics
 
+    @property
+    def finished(self) -> bool:
+        """True: only a request that has ended has an output. vLLM's name."""
+        return True
 
-class StreamEvent(TypedDict):
+
+class StreamEvent(Record):
     """The new part of one sample, from one step of `stream`.
 
     `index` is the prompt's position in the call, `sample` that of the sample among its `n`. The

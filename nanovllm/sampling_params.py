@@ -90,7 +90,10 @@ class SamplingParams:
         none=NOTHING,
     )
     stop_token_ids: Iterable[int] | None = option(
-        None, "further tokens that end the output", IDS, none=NOTHING
+        None,
+        "further tokens that end the output; `token_ids` have them, the text does not",
+        IDS,
+        none=NOTHING,
     )
     ignore_eos: bool = option(
         False,
@@ -151,7 +154,9 @@ class SamplingParams:
         none=NOTHING,
     )
     include_stop_str_in_output: bool = option(
-        False, "do not cut off the texts of `stop`", TRUE_OR_FALSE
+        False,
+        "keep what ended the output in its text: the text of `stop`, or the token's",
+        TRUE_OR_FALSE,
     )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", TRUE_OR_FALSE)
     priority: int = option(

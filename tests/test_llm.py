@@ -4,6 +4,7 @@ Engines run on the CPU with a small pool. The shared engine must be idle after e
 """
 
 import gc
+import json
 import os
 import re
 import signal
@@ -37,7 +38,7 @@ TEXT = "Hello, world!"
 IDS = [3, 14, 15, 92, 65]
 KEYS = {"request_id", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens",
         "num_cached_tokens", "metrics", "logprobs", "cumulative_logprob", "outputs",
-        "prompt_logprobs"}  # fmt: skip
+        "prompt", "prompt_token_ids", "prompt_logprobs"}  # fmt: skip
 
 
 def make_llm(path: Path, **options: Any) -> LLM:
@@ -130,6 +131,10 @@ def llm(engines: list[LLM], model_dir: Path) -> Iterator[LLM]:
         ([np.array(IDS), TEXT], [IDS, TEXT]),
         (np.array(["ab", "c"]), ["ab", "c"]),
         (torch.tensor(IDS), [IDS]),
+        ({"prompt": TEXT}, [TEXT]),
+        ({"prompt_token_ids": IDS}, [IDS]),
+        ({"prompt_token_ids": np.array(IDS), "prompt": "not read"}, [IDS]),
+        ([{"prompt": TEXT, "prompt_token_ids": None}, TEXT, IDS], [TEXT, TEXT, IDS]),
         (torch.tensor([IDS, IDS[::-1]]), [IDS, IDS[::-1]]),
         ([torch.tensor(IDS), IDS], [IDS, IDS]),
         ((prompt for prompt in (TEXT, IDS)), [TEXT, IDS]),
@@ -149,6 +154,16 @@ def test_every_type_of_prompt_is_read(llm: LLM, prompts: Any, same_as: list[Any]
     assert type(outputs) is list
     assert tokens(outputs) == tokens(expected)
     assert [o["num_prompt_tokens"] for o in outputs] == [len(list(p)) for p in same_as]
+
+
+def test_an_output_has_its_prompt(llm: LLM) -> None:
+    """The text as it was given, None for token ids alone, and the ids in any case."""
+    ids = byte_tokenizer().encode(TEXT)
+    outputs = generate(
+        llm, [TEXT, IDS, {"prompt": TEXT}, {"prompt_token_ids": IDS, "prompt": "a text"}]
+    )
+    assert [o.prompt for o in outputs] == [TEXT, None, TEXT, "a text"]
+    assert [o.prompt_token_ids for o in outputs] == [ids, IDS, ids, IDS]
 
 
 @pytest.mark.parametrize("nothing", [[], (), np.array([]), iter([])], ids=lambda x: str(type(x)))
@@ -212,7 +227,8 @@ def test_without_parameters_the_defaults_apply(llm: LLM) -> None:
 def test_output_has_these_keys_and_types(llm: LLM) -> None:
     (output,) = generate(llm, TEXT)
     assert set(output) == KEYS
-    assert type(output) is dict
+    assert isinstance(output, dict)
+    assert json.loads(json.dumps(output)) == output
     assert output["num_prompt_tokens"] == len(TEXT)
     assert (output["finish_reason"], output["stop_reason"]) == ("length", None)
     assert [type(token) for token in output["token_ids"]] == [int] * 8
@@ -271,6 +287,36 @@ def test_a_stop_token_id_ends_the_output_and_is_its_last_token(llm: LLM) -> None
     (output,) = generate(llm, TEXT, params)
     assert output["token_ids"] == ref[: at + 1]
     assert (output["finish_reason"], output["stop_reason"]) == ("stop", ref[at])
+
+
+@pytest.mark.parametrize("with_stop_strings", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_is_not_in_the_text_unless_it_is_included(
+    llm: LLM, include: bool, with_stop_strings: bool
+) -> None:
+    """In `generate` and in `stream`; `token_ids` keep it."""
+    ref = generate(llm, TEXT, greedy(40))[0].token_ids
+    at = first_new_token(ref, 2)
+    params = greedy(
+        40, stop_token_ids=[ref[at]], include_stop_str_in_output=include,
+        skip_special_tokens=False, stop=["never generated"] if with_stop_strings else None,
+    )  # fmt: skip
+    (output,) = generate(llm, TEXT, params)
+    shown = ref[: at + 1] if include else ref[:at]
+    assert output.text == byte_tokenizer().decode(shown, skip_special_tokens=False)
+    assert output.token_ids == ref[: at + 1]
+    events = list(llm.stream(TEXT, params))
+    assert "".join(event.text for event in events) == output.text
+    assert [i for event in events for i in event.token_ids] == output.token_ids
+
+
+def test_a_stop_string_is_not_looked_for_in_a_stop_token(llm: LLM) -> None:
+    """The token ends the output before its text is added."""
+    ref = generate(llm, TEXT, greedy(40))[0].token_ids
+    at = first_new_token(ref, 2)
+    last = byte_tokenizer().decode(ref[at], skip_special_tokens=False)
+    (output,) = generate(llm, TEXT, greedy(40, stop_token_ids=[ref[at]], stop=[last]))
+    assert (output.stop_reason, output.token_ids) == (ref[at], ref[: at + 1])
 
 
 def test_a_stop_on_the_last_allowed_token_is_a_stop(llm: LLM) -> None:

@@ -21,7 +21,8 @@ SCHEDULER_SIDE = (
 
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
-    ("utils",), ("config", "sampling_params", "outputs", "embedded"), ("kernels",), ("layers",),
+    ("utils",), ("config", "sampling_params", "prompts", "outputs", "embedded"), ("kernels",),
+    ("layers",),
     ("models",), ("engine",), ("llm",), ("openai",), ("batch",), ("ray",), ("bench",), ("command",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -31,6 +32,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.utils": HEAVY,
     "nanovllm.config": HEAVY,
     "nanovllm.sampling_params": HEAVY,
+    "nanovllm.prompts": HEAVY,
     "nanovllm.outputs": HEAVY,
     "nanovllm.embedded": HEAVY,
     "nanovllm.kernels": ("nanovllm.utils", "nanovllm.config", "transformers", "numpy"),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.requests.intake import Intake, Prompt
+from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
@@ -20,6 +20,7 @@ from nanovllm.engine.step.launched import Launched
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("nanovllm")
@@ -112,7 +113,7 @@ class LLMEngine:
         """Queue one request and return its id. A bad prompt raises and changes nothing."""
         self.check_open()
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self.enqueue(self.encode(prompt, params), params)
+        return self.enqueue(self.encode(prompt, params))
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
@@ -290,16 +291,16 @@ class LLMEngine:
             self.drop_output(request_id)
         return outputs
 
-    def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The token ids of a prompt; raises if it or its parameters do not fit the model."""
+    def encode(self, prompt: Prompt, params: SamplingParams) -> Accepted:
+        """Encode a prompt; raises if it or its parameters do not fit the model."""
         return self._intake.encode(prompt, params)
 
-    def enqueue(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> int:
+    def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
         """Queue what `encode` has accepted and return its id.
 
         A request that `streams` has its text followed, and `step` does not return its output.
         """
-        request = self._intake.request(token_ids, params, streams)
+        request = self._intake.request(accepted, streams)
         if streams:
             self._streaming.add(request.request_id)
         self.unfinished[request.request_id] = request

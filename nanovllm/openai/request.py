@@ -48,7 +48,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     prompt = body[prompt_name]
     return APIRequest(
         url=url,
-        prompt=_messages(prompt) if url == CHAT else _one_prompt(prompt),
+        prompt=prompt if url == CHAT else _one_prompt(prompt),
         template_options={name: body[name] for name in option_names if name in body},
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
@@ -104,24 +104,3 @@ def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"logit_bias must have token ids as keys, got {shorten(text)}")
     return int(text)
-
-
-def _messages(messages: Any) -> Any:
-    """A conversation; a content that is a list of text parts becomes one text."""
-    if not isinstance(messages, list):
-        raise TypeError(f"messages must be a list of messages, got {shorten(messages)}")
-    return [
-        {**message, "content": _joined(message["content"])}
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _joined(parts: list[Any]) -> str:
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or "text" not in part:
-            raise ValueError(f"content must be text or parts of text, got {shorten(part)}")
-        if not isinstance(part["text"], str):
-            raise TypeError(f"content must be text, got {shorten(part['text'])}")
-    return "".join(part["text"] for part in parts)

@@ -74,6 +74,9 @@ def test_options_reach_the_template(options: dict[str, Any], prompt: str, llm: L
         ([[user("Hi")], []], ValueError, "conversations[1] must have a message or more"),
         ([[user("Hi")], ["Hi"]], ValueError, "conversations[1]: a message must be a dict with"),
         ([{"content": "Hi"}], ValueError, 'a dict with a "role"'),
+        ([user("Hi"), user([{"type": "image_url"}])], ValueError, "parts of text, got {'type"),
+        ([user([{"type": "text", "text": 5}])], TypeError, "content must be text, got 5"),
+        ([[user("Hi")], [user(["Hi"])]], ValueError, "conversations[1]: content must be text"),
     ],
 )
 def test_bad_conversations_are_refused(
@@ -83,6 +86,46 @@ def test_bad_conversations_are_refused(
         llm.chat(messages, GREEDY, use_tqdm=False)
     assert words in str(caught.value)
     assert llm.is_finished()
+
+
+def test_a_content_of_parts_is_one_text(llm: LLM) -> None:
+    """As OpenAI's clients and vLLM's users write it."""
+    parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34="}]
+    whole, joined = llm.chat([[user("12+34=")], [user(parts)]], GREEDY, use_tqdm=False)
+    assert joined.prompt == whole.prompt == "<|im_start|>user:12+34=;assistant:"
+    assert joined.prompt_token_ids == whole.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("samplng_params", "; did you mean 'sampling_params'?"),
+        ("add_generation_promt", "; did you mean 'add_generation_prompt'?"),
+        ("temperature", "; it is a field of SamplingParams"),
+        ("tokenize", "; the chat template does not mention it either"),
+        ("enable_thinking", "; the chat template does not mention it either"),
+    ],
+)
+def test_an_unknown_keyword_is_refused(keyword: str, hint: str, llm: LLM) -> None:
+    """Templates ignore what they do not know, so that a misspelled keyword would do nothing."""
+    with pytest.raises(TypeError) as caught:
+        llm.chat([user("Hi")], GREEDY, use_tqdm=False, **{keyword: True})
+    assert str(caught.value) == f"unknown keyword {keyword!r}{hint}"
+
+
+def test_template_keywords_in_a_dict_need_not_be_known(llm: LLM) -> None:
+    """One dict serves several models, as in vLLM."""
+    options = dict(chat_template_kwargs={"enable_thinking": False, "shout": True})
+    (out,) = llm.chat([user("Hi")], GREEDY, use_tqdm=False, **options)
+    assert out.prompt == "<|im_start|>user:Hi;LOUD;assistant:"
+
+
+def test_a_template_can_be_given(model_dir: Path) -> None:
+    """Also to a model without one; it may read keywords of its own."""
+    template = "{% for m in messages %}{{ m.content }}{{ ending }}{% endfor %}"
+    with make_llm(model_dir) as llm:
+        (out,) = llm.chat([user("Hi")], GREEDY, use_tqdm=False, chat_template=template, ending="!")
+    assert out.prompt == "Hi!"
 
 
 def test_a_failing_template_is_an_error_with_its_place(llm: LLM) -> None:

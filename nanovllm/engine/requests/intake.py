@@ -1,6 +1,6 @@
 """Intake: checks what users ask for against the model, and makes requests of it."""
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -12,10 +12,18 @@ from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.config import ModelConfig
+from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_int, check_text, shorten
 
-Prompt = str | Iterable[int]
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A prompt as token ids, its text if it has one, and its parameters: all fit the model."""
+
+    token_ids: list[int]
+    text: str | None
+    params: SamplingParams
 
 
 class Intake:
@@ -33,12 +41,13 @@ class Intake:
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
         self._num_requests = 0
 
-    def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's token ids. A prompt or parameter that does not fit the model raises."""
+    def encode(self, prompt: Prompt, params: SamplingParams) -> Accepted:
+        """Encode the prompt. A prompt or parameter that does not fit the model raises."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
         self._check_params(params)
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else as_list("prompt", prompt)
+        source, text = split_prompt(prompt)
+        token_ids = self._tokenize(source) if isinstance(source, str) else as_list("prompt", source)
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
@@ -54,17 +63,18 @@ class Intake:
                 f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
-        return token_ids
+        return Accepted(token_ids, text, params)
 
-    def request(self, token_ids: list[int], params: SamplingParams, streams: bool) -> Request:
+    def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `encode` has accepted. If it `streams`, its text is followed."""
+        params = accepted.params
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
         bad_words = self._bad_words(params)
         seqs: list[Sequence] = []
         for index in range(params.n):
             seq = Sequence(
-                token_ids,
+                accepted.token_ids,
                 params,
                 index=index,
                 request_id=seqs[0].request_id if seqs else None,
@@ -78,7 +88,7 @@ class Intake:
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]
-        return Request(seqs)
+        return Request(seqs, accepted.text)
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model and its tokenizer."""

@@ -9,6 +9,16 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 
+def text_end(seq: Sequence) -> int:
+    """The index behind the last token that the text is made of.
+
+    A token that stopped the sequence is left out, unless the request includes stops.
+    """
+    stopped = seq.finish_reason == "stop" and seq.token_ids[-1] in seq.stop_token_ids
+    left_out = stopped and not seq.params.include_stop_str_in_output
+    return seq.num_known_tokens - left_out
+
+
 class OutputText:
     """A follower with the text of one sequence; without a tokenizer there is none.
 
@@ -32,7 +42,7 @@ class OutputText:
         if self._num_tokens > seq.num_known_tokens - seq.num_prompt_tokens:  # one was taken back
             self.reset()
         with self._all_or_nothing():
-            for index in range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens):
+            for index in range(seq.num_prompt_tokens + self._num_tokens, text_end(seq)):
                 self._num_tokens += 1
                 if self._detokenizer is not None:
                     piece = self._detokenizer.add(seq.token_ids[index])

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.requests.output_text import text_end
 from nanovllm.engine.requests.timing import RequestTimes
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -14,6 +15,7 @@ class Request:
     """The samples of one prompt, in order; the first one's number is the request's."""
 
     seqs: list[Sequence]
+    prompt: str | None = None  # the prompt's text, for the output
     times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
@@ -35,19 +37,21 @@ class Request:
         """Make the output; without a tokenizer its texts are empty."""
         first = self.seqs[0]
         outputs = [completion(seq, tokenizer) for seq in self.seqs]
-        longest = max(len(output["token_ids"]) for output in outputs)
+        longest = max(len(output.token_ids) for output in outputs)
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:
             entries = (_logprobs(entry, tokenizer) for entry in first.logprobs.prompt)
             prompt_logprobs = [None, *entries]
         return RequestOutput(
             request_id=self.request_id,
-            text=outputs[0]["text"],
-            token_ids=outputs[0]["token_ids"],
-            finish_reason=outputs[0]["finish_reason"],
-            stop_reason=outputs[0]["stop_reason"],
-            logprobs=outputs[0]["logprobs"],
-            cumulative_logprob=outputs[0]["cumulative_logprob"],
+            prompt=self.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            text=outputs[0].text,
+            token_ids=outputs[0].token_ids,
+            finish_reason=outputs[0].finish_reason,
+            stop_reason=outputs[0].stop_reason,
+            logprobs=outputs[0].logprobs,
+            cumulative_logprob=outputs[0].cumulative_logprob,
             outputs=outputs,
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_hit_tokens or 0,
@@ -68,7 +72,7 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         finish_reason=reason,
         stop_reason=stop,
         logprobs=likely,
-        cumulative_logprob=None if likely is None else sum(t[0]["logprob"] for t in likely),
+        cumulative_logprob=None if likely is None else sum(t[0].logprob for t in likely),
     )
 
 
@@ -81,8 +85,8 @@ def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str 
         if seq.text.stop is not None and stop is None and reason != "abort":  # held back
             reason, stop = "stop", seq.text.stop
     elif tokenizer is not None:
-        skip = seq.params.skip_special_tokens
-        text = tokenizer.decode(seq.output_token_ids, skip_special_tokens=skip)
+        token_ids = seq.token_ids[seq.num_prompt_tokens : text_end(seq)]
+        text = tokenizer.decode(token_ids, skip_special_tokens=seq.params.skip_special_tokens)
     return text, reason, stop
 
 

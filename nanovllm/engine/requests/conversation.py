@@ -1,0 +1,89 @@
+"""Conversations: checked, and turned into prompts by the tokenizer's chat template."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanovllm.prompts import TokensPrompt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_list, check_text, did_you_mean, shorten
+from nanovllm.utils.option import options_of
+
+# What transformers' `apply_chat_template` takes beside the template's own variables.
+TEMPLATE_OPTIONS = ("chat_template", "continue_final_message", "documents")
+
+
+def check_conversations(messages: Any) -> list[list[Any]]:
+    """A list of conversations from one or several; parts of text become one text."""
+    items = as_list("messages", messages, "a list of messages, or of such lists")
+    conversations = [items] if items and isinstance(items[0], Mapping) else items
+    return [_check_conversation(f"conversations[{i}]", c) for i, c in enumerate(conversations)]
+
+
+def _check_conversation(name: str, conversation: Any) -> list[Any]:
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+        raise TypeError(f"{name} must be a list of messages, got {shorten(conversation)}")
+    if not conversation:
+        raise ValueError(f"{name} must have a message or more, got none")
+    for message in conversation:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(
+                f'{name}: a message must be a dict with a "role", got {shorten(message)}'
+            )
+    return [
+        {**message, "content": _joined(name, message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in conversation
+    ]
+
+
+def _joined(name: str, parts: list[Any]) -> str:
+    """The text of a content in parts, `{"type": "text", "text": ...}`."""
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise ValueError(f"{name}: content must be text or parts of text, got {shorten(part)}")
+        if not isinstance(part.get("text"), str):
+            raise TypeError(f"{name}: content must be text, got {shorten(part.get('text'))}")
+    return "".join(part["text"] for part in parts)
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether there is a chat template."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def apply_template(
+    tokenizer: Any, index: int, conversation: list[Any], options: Mapping[str, Any]
+) -> TokensPrompt:
+    """The prompt of conversation `index`; the template writes the special tokens."""
+    if options.get("chat_template") is None and not has_chat_template(tokenizer):
+        lacks = (
+            "the model directory has no tokenizer"
+            if tokenizer is None
+            else "the tokenizer has no chat template"
+        )
+        raise ValueError(f"{lacks}; make prompts yourself, and pass them to generate()")
+    try:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise ValueError(f"conversations[{index}]: the chat template fails: {error}") from error
+    check_text(f"conversations[{index}]", text)
+    return TokensPrompt(
+        prompt_token_ids=tokenizer.encode(text, add_special_tokens=False), prompt=text
+    )
+
+
+def check_keywords(tokenizer: Any, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise for a keyword of `chat` that is not `known` and that no template mentions."""
+    templates = f"{getattr(tokenizer, 'chat_template', '')} {given.get('chat_template', '')}"
+    for name in given:
+        if name in TEMPLATE_OPTIONS or re.search(rf"\b{re.escape(name)}\b", templates):
+            continue
+        if name in options_of(SamplingParams):
+            hint = "; it is a field of SamplingParams"
+        else:
+            hint = did_you_mean(name, (*known, *TEMPLATE_OPTIONS)) or (
+                "; the chat template does not mention it either"
+            )
+        raise TypeError(f"unknown keyword {name!r}{hint}")

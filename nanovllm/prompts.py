@@ -1,0 +1,45 @@
+"""Prompts: a text, token ids, or a dict of either, as in vLLM."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+
+from nanovllm.utils.checks import shorten
+
+
+class TextPrompt(TypedDict):
+    """A prompt that the tokenizer encodes."""
+
+    prompt: str
+
+
+class _TokenIds(TypedDict):
+    prompt_token_ids: Iterable[int]
+
+
+class TokensPrompt(_TokenIds, total=False):
+    """A prompt of token ids. `prompt`, their text if it is known, only goes to the output."""
+
+    prompt: str
+
+
+Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
+FIELDS = ("prompt", "prompt_token_ids")
+
+
+def split_prompt(prompt: Any) -> tuple[Any, str | None]:
+    """What is to be encoded, a text or token ids, and the prompt's text if it has one."""
+    if isinstance(prompt, str):
+        return prompt, prompt
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    given = {name: value for name, value in prompt.items() if value is not None}
+    unknown = next((f"with {shorten(name)}" for name in given if name not in FIELDS), None)
+    if unknown or not given:
+        raise TypeError(
+            "prompt must be a str, a list of token ids, or a dict with one of"
+            f" {', '.join(FIELDS)}, got a dict {unknown or 'without them'}"
+        )
+    text = given.get("prompt")
+    if not isinstance(text, str | None):
+        raise TypeError(f"the prompt's field 'prompt' must be a str, got {shorten(text)}")
+    return given.get("prompt_token_ids", text), text
