@@ -8,13 +8,23 @@ Importing the package takes milliseconds: PyTorch is imported at the first acces
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.ranks.errors import RankError
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.prompts import TextPrompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RankError", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RankError",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,28 +4,36 @@ It knows nothing about models or devices: what depends on the checkpoint or the 
 length, the pool's size) is settled by the engine.
 """
 
-import dataclasses
 import os
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import allowed_choices, check_choice, did_you_mean, shorten
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import allowed_choices, check_choice, shorten
 from nanovllm.utils.option import (
     TRUE_OR_FALSE,
+    OtherName,
     Rule,
+    by_name,
     check_options,
     float_range,
     int_range,
     one_of,
     option,
+    options_of,
     required,
 )
+from nanovllm.vllm_names import ENGINE
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+OTHER_DTYPES = {"half": "float16", "float": "float32"}  # PyTorch's own other names
+BATCHED_TOKENS = 16384
 MAX_RANKS = 8
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 A_PATH = "a path or a hub id"
+A_REVISION = "a branch, a tag or a commit"
 
 
 def _check_path(name: str, value: Any) -> str:
@@ -43,14 +51,29 @@ def _check_device(name: str, value: Any) -> str:
 
 def _check_dtype(name: str, value: Any) -> str:
     """Accept torch.dtype objects too."""
-    return check_choice(name, str(value).removeprefix("torch."), DTYPES)
+    text = str(value).removeprefix("torch.")
+    return check_choice(name, OTHER_DTYPES.get(text, text), DTYPES)
+
+
+def _check_revision(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name} must be {A_REVISION}, got {shorten(value)}")
+    return value
 
 
 PATH = Rule(_check_path, A_PATH)
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = Rule(_check_dtype, allowed_choices(DTYPES), DTYPES)
+REVISION = Rule(_check_revision, A_REVISION)
+# Its callers may take them for options.
+SAMPLING_FIELDS = {
+    name: OtherName(why="it is a field of SamplingParams")
+    for name in options_of(SamplingParams)
+    if name != "seed"
+}
 
 
+@by_name("option", SAMPLING_FIELDS | ENGINE)
 @dataclass(frozen=True)
 class Config:
     """Options of an engine; docs/options.md lists them."""
@@ -61,6 +84,12 @@ class Config:
     )
     tokenizer: str | None = option(
         None, "another directory or hub id to load the tokenizer from", PATH, none="the model's"
+    )
+    revision: str | None = option(
+        None, "which revision of a hub model to use", REVISION, none="the main branch"
+    )
+    download_dir: str | None = option(
+        None, "directory for downloads from the hub", PATH, none="the cache of Hugging Face"
     )
     device: str = option(
         "auto", "`auto` is CUDA if there is a GPU; `cuda:N` is the GPU with that number", DEVICE
@@ -77,7 +106,11 @@ class Config:
         one_of("auto", "dummy"),
     )
     max_num_batched_tokens: int = option(
-        16384, "most tokens in one step; longer prompts are computed in chunks", int_range(1)
+        BATCHED_TOKENS,
+        "most tokens in one step; longer prompts are computed in chunks",
+        int_range(1),
+        none="the default",
+        value_of_none=lambda: BATCHED_TOKENS,
     )
     max_num_seqs: int = option(
         512,
@@ -148,17 +181,9 @@ class Config:
         0,
         "decides the samples of requests without a seed of their own, and `dummy` weights",
         int_range(0, 2**63 - 1),
+        none="a random one",
+        value_of_none=lambda: secrets.randbits(63),
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-
-    @classmethod
-    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "Config":
-        """Build a Config from keyword options; an unknown one is a TypeError with a suggestion."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
-                raise TypeError(f"unknown option {name!r}{hint}")
-        return cls(model=model, **options)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """LLM: the facade. Prompts in, texts out, in the order of the prompts."""
 
 import dataclasses
-import inspect
 import numbers
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,11 +11,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
-from nanovllm.engine.requests import conversation
+from nanovllm.engine.requests.conversation import chat_prompts, has_chat_template
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
+from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
-from nanovllm.prompts import Prompt, TokensPrompt
+from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, shorten
 
@@ -65,19 +65,27 @@ class LLM(LLMEngine):
         `chat_template=` replaces the tokenizer's. Otherwise as `generate`.
         """
         self.check_open()
-        prompts = self._chat_prompts(messages, tools, add_generation_prompt, chat_template_kwargs)
+        options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
+        prompts = chat_prompts(self.tokenizer, messages, options, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template for `chat`."""
-        return conversation.has_chat_template(self.tokenizer)
+        return has_chat_template(self.tokenizer)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, one of transformers; a ValueError if the model has none."""
         if self.tokenizer is None:
             raise ValueError("the model directory has no tokenizer")
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters that the model's `generation_config.json` recommends.
+
+        They apply only where they are passed: `generate` without any uses `SamplingParams()`.
+        """
+        return recommended_params(self.model_path)
 
     def chat_prompts(
         self,
@@ -87,22 +95,9 @@ class LLM(LLMEngine):
         **chat_template_kwargs: Any,
     ) -> list[list[int]]:
         """The token ids of the prompts that `chat` makes: for `stream` and `add_request`."""
-        prompts = self._chat_prompts(messages, tools, add_generation_prompt, chat_template_kwargs)
+        options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
+        prompts = chat_prompts(self.tokenizer, messages, options, chat_template_kwargs)
         return [list(prompt["prompt_token_ids"]) for prompt in prompts]
-
-    def _chat_prompts(
-        self, messages: Any, tools: Any, add_generation_prompt: bool, given: dict[str, Any]
-    ) -> list[TokensPrompt]:
-        more = given.pop("chat_template_kwargs", None) or {}
-        if not isinstance(more, Mapping):
-            raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
-        known = inspect.signature(self.chat).parameters
-        conversation.check_keywords(self.tokenizer, given, tuple(known))
-        options = dict(tools=tools, add_generation_prompt=add_generation_prompt, **more) | given
-        return [
-            conversation.apply_template(self.tokenizer, index, one, options)
-            for index, one in enumerate(conversation.check_conversations(messages))
-        ]
 
     def stream(
         self,

@@ -140,7 +140,7 @@ def answer(
     the batch, and a batch is repeated if its replica dies. The other options are those of
     `EngineReplica`. They are checked here; rows are computed when they are read.
     """
-    config = Config.from_options(model, engine_options)
+    config = Config(model=model, **engine_options)
     SamplingParams(**(sampling or {}))
     options = dict(model=config.model, sampling=sampling, keep=check_texts("keep", keep))
     if line_column is not None and keep:

@@ -1,5 +1,6 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,13 @@ from nanovllm.utils.option import (
     NOTHING,
     TRUE_OR_FALSE,
     Rule,
+    by_name,
     check_options,
     float_range,
     int_range,
     option,
 )
+from nanovllm.vllm_names import SAMPLING
 
 MAX_BIAS = 100.0
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
@@ -56,6 +59,7 @@ COUNT = int_range(0)
 PENALTY = float_range(-2.0, 2.0)
 
 
+@by_name("sampling parameter", SAMPLING)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request; docs/options.md lists them."""
@@ -171,6 +175,10 @@ class SamplingParams:
         check_options(self)
         if self.max_tokens is not None:
             check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+
+    def __hash__(self) -> int:
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return hash(tuple(frozenset(v.items()) if isinstance(v, dict) else v for v in values))
 
     @property
     def penalizes(self) -> bool:

@@ -35,7 +35,9 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         "'auto', 'flash_attn', 'triton', 'cpu', 'torch'",
         [("flash", ValueError), (None, ValueError)],
     ),
-    "max_num_batched_tokens": (">= 1", [*INT_FROM_1, (None, TypeError)]),
+    "revision": ("a branch, a tag or a commit", [(3, TypeError), ("", TypeError)]),
+    "download_dir": ("a path or a hub id", [(3, TypeError), (["x"], TypeError), ("", TypeError)]),
+    "max_num_batched_tokens": (">= 1", INT_FROM_1),
     "max_num_seqs": (">= 1", [*INT_FROM_1, (None, TypeError)]),
     "max_model_len": (">= 2", [(1, ValueError), (0, ValueError), (2.0, TypeError)]),
     "gpu_memory_utilization": (
@@ -53,7 +55,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "scheduling": ("'prefill-first', 'mixed'", [("fcfs", ValueError), (None, ValueError)]),
     "seed": (
         f"in [0, {2**63 - 1}]",
-        [(-1, ValueError), (2**63, ValueError), (0.5, TypeError), (None, TypeError)],
+        [(-1, ValueError), (2**63, ValueError), (0.5, TypeError), (True, TypeError)],
     ),
 }
 CASES = [
@@ -95,28 +97,36 @@ def test_fields_cannot_be_set(field: "dataclasses.Field[Any]") -> None:
     [
         ("max_seqs", "max_num_seqs"),
         ("tensor_paralel_size", "tensor_parallel_size"),
-        ("block_size", "kvcache_block_size"),
+        ("kv_block_size", "kvcache_block_size"),
         ("max_len", "max_model_len"),
         ("backend", "attention_backend"),
+        ("enable_chunked_prefil", "enable_chunked_prefill"),
     ],
 )
 def test_unknown_option_names_the_nearest(option: str, nearest: str) -> None:
     """A misspelt option is not silently replaced by the default."""
     with pytest.raises(TypeError) as caught:
-        Config.from_options("some/model", {option: 1})
+        config(**{option: 1})
     assert str(caught.value) == f"unknown option {option!r}; did you mean {nearest!r}?"
 
 
 def test_unknown_option_close_to_none_lists_all() -> None:
     """Without a close name there is no suggestion, but the same error."""
     with pytest.raises(TypeError, match="unknown option 'ξ'; there are model, tokenizer, "):
-        Config.from_options("some/model", {"ξ": 1})
+        config(ξ=1)
 
 
-def test_from_options_equals_the_constructor() -> None:
-    """from_options does not drop or reorder options."""
-    options: dict[str, Any] = {"max_num_seqs": 3, "kvcache_block_size": 16, "enforce_eager": True}
-    assert Config.from_options("some/model", options) == config(**options)
+def test_a_sampling_parameter_is_not_an_option() -> None:
+    with pytest.raises(ValueError, match=r"temperature=0\.5: it is a field of SamplingParams"):
+        config(temperature=0.5)
+
+
+def test_none_stands_for_the_default_or_a_random_seed() -> None:
+    """As in vLLM. The seed is settled at once: all ranks and `llm.config` have the same."""
+    assert config(max_num_batched_tokens=None).max_num_batched_tokens == 16384
+    seeds = {config(seed=None).seed for _ in range(3)}
+    assert len(seeds) == 3, "two of them are equal once in 3e18 runs"
+    assert {type(seed) for seed in seeds} == {int}
 
 
 def test_numpy_ints_become_ints() -> None:
@@ -174,6 +184,11 @@ def test_torch_dtypes_become_texts(name: str) -> None:
     assert config(dtype=name).dtype == name
 
 
+@pytest.mark.parametrize(("given", "kept"), [("half", "float16"), ("float", "float32")])
+def test_other_names_of_types_are_known(given: str, kept: str) -> None:
+    assert config(dtype=given).dtype == kept
+
+
 def test_max_num_running_is_limited_by_tokens_and_blocks() -> None:
     """A decode step needs a token of its budget and a block for each sequence."""
 
@@ -188,7 +203,8 @@ def test_max_num_running_is_limited_by_tokens_and_blocks() -> None:
 
 def test_defaults_are_the_documented_ones() -> None:
     expected = {
-        "model": "some/model", "tokenizer": None, "device": "auto", "dtype": "auto",
+        "model": "some/model", "tokenizer": None, "revision": None, "download_dir": None,
+        "device": "auto", "dtype": "auto",
         "load_format": "auto", "max_num_batched_tokens": 16384, "max_num_seqs": 512,
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,

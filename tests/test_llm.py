@@ -235,6 +235,41 @@ def test_output_has_these_keys_and_types(llm: LLM) -> None:
     assert type(output["num_prompt_tokens"]) is type(output["num_cached_tokens"]) is int
 
 
+def test_get_tokenizer_is_the_tokenizer_or_an_error(llm: LLM, copy_of_model: Any) -> None:
+    assert llm.get_tokenizer() is llm.tokenizer
+    path = copy_of_model()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (path / file).unlink()
+    with make_llm(path) as other, pytest.raises(ValueError, match="has no tokenizer"):
+        other.get_tokenizer()
+
+
+def test_recommended_parameters_are_those_of_generation_config(
+    model_dir: Path, copy_of_model: Callable[[], Path]
+) -> None:
+    """By our names; what is null or absent has our default. They do not apply by themselves."""
+    path = copy_of_model()
+    file = path / "generation_config.json"
+    with make_llm(path) as other:
+        for text, expected in (
+            ("{}", SamplingParams()),
+            (
+                '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null,'
+                ' "max_new_tokens": 9, "eos_token_id": 1, "transformers_version": "5"}',
+                SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=9),
+            ),
+            ('{"do_sample": false, "repetition_penalty": 1.1}',
+             SamplingParams(temperature=0, repetition_penalty=1.1)),
+        ):  # fmt: skip
+            file.write_text(text)
+            assert other.get_default_sampling_params() == expected
+        file.write_text('{"top_p": 7}')
+        with pytest.raises(ValueError, match=r"generation_config\.json: top_p must be .* got 7"):
+            other.get_default_sampling_params()
+        file.unlink()
+        assert other.get_default_sampling_params() == SamplingParams()
+
+
 def test_changing_an_output_changes_no_later_one(llm: LLM) -> None:
     """The output is the caller's own list, not one that the engine reads."""
     first = generate(llm, IDS)[0]["token_ids"]

@@ -21,8 +21,9 @@ SCHEDULER_SIDE = (
 
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
-    ("utils",), ("config", "sampling_params", "prompts", "outputs", "embedded"), ("kernels",),
-    ("layers",),
+    ("utils",),
+    ("config", "sampling_params", "vllm_names", "prompts", "outputs", "metrics", "embedded"),
+    ("kernels",), ("layers",),
     ("models",), ("engine",), ("llm",), ("openai",), ("batch",), ("ray",), ("bench",), ("command",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -34,6 +35,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.sampling_params": HEAVY,
     "nanovllm.prompts": HEAVY,
     "nanovllm.outputs": HEAVY,
+    "nanovllm.metrics": HEAVY,
+    "nanovllm.vllm_names": HEAVY,
     "nanovllm.embedded": HEAVY,
     "nanovllm.kernels": ("nanovllm.utils", "nanovllm.config", "transformers", "numpy"),
     "nanovllm.layers": ("nanovllm.config", "transformers"),
@@ -233,7 +236,10 @@ def test_imports_are_resolved(tmp_path: Path) -> None:
 
 def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
-    assert set(nanovllm.__all__) == {"LLM", "RankError", "SamplingParams"}
+    assert set(nanovllm.__all__) == {
+        "LLM", "CompletionOutput", "RankError", "RequestOutput", "SamplingParams", "TextPrompt",
+        "TokensPrompt",
+    }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     with pytest.raises(AttributeError, match="'nanovllm' has no attribute 'LLMs'"):
         _ = nanovllm.LLMs

@@ -201,3 +201,19 @@ def test_numpy_numbers_become_numbers() -> None:
     assert (params.max_tokens, params.seed, params.temperature) == (100, 5, 0.5)
     assert Sequence([0] * 100, params).max_num_tokens == 200
     assert (type(params.max_tokens), type(params.seed)) == (int, int)
+
+
+def test_parameters_can_be_hashed_compared_and_replaced() -> None:
+    """As keys of a dict, with any field; a change is refused with the way to make one."""
+    given = dict(stop=["a"], stop_token_ids=[1, 2], logit_bias={1: 2.0, 3: -1.0}, bad_words=["b"])
+    params, same = SamplingParams(**given), SamplingParams(**given)  # type: ignore[arg-type]
+    assert {params: "first"}[same] == "first"
+    assert len({params, same, SamplingParams()}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError) as caught:
+        params.max_tokens = 5  # type: ignore[misc]
+    assert str(caught.value) == (
+        "SamplingParams cannot be changed; dataclasses.replace(..., max_tokens=...) makes a changed"
+        " copy"
+    )
+    assert dataclasses.replace(params, max_tokens=5).max_tokens == 5
+    assert params.max_tokens == 64

@@ -1,20 +1,25 @@
-"""Write docs/options.md from the fields of `Config` and `SamplingParams`.
+"""Write docs/options.md from the fields of `Config` and `SamplingParams`, and vLLM's other names
+of options into the tables of docs/from_vllm.md.
 
     python tools/write_options.py
 
-A test fails if the file differs from what this writes.
+A test fails if a file differs from what this writes.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.option import NOTHING, options_of
+from nanovllm.utils.option import NOTHING, OtherName, options_of
+from nanovllm.vllm_names import ENGINE as ENGINE_NAMES
+from nanovllm.vllm_names import SAMPLING as SAMPLING_NAMES
 
-PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, FROM_VLLM = DOCS / "options.md", DOCS / "from_vllm.md"
 
 INTRODUCTION = """\
 # Options
@@ -76,5 +81,28 @@ def row(kind: type, field: "dataclasses.Field[Any]") -> str:
     return f"| {name} | {default} | {described.rule.allowed} | {meaning} |\n"
 
 
+def from_vllm() -> str:
+    """The text of docs/from_vllm.md with its tables of names as they should be."""
+    text = FROM_VLLM.read_text(encoding="utf-8")
+    for mark, names in (("engine", ENGINE_NAMES), ("sampling", SAMPLING_NAMES)):
+        start, end = f"<!-- table: {mark} -->\n", "<!-- end -->"
+        before, rest = text.split(start)
+        text = before + start + names_table(names) + end + rest.split(end, 1)[1]
+    return text
+
+
+def names_table(names: Mapping[str, OtherName]) -> str:
+    """A Markdown table with a row for each of vLLM's names."""
+    rows = "".join(
+        f"| `{name}` | {', '.join(f'`{value!r}`' for value in other.accepts) or 'none'}"
+        f" | {other.why} |\n"
+        if other.ours is None
+        else f"| `{name}` | those of `{other.ours}` | another name of `{other.ours}` |\n"
+        for name, other in names.items()
+    )
+    return "| vLLM's name | accepted values | here |\n|---|---|---|\n" + rows
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    FROM_VLLM.write_text(from_vllm(), encoding="utf-8")

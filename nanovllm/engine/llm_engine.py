@@ -17,6 +17,7 @@ from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Launched
+from nanovllm.metrics import Metric, RequestMeter
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
@@ -86,8 +87,8 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        asked = Config.from_options(model, options)
-        path = resolve_model(asked.model)
+        asked = Config(model=os.fspath(model), **options)
+        self.model_path = path = resolve_model(asked.model)
         self.model_config = ModelConfig.from_dir(path)
         self.model_config.check_parallel_size(
             asked.tensor_parallel_size, asked.enable_expert_parallel
@@ -98,6 +99,7 @@ class LLMEngine:
         self.config = self.model_runner.config
         self.scheduler = Scheduler(self.config, self.model_config.longest_window)
         self.counter = StepCounter()
+        self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
         self.eos_token_ids = self._intake.eos_token_ids
         self.unfinished: dict[int, Request] = {}
@@ -145,6 +147,10 @@ class LLMEngine:
             num_blocks=blocks.num_blocks,
         )
 
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms by vLLM's names, those of requests when they end."""
+        return self.meter.metrics(self.stats(), self.config.model)
+
     def is_finished(self) -> bool:
         """Whether all requests have finished, and `step` has returned all that it returns."""
         return not self.unfinished and self.finished.keys() <= self._streaming
@@ -188,6 +194,7 @@ class LLMEngine:
         self._begun.pop(request.request_id, None)
         request.times.ended = time.perf_counter()
         self.counter.aborted += 1
+        request.measure(self.meter)
 
     def discard_requests(self, request_ids: Iterable[int]) -> None:
         """End requests and drop their outputs, finished or not.
@@ -239,6 +246,7 @@ class LLMEngine:
                 self.counter.finished += 1
                 self.finished[request_id] = request
                 del self.unfinished[request_id]
+                request.measure(self.meter)
         self.counter.add(batch, launched.num_tokens, end - start)
 
     def _launch(self) -> Launched | None:

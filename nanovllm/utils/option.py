@@ -6,7 +6,7 @@ The check of a value, `--help` and docs/options.md are all made from this one de
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ from nanovllm.utils.checks import (
     check_choice,
     check_float,
     check_int,
+    did_you_mean,
+    shorten,
 )
 
 T = TypeVar("T")
@@ -37,22 +39,98 @@ class Rule:
 
 @dataclass(frozen=True)
 class Option:
-    """What a field's metadata holds. `none` says what None means; without it None is refused."""
+    """What a field's metadata holds. `none` says what None means; without it None is refused.
+
+    `value_of_none` makes the value that replaces None at once; without it None is kept.
+    """
 
     help: str
     rule: Rule
     none: str | None = None
+    value_of_none: Callable[[], Any] | None = None
 
     def check(self, name: str, value: Any) -> Any:
         """Return the value to keep; TypeError or ValueError if it is not allowed."""
         if value is None and self.none is not None:
-            return None
+            return self.value_of_none() if self.value_of_none else None
         return self.rule.check(name, value)
 
 
-def option(default: T, help: str, rule: Rule, none: str | None = None) -> T:  # noqa: A002
+@dataclass(frozen=True)
+class OtherName:
+    """A name that is not a field: the other name of a field, or one that takes few values.
+
+    `accepts` are the values that ask for what happens in any case. `why` says what that is, or what
+    to use; it ends the error for other values.
+    """
+
+    accepts: tuple[Any, ...] = ()
+    why: str = ""
+    ours: str | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ValueError unless `value` is accepted."""
+        if not any(type(value) is type(one) and value == one for one in self.accepts):
+            raise ValueError(f"{name}={shorten(value)}: {self.why.replace('`', '')}")
+
+
+def by_name(what: str, other_names: Mapping[str, OtherName]) -> Callable[[type[T]], type[T]]:
+    """Decorate a frozen dataclass: an unknown name, or a change, is an error with a way out.
+
+    `what` the fields are is for the error. The constructor takes `other_names` too.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        decorated: Any = kind
+        made, fields = decorated.__init__, options_of(decorated)
+
+        @functools.wraps(made)
+        def init(self: T, *args: Any, **given: Any) -> None:
+            made(self, *args, **_own_names(what, fields, other_names, given))
+
+        def refuse(_: T, name: str, __: object) -> None:
+            raise dataclasses.FrozenInstanceError(
+                f"{kind.__name__} cannot be changed; dataclasses.replace(..., {name}=...) makes a"
+                " changed copy"
+            )
+
+        decorated.__init__, decorated.__setattr__ = init, refuse
+        return kind
+
+    return decorate
+
+
+def _own_names(
+    what: str, fields: Collection[str], other_names: Mapping[str, OtherName], given: dict[str, Any]
+) -> dict[str, Any]:
+    """The values that are given, by the names of the fields."""
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        other = other_names.get(name)
+        field = name if other is None else other.ours
+        if other is None and name not in fields:
+            hint = did_you_mean(name, fields) or did_you_mean(name, other_names)
+            raise TypeError(f"unknown {what} {name!r}{hint or '; there are ' + ', '.join(fields)}")
+        if field is None:
+            assert other is not None
+            other.check(name, value)
+        elif field in own or (other is not None and field in given):
+            raise TypeError(f"{name} is another name of {field}; give one of them")
+        else:
+            own[field] = value
+    return own
+
+
+def option(
+    default: T,
+    help: str,  # noqa: A002
+    rule: Rule,
+    none: str | None = None,
+    value_of_none: Callable[[], T] | None = None,
+) -> T:
     """A dataclass field with a default."""
-    return dataclasses.field(default=default, metadata={"option": Option(help, rule, none)})
+    described = Option(help, rule, none, value_of_none)
+    return dataclasses.field(default=default, metadata={"option": described})
 
 
 def required(help: str, rule: Rule) -> Any:  # noqa: A002

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_names import ENGINE, SAMPLING
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +19,19 @@ def test_the_page_is_up_to_date() -> None:
     for kind in (Config, SamplingParams):
         for field in dataclasses.fields(kind):
             assert f"\n| `{field.name}` " in text
+
+
+def test_vllms_names_are_up_to_date() -> None:
+    """If it fails: python tools/write_options.py. Every field that vLLM has too is named."""
+    tool = runpy.run_path(str(ROOT / "tools" / "write_options.py"))
+    text = (ROOT / "docs" / "from_vllm.md").read_text(encoding="utf-8")
+    assert tool["from_vllm"]() == text
+    for name, other in (ENGINE | SAMPLING).items():
+        assert f"\n| `{name}` | " in text
+        assert other.ours is None or f"another name of `{other.ours}`" in text
+    ours_alone = {"priority"}
+    for field in dataclasses.fields(SamplingParams):
+        assert f"`{field.name}`" in text or field.name in ours_alone
 
 
 def test_a_row_has_flag_default_range_and_meaning() -> None:

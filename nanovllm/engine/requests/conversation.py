@@ -11,9 +11,32 @@ from nanovllm.utils.option import options_of
 
 # What transformers' `apply_chat_template` takes beside the template's own variables.
 TEMPLATE_OPTIONS = ("chat_template", "continue_final_message", "documents")
+CHAT_OPTIONS = (
+    "messages", "sampling_params", "use_tqdm", "tools", "add_generation_prompt",
+    "chat_template_kwargs",
+)  # fmt: skip
 
 
-def check_conversations(messages: Any) -> list[list[Any]]:
+def chat_prompts(
+    tokenizer: Any, messages: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> list[TokensPrompt]:
+    """The prompts of one conversation or of several.
+
+    `options` and `keywords` go to the template; the keywords are a caller's, and are checked. A
+    dict `chat_template_kwargs` among them may hold what the template does not know.
+    """
+    given = dict(keywords)
+    more = given.pop("chat_template_kwargs", None) or {}
+    if not isinstance(more, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
+    _check_keywords(tokenizer, given)
+    return [
+        _apply_template(tokenizer, index, conversation, {**options, **more, **given})
+        for index, conversation in enumerate(_check_conversations(messages))
+    ]
+
+
+def _check_conversations(messages: Any) -> list[list[Any]]:
     """A list of conversations from one or several; parts of text become one text."""
     items = as_list("messages", messages, "a list of messages, or of such lists")
     conversations = [items] if items and isinstance(items[0], Mapping) else items
@@ -53,7 +76,7 @@ def has_chat_template(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def apply_template(
+def _apply_template(
     tokenizer: Any, index: int, conversation: list[Any], options: Mapping[str, Any]
 ) -> TokensPrompt:
     """The prompt of conversation `index`; the template writes the special tokens."""
@@ -74,8 +97,8 @@ def apply_template(
     )
 
 
-def check_keywords(tokenizer: Any, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise for a keyword of `chat` that is not `known` and that no template mentions."""
+def _check_keywords(tokenizer: Any, given: Mapping[str, Any]) -> None:
+    """Raise for a keyword of `chat` that neither transformers nor the template knows."""
     templates = f"{getattr(tokenizer, 'chat_template', '')} {given.get('chat_template', '')}"
     for name in given:
         if name in TEMPLATE_OPTIONS or re.search(rf"\b{re.escape(name)}\b", templates):
@@ -83,7 +106,7 @@ def check_keywords(tokenizer: Any, given: Mapping[str, Any], known: Sequence[str
         if name in options_of(SamplingParams):
             hint = "; it is a field of SamplingParams"
         else:
-            hint = did_you_mean(name, (*known, *TEMPLATE_OPTIONS)) or (
-                "; the chat template does not mention it either"
-            )
-        raise TypeError(f"unknown keyword {name!r}{hint}")
+            hint = did_you_mean(name, (*CHAT_OPTIONS, *TEMPLATE_OPTIONS))
+        raise TypeError(
+            f"unknown keyword {name!r}{hint or '; the chat template does not mention it either'}"
+        )

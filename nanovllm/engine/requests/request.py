@@ -7,6 +7,7 @@ from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.requests.output_text import text_end
 from nanovllm.engine.requests.timing import RequestTimes
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.metrics import RequestMeter
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 
 
@@ -32,6 +33,12 @@ class Request:
     def is_aborted(self) -> bool:
         """Whether it was aborted; an interrupt may have left some of its sequences unfinished."""
         return any(seq.finish_reason == "abort" for seq in self.seqs)
+
+    def measure(self, meter: RequestMeter) -> None:
+        """Count it in `meter`: it has ended."""
+        samples = [(len(seq.output_token_ids), seq.finish_reason or "abort") for seq in self.seqs]
+        longest = max(num_tokens for num_tokens, _ in samples)
+        meter.add(self.times.metrics(longest), self.seqs[0].num_prompt_tokens, samples)
 
     def output(self, tokenizer: Any) -> RequestOutput:
         """Make the output; without a tokenizer its texts are empty."""

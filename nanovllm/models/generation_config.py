@@ -1,0 +1,23 @@
+"""The sampling parameters that a model's `generation_config.json` recommends."""
+
+from pathlib import Path
+
+from nanovllm.models.config import read_json
+from nanovllm.sampling_params import SamplingParams
+
+# The file's names, and ours.
+FIELDS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+FIELDS["max_new_tokens"] = "max_tokens"
+
+
+def recommended_params(path: Path) -> SamplingParams:
+    """Those of the model in the directory `path`; what the file lacks has our default."""
+    file = path / "generation_config.json"
+    given = read_json(file) if file.exists() else {}
+    values = {ours: given[name] for name, ours in FIELDS.items() if given.get(name) is not None}
+    if given.get("do_sample") is False:
+        values["temperature"] = 0
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None

@@ -1,0 +1,80 @@
+"""vLLM's names of options and sampling parameters that are not fields here.
+
+A name is another name of a field, or takes the values that ask for what happens in any case, or is
+refused with what to use instead. docs/from_vllm.md shows these tables.
+"""
+
+from nanovllm.utils.option import OtherName
+
+NOT_HERE = "not supported"
+
+ENGINE = {
+    "block_size": OtherName(ours="kvcache_block_size"),
+    "num_gpu_blocks_override": OtherName(ours="num_kvcache_blocks"),
+    "async_scheduling": OtherName(ours="overlap"),
+    "trust_remote_code": OtherName((False,), "code in a checkpoint is never run"),
+    "disable_log_stats": OtherName(
+        (True, False), "nothing is logged; `get_metrics`, `stats` and `metrics` always have all"
+    ),
+    "swap_space": OtherName((0, 0.0), "a preempted sequence is computed again, not swapped"),
+    "cpu_offload_gb": OtherName((0, 0.0), "weights stay on the device; see `tensor_parallel_size`"),
+    "enable_chunked_prefill": OtherName(
+        (True, None), "prompts longer than `max_num_batched_tokens` are computed in chunks"
+    ),
+    "scheduling_policy": OtherName(
+        ("fcfs", "priority"), "`priority` of a request decides, then the order of arrival"
+    ),
+    "preemption_mode": OtherName((None, "recompute"), "preempted sequences are computed again"),
+    "kv_cache_memory_bytes": OtherName(
+        (None,), "see `num_kvcache_blocks` and `gpu_memory_utilization`"
+    ),
+    "kv_cache_dtype": OtherName(("auto",), "the KV cache has the type of the model"),
+    "quantization": OtherName((None,), NOT_HERE),
+    "speculative_config": OtherName((None,), NOT_HERE),
+    "enable_lora": OtherName((False,), NOT_HERE),
+    "enable_sleep_mode": OtherName((False,), NOT_HERE),
+    "structured_outputs_config": OtherName((None,), NOT_HERE),
+    "limit_mm_per_prompt": OtherName((None, {}), "models are text only"),
+    "compilation_config": OtherName((None,), "`enforce_eager` decides whether graphs are used"),
+    "max_seq_len_to_capture": OtherName((None,), "graphs serve sequences of any length"),
+    "disable_custom_all_reduce": OtherName((False, True), "ranks use NCCL, or memory on a CPU"),
+    "distributed_executor_backend": OtherName(
+        (None, "mp"), "ranks are processes of one machine; nanovllm.ray runs engines on several"
+    ),
+    "pipeline_parallel_size": OtherName((1,), "see `tensor_parallel_size`"),
+    "data_parallel_size": OtherName((1,), "nanovllm.ray runs several engines"),
+    "tokenizer_mode": OtherName(("auto",), "the tokenizer is the one of transformers"),
+    "tokenizer_revision": OtherName((None,), "`tokenizer` may be a directory"),
+    "skip_tokenizer_init": OtherName((False,), "a model without tokenizer files takes token ids"),
+    "hf_token": OtherName((None,), "set HF_TOKEN in the environment"),
+    "hf_overrides": OtherName((None, {}), "edit config.json"),
+    "rope_scaling": OtherName((None, {}), "edit config.json"),
+    "rope_theta": OtherName((None,), "edit config.json"),
+    "generation_config": OtherName(
+        ("vllm",), "the defaults are those of `SamplingParams`; see `get_default_sampling_params`"
+    ),
+    "override_generation_config": OtherName((None, {}), "pass `SamplingParams`"),
+    "max_logprobs": OtherName((-1,), "`logprobs` has no limit"),
+    "logprobs_mode": OtherName(
+        ("raw_logprobs",), "log-probabilities are those before any parameter changes them"
+    ),
+    "task": OtherName(("auto", "generate"), "models generate text"),
+    "runner": OtherName(("auto", "generate"), "models generate text"),
+}
+
+SAMPLING = {
+    "best_of": OtherName((None, 1), "all `n` samples are returned"),
+    "detokenize": OtherName((True,), "text is made of all tokens"),
+    "truncate_prompt_tokens": OtherName((None,), "a prompt that is too long is an error"),
+    "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),
+    "logits_processors": OtherName((None,), "see `logit_bias`, `allowed_token_ids`, `bad_words`"),
+    "structured_outputs": OtherName((None,), NOT_HERE),
+    "guided_decoding": OtherName((None,), NOT_HERE),
+    "output_kind": OtherName((), "`generate` returns whole outputs, `stream` new parts"),
+    "logprob_token_ids": OtherName((None,), NOT_HERE),
+    "flat_logprobs": OtherName((False,), "logprobs are lists of dicts"),
+    "use_beam_search": OtherName((False,), NOT_HERE),
+    "thinking_token_budget": OtherName((None,), NOT_HERE),
+    "repetition_detection": OtherName((None,), NOT_HERE),
+    "extra_args": OtherName((None, {}), NOT_HERE),
+}

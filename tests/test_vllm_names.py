@@ -1,0 +1,100 @@
+"""vLLM's names of options: other names of ours, values that change nothing, and clear refusals."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.utils.option import OtherName
+from nanovllm.vllm_names import ENGINE, SAMPLING
+
+MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
+    "engine": (lambda **given: Config(model="some/model", **given), ENGINE),
+    "sampling": (SamplingParams, SAMPLING),
+}
+NAMES = [(kind, name) for kind, (_, names) in MAKERS.items() for name in names]
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_an_accepted_value_changes_nothing(kind: str, name: str) -> None:
+    make, names = MAKERS[kind]
+    for value in names[name].accepts:
+        assert make(**{name: value}) == make()
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_any_other_value_is_refused_with_a_reason(kind: str, name: str) -> None:
+    """Also 1 for True, and a list for None."""
+    make, names = MAKERS[kind]
+    if names[name].ours is not None:
+        return
+    for value in (["x"], "neither", 77, object()):
+        with pytest.raises(ValueError, match=f"^{name}=") as caught:
+            make(**{name: value})
+        assert str(caught.value).endswith(f": {names[name].why.replace('`', '')}")
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_a_name_is_explained_and_is_no_field(kind: str, name: str) -> None:
+    fields = {
+        field.name for field in dataclasses.fields(Config if kind == "engine" else SamplingParams)
+    }
+    other = MAKERS[kind][1][name]
+    assert name not in fields
+    assert (other.ours in fields) != bool(other.why)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "value"),
+    [
+        ("block_size", "kvcache_block_size", 32),
+        ("num_gpu_blocks_override", "num_kvcache_blocks", 9),
+        ("async_scheduling", "overlap", False),
+    ],
+)
+def test_another_name_of_an_option_sets_it(name: str, ours: str, value: Any) -> None:
+    """Both at once are an error; a bad value is blamed on our name."""
+    make = MAKERS["engine"][0]
+    assert make(**{name: value}) == make(**{ours: value})
+    for given in ({name: value, ours: value}, {ours: value, name: value}):
+        with pytest.raises(TypeError, match=f"^{name} is another name of {ours}; give one of them"):
+            make(**given)
+    with pytest.raises(TypeError, match=f"^{ours} must be "):
+        make(**{name: "x"})
+
+
+def test_true_is_not_taken_for_1() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size=True: see tensor_parallel_size"):
+        Config(model="some/model", pipeline_parallel_size=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("tempreture", "temperature"), ("max_token", "max_tokens"),
+        ("max_new_tokens", "max_tokens"), ("temp", "temperature"),
+        ("freq_penalty", "frequency_penalty"), ("stop_strings", "stop"),
+        ("bad_word", "bad_words"), ("best_off", "best_of"),
+    ],
+)  # fmt: skip
+def test_a_misspelled_parameter_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(**{name: 1})
+    assert str(caught.value) == (f"unknown sampling parameter {name!r}; did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize("name", ["penalty", "x", "p", "tokens_per_second", "lora_request"])
+def test_no_parameter_is_suggested_that_is_not_likely_meant(name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(**{name: 1})
+    assert "did you mean" not in str(caught.value)
+    assert f"unknown sampling parameter {name!r}; there are temperature, " in str(caught.value)
+
+
+def test_no_option_is_suggested_that_is_not_likely_meant() -> None:
+    for name in ("enable_flashinfer", "size", "max", "num", "gpu", "kv"):
+        with pytest.raises(TypeError) as caught:
+            Config(model="some/model", **{name: 1})  # type: ignore[arg-type]
+        assert "did you mean" not in str(caught.value), name
