@@ -1,16 +1,13 @@
 """LLM: the facade. Prompts in, texts out, in the order of the prompts."""
 
-import dataclasses
 import numbers
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
-from tqdm.auto import tqdm
-
-from nanovllm.engine.llm_engine import LLMEngine, StepCounter, exclusive
+from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.progress import progress_bar
 from nanovllm.engine.requests.conversation import chat_prompts, has_chat_template
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
@@ -19,8 +16,6 @@ from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, shorten
-
-WINDOW = 200  # steps over which the progress bar's rates are measured
 
 
 class LLM(LLMEngine):
@@ -167,32 +162,12 @@ class LLM(LLMEngine):
     def _run_until_done(self, ids: list[int], use_tqdm: bool) -> None:
         """Step until all of `ids` are finished; other requests' outputs are kept for `step()`."""
         pending = set(ids)
-        window = deque([dataclasses.replace(self.counter)], maxlen=WINDOW)
-        # No disabled bar: a KeyboardInterrupt raised while it is collected would be lost.
-        made = tqdm(total=len(ids), desc="Generating", unit="req") if use_tqdm else nullcontext()
-        with made as bar:
+        with progress_bar(self, len(ids), "Generating") if use_tqdm else nullcontext() as bar:
             while pending:
                 self.advance()
-                done = pending & self.finished.keys()
-                pending -= done
+                pending -= pending & self.finished.keys()
                 if bar is not None:
-                    window.append(dataclasses.replace(self.counter))
-                    bar.set_postfix_str(self._progress(window[0]), refresh=False)
-                    bar.update(len(done))
-
-    def _progress(self, before: StepCounter) -> str:
-        """The rates since `before`, running and waiting sequences, and how full the pool is."""
-        now, stats = self.counter, self.stats()
-        prefill, decode = (
-            (getattr(now, f"{kind}_tokens") - getattr(before, f"{kind}_tokens"))
-            / max(getattr(now, f"{kind}_seconds") - getattr(before, f"{kind}_seconds"), 1e-9)
-            for kind in ("prefill", "decode")
-        )
-        return (
-            f"prefill {tqdm.format_sizeof(prefill)}, decode {tqdm.format_sizeof(decode)} tok/s,"
-            f" {stats['num_running']}+{stats['num_waiting']} seqs,"
-            f" KV {stats['blocks_used'] / stats['num_blocks']:.0%}"
-        )
+                    bar.n = len(ids) - len(pending)
 
     def __enter__(self) -> "LLM":
         return self

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -26,7 +27,8 @@ from nanovllm.command.options import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.batch.job import Tally
+    from nanovllm.batch.job import Job, Tally
+    from nanovllm.llm import LLM
 
 NAME = "run-batch"
 SUMMARY = "answer a file of requests, and resume where it stopped"
@@ -68,9 +70,10 @@ def _run(args: argparse.Namespace) -> int:
 
         with Journal(args.output) as journal, open_llm(options) as llm:
             job, start = Job(llm, journal, defaults, args.strict), time.perf_counter()
-            with _progress_bar(file) as bar:
+            with _bar(llm, file, job) as bar:
                 for tally in job.run(read_lines(file)):
-                    _show(bar, tally, time.perf_counter() - start)
+                    if bar is not None:
+                        bar.n, bar.initial = tally.lines, tally.skipped  # which take no time
             num_failed = journal.num_failed + job.tally.failed
             print(_summary(job.tally, journal.num_failed, time.perf_counter() - start))
     return 1 if num_failed else 0
@@ -85,24 +88,18 @@ def _open_input(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _progress_bar(file: BinaryIO) -> Any:
-    """A bar over the input's lines, which are counted first; hidden unless stderr is a terminal."""
-    from tqdm import tqdm
-
+def _bar(llm: "LLM", file: BinaryIO, job: "Job") -> AbstractContextManager[Any]:
+    """A bar over the input's lines, which are counted first; None unless stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
     from nanovllm.batch.lines import count_lines
+    from nanovllm.engine.progress import progress_bar
 
-    is_shown = sys.stderr.isatty()
-    total = count_lines(file) if is_shown and file.seekable() else None
-    return tqdm(total=total, unit="req", desc="Batch", smoothing=0, disable=not is_shown)
+    def failures() -> list[str]:
+        return [f"{job.tally.failed} failed"] if job.tally.failed else []
 
-
-def _show(bar: Any, tally: "Tally", seconds: float) -> None:
-    if bar.disable:
-        return
-    bar.initial = tally.skipped  # which keeps them out of the remaining time
-    rate = f"{tally.tokens / seconds:.0f} tok/s"
-    bar.set_postfix_str(f"{tally.failed} failed, {rate}", refresh=False)
-    bar.update(tally.lines - bar.n)
+    total = count_lines(file) if file.seekable() else None
+    return progress_bar(llm, total, "Batch", failures)
 
 
 def _summary(tally: "Tally", failed_before: int, seconds: float) -> str:

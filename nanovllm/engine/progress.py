@@ -1,0 +1,115 @@
+"""Progress bars: how many requests are done, and what the engine does meanwhile.
+
+A thread draws the bar four times a second and ends with it. So the bar also moves while a step
+takes long, and steps spend no time on it.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine
+
+INTERVAL = 0.25  # seconds between two drawings
+WINDOW = 20  # drawings over which rates are measured
+MIN_BAR = 8  # columns that notes leave to the bar itself
+NARROW = 70  # a line with fewer columns has no description
+LAYOUT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+WITHOUT_TOTAL = "{desc}: {n_fmt} [{elapsed}{postfix}]"
+
+
+class Bar(tqdm):  # type: ignore[type-arg]
+    """tqdm's bar, without the thread that tqdm would leave behind. The caller sets `n`."""
+
+    monitor_interval = 0
+
+
+@contextlib.contextmanager
+def progress_bar(
+    engine: LLMEngine,
+    total: int | None,
+    description: str,
+    first_notes: Callable[[], Iterable[str]] = tuple,
+) -> Iterator[Bar]:
+    """Show a bar on stderr during the block. `total` is None if it is not known.
+
+    The bar is followed by `first_notes` and then by what the engine does: as many notes as the
+    terminal has columns for.
+    """
+    layout, activity = LAYOUT if total else WITHOUT_TOTAL, Activity(engine)
+    with Bar(total=total, desc=description, bar_format=layout, dynamic_ncols=True) as bar:
+
+        def draw(refresh: bool = True) -> None:
+            columns = bar.format_dict["ncols"]
+            bar.desc = "" if total and columns and columns < NARROW else description
+            bar.set_postfix_str(_fit(bar, [*first_notes(), *activity.notes()]), refresh)
+
+        with _repeating(draw):
+            yield bar
+        draw(refresh=False)  # the end of the bar draws it
+
+
+class Activity:
+    """What an engine does, in notes. Its rates are those of the last steps before a drawing."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._seen = deque([dataclasses.replace(engine.counter)], maxlen=WINDOW)
+
+    def notes(self) -> Iterator[str]:
+        """Rates of decode and prefill, running and waiting sequences, how full the pool is."""
+        now, stats = dataclasses.replace(self._engine.counter), self._engine.stats()
+        before = self._seen[0]
+        if now != self._seen[-1]:  # else a step takes long, and the last rates stay
+            self._seen.append(now)
+        unit = " tok/s"  # once, with the first rate
+        for kind, word in (("decode", "out"), ("prefill", "in")):
+            tokens, seconds = (
+                getattr(now, f"{kind}_{what}") - getattr(before, f"{kind}_{what}")
+                for what in ("tokens", "seconds")
+            )
+            if tokens and seconds:
+                yield f"{tqdm.format_sizeof(tokens / seconds)}{unit} {word}"
+                unit = ""
+        if stats["num_running"]:
+            yield f"{stats['num_running']} running"
+        if stats["num_waiting"]:
+            yield f"{stats['num_waiting']} waiting"
+        yield f"KV {stats['blocks_used'] / stats['num_blocks']:.0%}"
+
+
+def _fit(bar: Bar, notes: list[str]) -> str:
+    """The first `notes`, as many as leave room for the bar on its line."""
+    shown = {**bar.format_dict, "bar_format": str(bar.bar_format).replace("{bar}", "")}
+    columns = shown["ncols"] or len(", ".join(notes)) + 1000
+
+    def fits(text: str) -> bool:
+        line = tqdm.format_meter(**shown | {"postfix": text, "ncols": None})
+        return len(line) + MIN_BAR <= columns
+
+    lengths = range(len(notes), 0, -1)
+    return next(filter(fits, (", ".join(notes[:length]) for length in lengths)), "")
+
+
+@contextlib.contextmanager
+def _repeating(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` every `INTERVAL` seconds during the block, in a thread that ends with it."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        with contextlib.suppress(OSError):  # stderr is gone: the block's own thread reports that
+            while not ended.wait(INTERVAL):
+                act()
+
+    thread = threading.Thread(target=repeat, name="nanovllm-progress", daemon=True)
+    try:
+        thread.start()
+        yield
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()

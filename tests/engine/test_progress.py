@@ -1,0 +1,192 @@
+"""Progress bars as a terminal receives them."""
+
+import fcntl
+import itertools
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import make_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.command.main import main
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.progress import Activity
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUICK = [SamplingParams(max_tokens=1)] * 400
+LONG = [SamplingParams(max_tokens=40, ignore_eos=True)] * 8
+
+
+class Screen:
+    """A pseudo-terminal in place of stderr; `drawn` has what it received, and when."""
+
+    def __init__(self, columns: int) -> None:
+        self._reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stderr = os.fdopen(writer, "w")
+        self.drawn: list[tuple[float, str]] = []
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._reader, 1 << 16):
+                self.drawn.append((time.monotonic(), data.decode()))
+        except OSError:  # the other end is closed
+            os.close(self._reader)
+
+    def close(self) -> None:
+        self.stderr.close()
+        self._thread.join(10)
+
+    @property
+    def lines(self) -> list[str]:
+        text = "".join(text for _, text in self.drawn)
+        return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line]
+
+    def longest_silence(self, start: float, end: float) -> float:
+        times = [start, *(at for at, _ in self.drawn if start <= at <= end), end]
+        return max(after - before for before, after in itertools.pairwise(times))
+
+
+@pytest.fixture
+def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Screen]]:
+    screens = []
+
+    def make(columns: int) -> Screen:
+        screens.append(Screen(columns))
+        monkeypatch.setattr(sys, "stderr", screens[-1].stderr)
+        return screens[-1]
+
+    yield make
+    for screen in screens:
+        screen.close()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make_llm(EMBEDDED_MODEL, max_num_seqs=64, max_model_len=256) as llm:
+        yield llm
+
+
+def slow_down(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When only the long requests are left, a step takes 40 ms, and one of them 1.5 s."""
+    advance, steps = llm.advance, 0
+
+    def slow() -> None:
+        nonlocal steps
+        advance()
+        if len(llm.unfinished) <= len(LONG):
+            steps += 1
+            time.sleep(1.5 if steps == 3 else 0.04)
+
+    monkeypatch.setattr(llm, "advance", slow)
+
+
+def test_the_bar_never_stands_still(
+    llm: LLM, screen_of: Callable[[int], Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither after a burst of quick requests, while none finishes, nor in one long step."""
+    slow_down(llm, monkeypatch)
+    screen, params = screen_of(80), [*QUICK, *LONG]
+    threads = threading.active_count()
+    start = time.monotonic()
+    llm.generate(["12+34="] * len(params), params)
+    end = time.monotonic()
+    assert threading.active_count() == threads
+    screen.close()
+    assert end - start > 2.5
+    assert screen.longest_silence(start, end) < 1
+    assert max(map(len, screen.lines)) <= 79
+    assert re.search(r"98%\|\W+\| 400/408 \[00:01<.* tok/s out.*\]$", "\n".join(screen.lines), re.M)
+    assert screen.lines[-1].startswith("Generating: 100%|")
+    assert " 0.00" not in "\n".join(screen.lines)
+
+
+@pytest.mark.parametrize(
+    ("columns", "pattern"),
+    [
+        (60, r" 98%\|[^|]{8,}\| 400/408 \[00:\d\d<00:00, \S+ tok/s out\]"),
+        (80, r"Generating:  98%\|[^|]{8,}\| 400/408 \[00:\d\d<00:00, \S+ tok/s out, \S+ in\]"),
+        (120, r"Generating:  98%\|[^|]{8,}\| 400/408 \[.*tok/s out, \S+ in, 8 running, KV \d+%\]"),
+    ],
+)  # fmt: skip
+def test_a_line_fits_the_terminal(
+    llm: LLM, screen_of: Callable[[int], Screen], columns: int, pattern: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The bar keeps eight columns; notes that do not fit are left out, the last ones first."""
+    monkeypatch.setattr("nanovllm.engine.progress.INTERVAL", 0.02)
+    screen, params = screen_of(columns), [*QUICK, *LONG]
+    llm.generate(["12+34="] * len(params), params)
+    screen.close()
+    assert max(map(len, screen.lines)) <= columns - 1
+    assert any(re.fullmatch(pattern, line) for line in screen.lines), screen.lines
+    assert len({line.count("|") for line in screen.lines}) == 1
+
+
+def test_a_rate_without_tokens_is_left_out(llm: LLM) -> None:
+    activity = Activity(llm)
+    assert list(activity.notes()) == ["KV 0%"]
+    llm.generate("12+34=", QUICK[0], use_tqdm=False)
+    assert re.fullmatch(r"\S+ tok/s in, KV 0%", ", ".join(activity.notes()))
+    activity = Activity(llm)
+    llm.add_request("12+34=", LONG[0])
+    llm.step()
+    list(activity.notes())
+    for _ in range(30):
+        llm.step()
+        list(activity.notes())
+    notes = list(activity.notes())
+    assert re.fullmatch(r"\S+ tok/s out, 1 running, KV \d%", ", ".join(notes))
+    assert list(activity.notes()) == notes, "no step, other rates"
+    while not llm.is_finished():
+        llm.step()
+
+
+def test_an_interrupt_ends_the_bar_and_its_thread(
+    llm: LLM, screen_of: Callable[[int], Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, threads = screen_of(80), threading.active_count()
+
+    def interrupted() -> None:
+        time.sleep(0.4)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("12+34=", QUICK[0])
+    assert threading.active_count() == threads
+    monkeypatch.undo()
+    assert llm.generate("12+34=", QUICK[0], use_tqdm=False)
+    screen.close()
+    assert screen.drawn[-1][1].endswith("\n")
+
+
+def test_the_bar_of_a_batch(
+    screen_of: Callable[[int], Screen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """It counts lines; those of an earlier run take no time."""
+    monkeypatch.setattr("nanovllm.engine.progress.INTERVAL", 0.02)
+    lines = ['{"prompt": "1+1="}', '{"prompt": 5}']
+    lines += ['{"prompt": "12+34=", "max_tokens": 60, "ignore_eos": true}'] * 4
+    (tmp_path / "in").write_text("\n".join(lines))
+    screen = screen_of(80)
+    argv = ["run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(argv) == 1
+    screen.close()
+    assert max(map(len, screen.lines)) <= 79
+    pattern = r"Batch:  33%\|[^|]{8,}\| 2/6 \[00:\d\d<00:\d\d, 1 failed, \S+ tok/s out, .*\]"
+    assert any(re.fullmatch(pattern, line) for line in screen.lines), screen.lines
+    assert screen.lines[-1].startswith("Batch: 100%|")
