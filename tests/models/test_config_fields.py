@@ -157,7 +157,7 @@ def means_what_transformers_does_not_say(architecture: str, field: str, value: A
         return type(value) is int  # a number is a number
     if field == "num_key_value_heads":
         return value is None  # as in the other architectures: as many as there are heads
-    if field in WINDOWS or (field == "layer_types" and value == []):
+    if field in WINDOWS:
         return architecture != "MistralForCausalLM"  # not read unless there is a window
     return field == "torch_dtype" or (field, value) == ("rope_scaling", {})
 
