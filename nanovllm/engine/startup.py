@@ -87,6 +87,11 @@ def build_model(config: Config, model_config: ModelConfig, placement: Placement)
                 model_config, placement.max_positions, placement.ranks,
                 config.enable_expert_parallel,
             )  # fmt: skip
+    except (MemoryError, RuntimeError) as error:  # the allocators' own
+        raise MemoryError(
+            f"no memory on {placement.device} for a model with {model_config.sizes}, at"
+            f" {placement.max_positions} positions (max_model_len)"
+        ) from error
     finally:
         torch.set_default_dtype(previous)
 

@@ -1,22 +1,25 @@
 """ModelConfig: the contents of a checkpoint's `config.json`, with one name for each field.
 
 It reads only JSON: no PyTorch, no transformers. An absent field gets the architecture's default
-(`registry.py`), or is an error without one. A value that is not supported is an error.
+(`registry.py`), or is an error without one. A value that is not supported is an error, and so is a
+size that no memory holds.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
-from nanovllm.models.registry import Architecture, get_architecture
-from nanovllm.models.rope import rope_parameters
-from nanovllm.utils.checks import check_bool, check_float, check_int
+from nanovllm.models.registry import DEFAULTS, Architecture, get_architecture
+from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
+from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
-SLIDING = "sliding_attention"
-LAYER_TYPES = ("full_attention", SLIDING)
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+MAX_LAYERS = 10_000
+MAX_PARAMETERS = 1 << 46  # in 16 bits, they fill a process's address space of 47 bits
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,24 @@ class ModelConfig:
     @classmethod
     def from_dir(cls, path: Path) -> "ModelConfig":
         """Read `config.json` (and the EOS ids of `generation_config.json`) in `path`."""
-        raw = read_json(path / "config.json")
-        try:
+        with _errors_name(path / "config.json") as raw:
             config = cls._parse(raw)
-        except KeyError as error:
-            raise ValueError(f"{path / 'config.json'} has no field {error}") from None
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{path / 'config.json'}: {error}") from None
         if (path / "generation_config.json").exists():
-            generation = read_json(path / "generation_config.json")
-            eos = config.eos_token_ids | _ids("eos_token_id", generation.get("eos_token_id"))
+            with _errors_name(path / "generation_config.json") as raw:
+                eos = config.eos_token_ids | _eos_ids(raw, config.vocab_size)
             object.__setattr__(config, "eos_token_ids", eos)
         return config
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that decide how large the model is, for error messages."""
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                 "num_attention_heads", "head_dim")  # fmt: skip
+        sizes = {name: getattr(self, name) for name in names}
+        if self.experts:
+            sizes["num_experts"] = self.experts.num_experts
+            sizes["moe_intermediate_size"] = self.experts.intermediate_size
+        return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
     def check_parallel_size(self, size: int, whole_experts: bool = False) -> None:
         """Raise a ValueError if `size` ranks cannot split this model.
@@ -127,39 +136,54 @@ class ModelConfig:
         return widths
 
     @classmethod
-    def _parse(cls, raw: dict[str, Any]) -> "ModelConfig":
-        name = _architecture_name(raw)
+    def _parse(cls, file: dict[str, Any]) -> "ModelConfig":
+        name = _architecture_name(file)
         architecture = get_architecture(name)
-        _refuse_unsupported(raw)
-        raw = {**architecture.defaults, **raw, **architecture.fixed}
-        num_heads, num_kv_heads, head_dim = _heads(raw)
+        _refuse_unsupported(file)
+        raw = {**DEFAULTS, **architecture.defaults, **file, **architecture.fixed}
+        num_heads, num_kv_heads, head_dim = _heads(raw, architecture.defaults.get("head_dim"))
+
+        rotated_layers = _rotated_layers(raw, architecture)
+        windows = _sliding_windows(raw, rotated_layers if architecture.unrotated_layers else None)
+        _check_layer_types(name, file.get("layer_types"), windows)
 
         def has_bias(bias: bool | str) -> bool:
             return _flag(raw, bias) if isinstance(bias, str) else bias
 
-        return cls(
+        config = cls(
             architecture=name,
             vocab_size=_size(raw, "vocab_size"),
             hidden_size=_size(raw, "hidden_size"),
             intermediate_size=_size(raw, "intermediate_size"),
-            num_hidden_layers=_size(raw, "num_hidden_layers"),
+            num_hidden_layers=_size(raw, "num_hidden_layers", MAX_LAYERS),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=check_float("rms_norm_eps", raw["rms_norm_eps"], 0.0),
-            max_position_embeddings=_size(raw, "max_position_embeddings"),
-            tie_word_embeddings=_flag({"tie_word_embeddings": False, **raw}, "tie_word_embeddings"),
-            rope_parameters=rope_parameters(raw, name, architecture, head_dim),
+            rms_norm_eps=check_float("rms_norm_eps", raw["rms_norm_eps"], 0.0, above=True),
+            max_position_embeddings=_size(raw, "max_position_embeddings", MAX_POSITIONS),
+            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+            rope_parameters=rope_parameters(file, raw, architecture, head_dim),
             dtype=_dtype(raw),
-            eos_token_ids=_ids("eos_token_id", raw.get("eos_token_id")),
+            eos_token_ids=_ids("eos_token_id", raw["eos_token_id"])
+            | _eos_ids(file, raw["vocab_size"]),
             qk_norm=architecture.qk_norm,
             qkv_bias=has_bias(architecture.qkv_bias),
             o_bias=has_bias(architecture.o_bias),
             mlp_bias=has_bias(architecture.mlp_bias),
-            sliding_windows=_sliding_windows(raw),
-            rotated_layers=_rotated_layers(raw, architecture),
+            sliding_windows=windows,
+            rotated_layers=rotated_layers,
             experts=_experts(raw) if architecture.experts else None,
         )
+        config._refuse_huge()
+        return config
+
+    def _refuse_huge(self) -> None:
+        """Raise a ValueError if no memory holds the largest matrices."""
+        inner = [self.intermediate_size, self.num_attention_heads * self.head_dim]
+        if self.experts:
+            inner.append(self.experts.num_experts * self.experts.intermediate_size)
+        if self.hidden_size * (self.vocab_size + max(inner)) > MAX_PARAMETERS:
+            raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -175,15 +199,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def _errors_name(path: Path) -> Iterator[dict[str, Any]]:
+    """The fields of a file, for a block whose errors are given the file's name."""
+    raw = read_json(path)
+    try:
+        yield raw
+    except KeyError as error:
+        raise ValueError(f"{path} has no field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
 def _architecture_name(raw: Mapping[str, Any]) -> str:
-    architectures = raw.get("architectures") or []
-    if len(architectures) != 1:
-        raise ValueError(f"architectures must name one model class, got {architectures!r}")
-    name: str = architectures[0]
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise ValueError(f"architectures must be a list of one model class, got {shorten(names)}")
+    name: str = names[0]
     return name
 
 
-def _heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+def _heads(raw: Mapping[str, Any], default_head_dim: int | None) -> tuple[int, int, int]:
     """The numbers of query heads and of key heads, and the dimension of a head."""
     num_heads = _size(raw, "num_attention_heads")
     has_kv_heads = raw["num_key_value_heads"] is not None
@@ -193,34 +229,57 @@ def _heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
             f"num_attention_heads={num_heads} is not a multiple of"
             f" num_key_value_heads={num_kv_heads}"
         )
-    has_head_dim = raw["head_dim"] is not None
+    # Null stands for the quotient only where that is the default, as in transformers.
+    has_head_dim = raw["head_dim"] is not None or default_head_dim is not None
     head_dim = _size(raw, "head_dim") if has_head_dim else _size(raw, "hidden_size") // num_heads
-    if head_dim % 2:
-        raise ValueError(f"head_dim must be even, got {head_dim}")
+    if head_dim % 2 or not head_dim:
+        raise ValueError(
+            f"head_dim must be even and above 0, got {head_dim}; without it, it is hidden_size="
+            f"{raw['hidden_size']} // num_attention_heads={num_heads}"
+        )
     return num_heads, num_kv_heads, head_dim
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act must be 'silu', got {raw['hidden_act']!r}")
-    if quantization := raw.get("quantization_config"):
+        raise ValueError(f"hidden_act must be 'silu', got {shorten(raw['hidden_act'])}")
+    if (quantization := raw.get("quantization_config")) is not None:
         method = (
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         )
         raise ValueError(f"quantization_config: quantized weights ({method!r}) are not supported")
-    if unknown := sorted(set(raw.get("layer_types") or ()) - {*LAYER_TYPES}):
-        raise ValueError(f"layer_types {unknown} are not supported; {', '.join(LAYER_TYPES)} are")
+    types = raw.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise TypeError(f"layer_types must be a list, got {shorten(types)}")
+    if unknown := [kind for kind in types or () if kind not in LAYER_TYPES]:
+        allowed = ", ".join(LAYER_TYPES)
+        raise ValueError(f"layer_types {shorten(unknown)} are not supported; {allowed} are")
 
 
-def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Each layer's window: by `layer_types`, or for all layers from `max_window_layers` on."""
-    num_layers = _size(raw, "num_hidden_layers")
+def _check_layer_types(name: str, types: list[str] | None, windows: tuple[int | None, ...]) -> None:
+    """Refuse types that the architecture does not read and that differ from its windows."""
+    if types not in (None, [SLIDING if window else FULL for window in windows]):
+        raise ValueError(
+            f"layer_types {shorten(types)} contradict the windows of {name}'s layers:"
+            f" {shorten(list(windows))}"
+        )
+
+
+def _sliding_windows(
+    raw: Mapping[str, Any], rotated: tuple[bool, ...] | None
+) -> tuple[int | None, ...]:
+    """Each layer's window: by `layer_types`, or for all layers from `max_window_layers` on.
+
+    Of `rotated` layers, if given, those without a rotation have one.
+    """
+    num_layers = _size(raw, "num_hidden_layers", MAX_LAYERS)
     window = raw["sliding_window"] if _flag(raw, "use_sliding_window") else None
     if window is not None:
         check_int("sliding_window", window, 1)
-    if (types := raw.get("layer_types")) is None:
+    if (types := raw["layer_types"]) is None:
         first = check_int("max_window_layers", raw["max_window_layers"], 0) if window else 0
-        return (None,) * min(first, num_layers) + (window,) * max(num_layers - first, 0)
+        has_window = [i >= first and not (rotated and rotated[i]) for i in range(num_layers)]
+        return tuple(window if has else None for has in has_window)
     if len(types) != num_layers:
         raise ValueError(f"layer_types has {len(types)} entries, num_hidden_layers={num_layers}")
     if SLIDING in types and window is None:
@@ -230,7 +289,7 @@ def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def _rotated_layers(raw: Mapping[str, Any], architecture: Architecture) -> tuple[bool, ...]:
     """All layers, or those with a 1 in `no_rope_layers`; without it all but every Nth."""
-    num_layers = check_int("num_hidden_layers", raw["num_hidden_layers"], 1)
+    num_layers = _size(raw, "num_hidden_layers", MAX_LAYERS)
     if not architecture.unrotated_layers:
         return (True,) * num_layers
     flags = raw["no_rope_layers"]
@@ -238,7 +297,8 @@ def _rotated_layers(raw: Mapping[str, Any], architecture: Architecture) -> tuple
         interval = check_int("no_rope_layer_interval", raw["no_rope_layer_interval"], 1)
         return tuple(index % interval != 0 for index in range(1, num_layers + 1))
     if not isinstance(flags, list) or len(flags) < num_layers:
-        raise ValueError(f"no_rope_layers must be a list of {num_layers} numbers, got {flags!r}")
+        needed = f"a list of {num_layers} numbers"
+        raise ValueError(f"no_rope_layers must be {needed}, got {shorten(flags)}")
     return tuple(bool(check_int("no_rope_layers", flag, 0, 1)) for flag in flags[:num_layers])
 
 
@@ -246,19 +306,21 @@ def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
     """Read the experts. Transformers 5 writes `num_experts` as `num_local_experts`."""
     num_experts = _size(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
     step = _size(raw, "decoder_sparse_step")
-    dense = _ids("mlp_only_layers", raw["mlp_only_layers"])
+    dense = raw["mlp_only_layers"]
+    if dense is not None and not isinstance(dense, list):
+        raise TypeError(f"mlp_only_layers must be a list of numbers, got {shorten(dense)}")
     layers = range(step - 1, raw["num_hidden_layers"], step)
     return ExpertsConfig(
         num_experts=num_experts,
         per_token=check_int("num_experts_per_tok", raw["num_experts_per_tok"], 1, num_experts),
         intermediate_size=_size(raw, "moe_intermediate_size"),
         norm_topk_prob=_flag(raw, "norm_topk_prob"),
-        layers=frozenset(layers) - dense,
+        layers=frozenset(layers) - _ids("mlp_only_layers", dense),
     )
 
 
-def _size(raw: Mapping[str, Any], name: str) -> int:
-    return check_int(name, raw[name], 1)
+def _size(raw: Mapping[str, Any], name: str, high: int | None = None) -> int:
+    return check_int(name, raw[name], 1, high)
 
 
 def _flag(raw: Mapping[str, Any], name: str) -> bool:
@@ -266,10 +328,19 @@ def _flag(raw: Mapping[str, Any], name: str) -> bool:
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in DTYPES[1:]:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES[1:])}, got {dtype!r}")
-    return str(dtype)
+    spelt = (name for name in ("dtype", "torch_dtype") if raw.get(name) is not None)
+    name = next(spelt, None)
+    return "float32" if name is None else check_choice(name, raw[name], DTYPES[1:])
+
+
+def _eos_ids(file: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """The EOS ids that a file gives; one that the model cannot produce is a ValueError."""
+    ids = _ids("eos_token_id", file.get("eos_token_id"))
+    if outside := [i for i in ids if i >= vocab_size]:
+        raise ValueError(
+            f"eos_token_id {shorten(outside)} is outside the vocabulary: vocab_size={vocab_size}"
+        )
+    return ids
 
 
 def _ids(name: str, value: Any) -> frozenset[int]:

@@ -245,11 +245,11 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, max_positions, ranks, whole_experts)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks)
-        # Tensors that a checkpoint may have and this model does not use.
-        self.spare_weights: tuple[str, ...] = ()
+        # Other names of tensors; a checkpoint has one of the two, or both with the same values.
+        self.tied_weights: dict[str, str] = {}
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
-            self.spare_weights = ("lm_head.weight",)
+            self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None

@@ -1,6 +1,6 @@
 """Loading: a checkpoint's files fill a model's parameters, each exactly once."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,38 +8,33 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.hub import download, local_directory
 
 INDEX = "model.safetensors.index.json"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
 CONFIG_FILES = ("config.json", "generation_config.json")
 
 
-def resolve_model(model: str, files: Sequence[str] = MODEL_FILES) -> Path:
+def resolve_model(
+    model: str,
+    files: Sequence[str] = MODEL_FILES,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Path:
     """The directory of `model`: a local path, or a hub id, of which `files` are downloaded."""
-    try:
-        path = Path(model).expanduser()
-        if path.is_dir():
-            return path
-        if path.exists():
-            raise NotADirectoryError(f"model must be a directory, but {model!r} is a file")
-    except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
-        raise FileNotFoundError(f"model directory {model!r} cannot exist: {error}") from None
-    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+    path = local_directory("model", model, revision)
+    if path is None and model.count("/") != 1:
         raise FileNotFoundError(f"model directory {model!r} does not exist")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
-    except Exception as error:  # the hub has a class each for offline, unknown and gated
-        raise OSError(
-            f"{model!r} is not a local directory, and downloading it failed: {error}"
-        ) from error
+    return path or download("model", model, files, revision, download_dir)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -70,6 +65,11 @@ class InFile:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self._slice.get_shape())
+
+    @property
+    def dtype(self) -> str:
+        """The name that safetensors gives to the type."""
+        return str(self._slice.get_dtype())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         with torch.device("cpu"):  # safetensors uses PyTorch's default device
@@ -102,9 +102,10 @@ class Target:
 def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     """Fill `model` from the safetensors files in `path`.
 
-    Fills every parameter exactly once and uses every tensor of the files, except those that the
-    model lists as spare. Otherwise it raises a ValueError that names the tensor. For a fused
-    parameter, the files may hold the parts or the fused tensor. A rank reads only what it holds.
+    Fills every parameter exactly once and uses every tensor of the files, except old models'
+    inverse frequencies. Otherwise it raises a ValueError that names the tensor. For a fused
+    parameter, the files may hold the parts or the fused tensor; for a tied one either name, or both
+    with the same values. A rank reads only what it holds.
 
     Files are read one after the other; a few threads copy a file's tensors, and the first error in
     file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
@@ -114,12 +115,19 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     targets = checkpoint_targets(model)
     missing = {part: target.param for target in targets.values() for part in target.parts}
     is_fused = False  # whether the files hold fused tensors
+    found: set[str] = set()
+    second: dict[str, InFile] = {}  # of a file, those whose values a tied tensor has given
 
     def fill(item: tuple[str, InFile]) -> int:
         name, tensor = item
         target = targets[name]
         try:
-            _fill(model, target.param, target.shard_id, tensor)
+            if tensor.dtype not in FLOATS:
+                raise ValueError(f"type {tensor.dtype}, a model needs one of {', '.join(FLOATS)}")
+            if name in second:
+                _check_equal(model, target.param, tensor)
+            else:
+                _fill(model, target.param, target.shard_id, tensor)
         except ValueError as error:
             raise ValueError(f"{path}: tensor {name!r} has {error}") from None
         return len(target.parts)
@@ -128,11 +136,15 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     bar = tqdm(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in read_weights(path):
-            used = {name: t for name, t in tensors.items() if not _is_spare(model, name)}
+            used = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+            second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
+            found |= tensors.keys()
             _mark_found(path, used, targets, missing)
             is_fused |= any(len(targets[name].parts) > 1 for name in used)
             for num_parts in pool.map(fill, used.items()):  # in order; stops at the first error
                 bar.update(num_parts)
+            for item in second.items():
+                fill(item)
     if missing:
         raise _missing_error(path, missing.values() if is_fused else missing)
 
@@ -143,8 +155,17 @@ def _missing_error(path: Path, missing: Iterable[str]) -> ValueError:
     return ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
 
 
-def _is_spare(model: CausalLM, name: str) -> bool:
-    return name in model.spare_weights or name.endswith("rotary_emb.inv_freq")
+def _second_names(
+    tied: Mapping[str, str], names: Collection[str], found: Collection[str]
+) -> list[str]:
+    """The tied tensors in a file whose other name is in it too, or was in one before."""
+    second = []
+    for alias, name in tied.items():
+        if alias in names and (name in names or name in found):
+            second.append(alias)
+        elif name in names and alias in found:
+            second.append(name)
+    return second
 
 
 def _mark_found(
@@ -174,6 +195,7 @@ def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
         parts = tuple(".".join([*above, *end]) for end in ends)
         targets[name] = Target(name, None, parts or (name,))
         targets |= {part: Target(name, shard_id, (part,)) for shard_id, part in enumerate(parts)}
+    targets |= {alias: targets[name] for alias, name in model.tied_weights.items()}
     return targets
 
 
@@ -187,6 +209,20 @@ def _layer(model: CausalLM, name: str) -> Layer:
 def _fill(model: CausalLM, param: str, shard_id: int | None, tensor: Loaded) -> None:
     layer = _layer(model, param.rpartition(".")[0])
     layer.weight_loader(model.get_parameter(param), tensor, shard_id)
+
+
+@torch.inference_mode()
+def _check_equal(model: CausalLM, param: str, tensor: Loaded) -> None:
+    """Raise unless the tensor has the values of `param`, of which it makes a copy for a moment."""
+    filled = model.get_parameter(param)
+    other = nn.Parameter(torch.empty_like(filled), requires_grad=False)
+    _layer(model, param.rpartition(".")[0]).weight_loader(other, tensor, None)
+    if not torch.equal(other, filled):
+        alias = next(alias for alias, name in model.tied_weights.items() if name == param)
+        raise ValueError(
+            f"other values, so that {alias} and {param} differ, but tie_word_embeddings in"
+            " config.json is true; set it to false to use both"
+        )
 
 
 def load_dummy(model: CausalLM, whole: CausalLM, seed: int) -> None:

@@ -7,80 +7,119 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.models.registry import Architecture
-from nanovllm.utils.checks import check_float
+from nanovllm.utils.checks import check_bool, check_float, shorten
 
+SPELLINGS = ("rope_scaling", "rope_parameters")  # of transformers 4 and of transformers 5
+TOP_LEVEL = ("rope_theta", "partial_rotary_factor")  # where transformers 4 has them
 FIELDS = (
     "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor",
     "high_freq_factor", "partial_rotary_factor", "short_factor", "long_factor",
 )  # fmt: skip
 LISTS = ("short_factor", "long_factor")  # a factor for each rotated pair
+NULLS = ("rope_type", "type", "truncate", "factor")  # where null does not mean absent
+# The fields that each type needs, besides `rope_theta`.
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": LISTS,
+}  # fmt: skip
 # The context length of the first training. For the types that need it, the top level of the config
 # overrides `rope_parameters`.
 TRAINED_LENGTH = "original_max_position_embeddings"
 NEEDS_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
+MAX_POSITIONS = 1 << 24  # positions are rotated in float32, which has all integers up to this one
 
 
 def rope_parameters(
-    raw: Mapping[str, Any], name: str, architecture: Architecture, head_dim: int
+    file: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture, head_dim: int
 ) -> dict[str, Any]:
-    """The rope parameters of the config `raw` of the architecture `name`.
+    """The rope parameters of a config: the fields of its `file`, and `raw`, with the defaults.
 
-    `rope_type` and `rope_theta` are always present.
+    `rope_type` and `rope_theta` are always present. Spellings that differ are a ValueError.
     """
-    parameters = _merge_spellings(raw)
-    rope_type = _rope_type(parameters, architecture)
-    parameters["rope_type"] = rope_type
-    if rope_type in NEEDS_TRAINED_LENGTH and raw.get(TRAINED_LENGTH) is not None:
-        parameters[TRAINED_LENGTH] = raw[TRAINED_LENGTH]
-    if "rope_theta" not in parameters:
-        raise KeyError("rope_theta")
-    if rope_type != "longrope" and (rope_type == "default") == ("factor" in parameters):
-        needs = "takes no" if rope_type == "default" else "needs a"
-        raise ValueError(f"rope_type {rope_type!r} {needs} factor")
-    for field, value in parameters.items():
-        _check_value(field, value)
-    _check_rotated_part(parameters, name, architecture, head_dim)
+    spelt = {name: _read(name, file, raw, architecture) for name in SPELLINGS}
+    given = [name for name in SPELLINGS if file.get(name)] or SPELLINGS
+    parameters = spelt[given[0]]
+    if spelt[given[-1]] != parameters:
+        both = " and ".join(f"{name}={shorten(file[name])}" for name in given)
+        raise ValueError(f"{both} differ; keep one of them")
+    parameters = {field: _checked(field, value) for field, value in parameters.items()}
+    _settle_factor(parameters, raw["max_position_embeddings"])
+    _check_rotated_part(parameters, raw["architectures"][0], architecture, head_dim)
     return parameters
 
 
-def _merge_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge transformers 5's `rope_parameters` with 4's `rope_scaling` and top-level fields.
-
-    Nulls count as absent, except a `rope_type` of null, which is no type that we support.
-    """
-    top_level = ("rope_theta", "partial_rotary_factor")
-    parameters = {field: raw[field] for field in top_level if raw.get(field) is not None}
-    for spelling in ("rope_scaling", "rope_parameters"):
-        value = raw.get(spelling) or {}
-        if not isinstance(value, dict):
-            raise TypeError(f"{spelling} must be an object, got {value!r}")
-        parameters |= {n: v for n, v in value.items() if v is not None or n == "rope_type"}
+def _read(
+    spelling: str, file: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture
+) -> dict[str, Any]:
+    """The parameters in one spelling, completed from the top level of the config."""
+    value = {} if file.get(spelling) is None else file[spelling]
+    if not isinstance(value, dict):
+        raise TypeError(f"{spelling} must be an object, got {shorten(value)}")
+    if unknown := value.keys() - {*FIELDS, "type"}:
+        raise ValueError(f"{spelling}: {shorten(sorted(unknown))} are not supported")
+    parameters = {n: v for n, v in value.items() if v is not None or n in NULLS}
+    for field in TOP_LEVEL:
+        top = file.get(field)
+        if top is not None and parameters.setdefault(field, top) != top:
+            other = f"{shorten(parameters[field])} in {spelling}"
+            raise ValueError(f"{field}={shorten(top)} and {other} differ; keep one of them")
+    parameters.setdefault("rope_theta", raw["rope_theta"])
+    rope_type = parameters["rope_type"] = _rope_type(parameters, architecture)
+    if rope_type in NEEDS_TRAINED_LENGTH and raw.get(TRAINED_LENGTH) is not None:
+        parameters[TRAINED_LENGTH] = raw[TRAINED_LENGTH]
     return parameters
 
 
 def _rope_type(parameters: dict[str, Any], architecture: Architecture) -> str:
     """The type by its present name. Removes `type`, the old name of the field."""
-    legacy_type = parameters.pop("type", None)
-    rope_type = parameters.get("rope_type", legacy_type or "default")
-    if legacy_type not in (None, rope_type):
-        raise ValueError(f"rope_type {rope_type!r} and its old name {legacy_type!r} disagree")
-    renamed: str = architecture.rope_types.get(rope_type, rope_type)
-    return renamed
+    old = parameters.pop("type", parameters.get("rope_type", "default"))
+    names = [parameters.get("rope_type", old), old]
+    names = [architecture.rope_types.get(n, n) if isinstance(n, str) else n for n in names]
+    if names[0] != names[1]:
+        raise ValueError(f"rope_type {names[0]!r} and its old name type {names[1]!r} differ")
+    if names[0] not in [*NEEDS]:
+        known = ", ".join(NEEDS)
+        raise ValueError(f"rope_type {shorten(names[0])} is not supported; {known} are")
+    rope_type: str = names[0]
+    return rope_type
 
 
-def _check_value(field: str, value: Any) -> None:
-    if field not in FIELDS:
-        raise ValueError(f"rope parameter {field!r} is not supported")
-    if field in ("rope_type", "truncate"):
-        return
+def _checked(field: str, value: Any) -> Any:
+    """The value to keep; a factor is checked by `_settle_factor`."""
+    if field in ("rope_type", "factor"):
+        return value
+    if field == "truncate":
+        return check_bool(field, value)
+    if field == "rope_theta":
+        return check_float(field, value, 1.0, above=True)
+    if field == TRAINED_LENGTH:
+        return check_float(field, value, 2.0, MAX_POSITIONS)
     if field not in LISTS:
-        check_float(field, value, 1.0 if field in ("rope_theta", "factor") else 0.0)
-    elif not isinstance(value, list):
-        raise TypeError(f"{field} must be a list of numbers, got {value!r}")
-    else:
-        for number in value:
-            check_float(field, number, 0.0, above=True)
+        return check_float(field, value, 0.0)
+    if not isinstance(value, list):
+        raise TypeError(f"{field} must be a list of numbers, got {shorten(value)}")
+    return [check_float(field, number, 0.0, above=True) for number in value]
+
+
+def _settle_factor(parameters: dict[str, Any], max_positions: int) -> None:
+    """Check the factors that the type needs. yarn's may be null: the lengths decide it."""
+    rope_type, trained = parameters["rope_type"], parameters.get(TRAINED_LENGTH, max_positions)
+    if "factor" in parameters and parameters["factor"] is None:
+        del parameters["factor"]
+        if rope_type == "yarn":
+            parameters["factor"] = max_positions / trained
+    if "factor" in parameters:
+        if rope_type == "default":
+            raise ValueError("rope_type 'default' takes no factor")
+        longest = MAX_POSITIONS / trained
+        parameters["factor"] = check_float("factor", parameters["factor"], 1.0, longest)
+    for field in NEEDS[rope_type]:
+        if field not in parameters:
+            raise ValueError(f"rope_type {rope_type!r} needs a {field}")
+    low, high = (parameters.get(f"{end}_freq_factor", 1.0) for end in ("low", "high"))
+    if rope_type == "llama3" and not 0 < low < high:
+        raise ValueError(f"low_freq_factor={low} must be above 0 and below high_freq_factor={high}")
 
 
 def _check_rotated_part(

@@ -28,6 +28,7 @@ from nanovllm.models.loader import (
     resolve_model,
     weight_files,
 )
+from nanovllm.models.registry import ARCHITECTURES, Architecture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -536,24 +537,42 @@ def config_error(path: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "field",
+    ("field", "says"),
     [
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "rms_norm_eps", "max_position_embeddings",
+        ("vocab_size", "the model needs (151936, 64)"),
+        ("hidden_size", "the model needs (259, 4096)"),
+        ("intermediate_size", "the model needs (64, 22016)"),
+        ("num_hidden_layers", "the files lack model.layers.2."),
+        ("num_attention_heads", "the model needs (64, 512)"),
     ],
-)  # fmt: skip
-def test_a_missing_field_is_named(copy_of_model: Copy, field: str) -> None:
-    """Instead of a KeyError, or another model's default."""
+)
+def test_a_missing_size_is_transformers_default_and_the_files_differ(
+    copy_of_model: Copy, field: str, says: str
+) -> None:
+    """The config class of Qwen3 has a default for every size; only the files show the mistake."""
     path = copy_of_model()
-    message = config_error(path, **{field: None})
-    assert repr(field) in message
-    assert str(path / "config.json") in message
+    message = config_error(path, **{field: None, "layer_types": None})
+    assert says in message
+    assert str(path) in message
 
 
-def test_a_missing_rope_theta_is_named(copy_of_model: Copy) -> None:
-    """10,000 is not assumed."""
+def test_a_field_without_a_default_is_named(copy_of_model: Copy, tmp_path: Path) -> None:
+    """Instead of a KeyError: an architecture that users add may lack defaults."""
     path = copy_of_model()
-    assert "rope_theta" in config_error(path, rope_parameters=None, rope_theta=None)
+    edit_config(path, architectures=["Added"], vocab_size=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ARCHITECTURES, "Added", Architecture())
+        assert "config.json has no field 'vocab_size'" in config_error(path)
+
+
+def test_a_rope_theta_of_null_is_named(copy_of_model: Copy) -> None:
+    """transformers does not fill it in either."""
+    path = copy_of_model()
+    edit_config(path, rope_parameters=None)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"rope_theta": None}))
+    with pytest.raises(TypeError, match="rope_theta must be a number"):
+        make_llm(path)
 
 
 @pytest.mark.parametrize(
@@ -639,8 +658,6 @@ def test_unsupported_rope_is_refused(
     """Unknown types, and missing or wrong factors."""
     path = copy_of_model()
     changes: dict[str, Any] = {"rope_parameters": None, "rope_theta": 1e4}
-    (path / "tokenizer.json").unlink()  # its loader reads the config, too, and fails first
-    (path / "tokenizer_config.json").unlink()
     edit_config(path, **changes)
     message = config_error(path, **{spelling: {"rope_theta": 1e4, **scaling}})
     assert [text for text in says if text not in message] == [], message

@@ -4,38 +4,65 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from nanovllm.models.config import read_json
+from nanovllm.models.hub import download, local_directory
+
 logger = logging.getLogger("nanovllm")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 
-def load_tokenizer(tokenizer: str | None, model_path: Path) -> Any:
+def load_tokenizer(
+    tokenizer: str | None,
+    model_path: Path,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Any:
     """Load `tokenizer`, by default the model's own; None if the model has none.
 
-    Without a tokenizer, prompts are token ids and outputs have no text.
+    Without a tokenizer, prompts are token ids and outputs have no text. `revision` and
+    `download_dir` are for a `tokenizer` on the hub.
     """
     if tokenizer is None and not any((model_path / name).exists() for name in TOKENIZER_FILES):
         logger.warning(
             "%s has no tokenizer: prompts are token ids, outputs have no text", model_path
         )
         return None
-    from transformers import AutoTokenizer
-
-    source = str(model_path) if tokenizer is None else tokenizer
+    directory = model_path
+    if tokenizer is not None:
+        directory = _directory(tokenizer, revision=revision, download_dir=download_dir)
     try:
-        return AutoTokenizer.from_pretrained(_directory(source))
+        return _from_directory(directory)
     except Exception as error:  # transformers raises many kinds
+        source = tokenizer or str(model_path)
         raise OSError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
-def _directory(source: str) -> str:
+def _directory(
+    source: str, *, revision: str | None = None, download_dir: str | None = None
+) -> Path:
     """A local directory, or a download of all files: transformers takes seconds for each file."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return str(path)
-    if source.startswith(("/", ".", "~")):
-        raise FileNotFoundError("the directory does not exist")
-    from huggingface_hub import snapshot_download
+    path = local_directory("tokenizer", source, revision)
+    return path or download("tokenizer", source, HUB_FILES, revision, download_dir)
 
-    return snapshot_download(source, allow_patterns=[*HUB_FILES])
+
+def _from_directory(path: Path) -> Any:
+    """transformers' tokenizer, whether transformers can parse the model's config or not.
+
+    It reads `config.json` for the model's type. If it fails on another field, such as an int where
+    it wants a float, it gets the type's default config: `ModelConfig` checks the file.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except Exception:  # transformers raises many kinds
+        try:
+            config = AutoConfig.for_model(read_json(path / "config.json")["model_type"])
+        except Exception:
+            config = None
+        if config is None:
+            raise
+        return AutoTokenizer.from_pretrained(str(path), config=config)
