@@ -926,6 +926,20 @@ def test_a_with_block_closes_the_engine(model_dir: Path) -> None:
         llm.step()
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_short_prompts_use_the_same_blocks_again(
+    model_dir: Path, enable_prefix_caching: bool
+) -> None:
+    """On a CPU a block takes memory when it is first written. No prompt can find these."""
+    options = dict(kvcache_block_size=16, num_kvcache_blocks=512)
+    with make_llm(model_dir, enable_prefix_caching=enable_prefix_caching, **options) as llm:
+        for call in range(10):
+            generate(llm, [[call, index] for index in range(20)], greedy(3))
+        cache = llm.model_runner.shard.pool.cache
+        assert cache is not None
+        assert int((cache != 0).any(-1).any(-1).any(-1).any(0).any(0).sum()) == 20
+
+
 @pytest.mark.parametrize("how", ["close", "del"])
 def test_the_pool_is_freed_with_the_engine(model_dir: Path, how: str) -> None:
     """Without the garbage collector: no reference cycle, no registry holds the runner."""

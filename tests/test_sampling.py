@@ -109,7 +109,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float, llm: LLM) -> None:
 
 
 def test_skip_special_tokens_false_shows_them(llm: LLM) -> None:
-    params = dict(allowed_token_ids=[257, 256], max_tokens=1)
+    params = dict(allowed_token_ids=[257, 256], max_tokens=1, ignore_eos=True)
     shown, hidden = (
         llm.generate([5], SamplingParams(skip_special_tokens=skip, **params), use_tqdm=False)[0]
         for skip in (False, True)

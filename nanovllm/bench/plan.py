@@ -41,10 +41,12 @@ def make_plan(
     """
     if shape is not None:
         options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}
-    path = resolve_model(options["model"])
+    asked = Config(**options)
+    path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
     model = ModelConfig.from_dir(path)
     longest = min(MAX_MODEL_LEN, model.max_position_embeddings)
-    config = Config(**{"max_model_len": longest, **options, "model": str(path)})
+    local = {"model": str(path), "revision": None}
+    config = Config(**{"max_model_len": longest, **options, **local})
     max_model_len = config.max_model_len or model.max_position_embeddings
     if lengths.max_input_len + lengths.max_output_len > max_model_len:
         raise ValueError(

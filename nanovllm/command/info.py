@@ -43,7 +43,10 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     from nanovllm.models.loader import CONFIG_FILES, resolve_model
 
     config = Config(**options)
-    model = ModelConfig.from_dir(resolve_model(config.model, CONFIG_FILES))
+    path = resolve_model(
+        config.model, CONFIG_FILES, revision=config.revision, download_dir=config.download_dir
+    )
+    model = ModelConfig.from_dir(path)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
     backend, refusal = _backend(config, model, device, dtype)

@@ -46,9 +46,12 @@ def hash_block(parent_hash: int, token_ids: list[int]) -> int:
 class BlockManager:
     """A pool of `num_blocks` blocks of `block_size` tokens with a prefix cache.
 
-    A block is free (ref_count 0, in the queue once) or used (ref_count tables hold it). The free
-    queue is a doubly linked list (OrderedDict), least recently used first. A free block keeps its
-    hash until it is allocated again, so that a later request can find it.
+    A block is free (ref_count 0, in the queue once) or used (ref_count tables hold it). A published
+    block can be found by a later request: the prefix before it is published, too. It keeps its hash
+    until it is allocated again. The free queue (OrderedDict, a doubly linked list) is in the order
+    of allocation: first the blocks that no request can find, last freed first; then those that were
+    never used, whose memory a CPU does not have yet; then published ones, least recently used
+    first. Of blocks with equal prefixes, one at most is free and published.
 
     If every layer attends to a `window` only, a sequence frees the blocks behind it: the first
     `num_passed_blocks` entries of its table are blocks that it no longer holds and that no kernel
@@ -81,6 +84,9 @@ class BlockManager:
         self.prefix_numbers = count(1)
         # Equal blocks computed at one time share a hash: evicting one must not hide the others.
         self.blocks_by_hash: dict[int, list[int]] = {}
+        # The published blocks after each prefix, kept with a window: there a running sequence's
+        # prefix may be evicted first. Otherwise all blocks after a prefix are evicted before it.
+        self.children: dict[int, set[int]] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -104,7 +110,7 @@ class BlockManager:
         assert not seq.block_table
         if not self.free_queue:  # at least the last token's block is new
             return False
-        hits = self._find_prefix(seq) if self.enable_prefix_caching else []
+        hits = self._find_prefix(seq, seq.num_skippable_tokens // self.block_size)
         if in_progress and self._next_hash(seq, len(hits)) in in_progress:
             return False
         num_blocks = -(-seq.num_tokens // self.block_size)
@@ -169,13 +175,18 @@ class BlockManager:
             seq.num_passed_blocks = end
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
-        """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache."""
+        """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache.
+
+        Except those whose prefix has left it.
+        """
         num_full = num_computed // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_published_blocks:
             return
         hashes = self._block_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
             block, value = seq.block_table[index], hashes[index]
+            if index and self.hashes[seq.block_table[index - 1]] is None:
+                break
             parent = self.prefixes[seq.block_table[index - 1]] if index else 0
             twin = self._find_block(value, parent, self._tokens(seq, index))
             self.hashes[block] = value
@@ -185,6 +196,8 @@ class BlockManager:
                 next(self.prefix_numbers) if twin is None else self.prefixes[twin]
             )
             self.blocks_by_hash.setdefault(value, []).append(block)
+            if self.window < sys.maxsize:
+                self.children.setdefault(parent, set()).add(block)
         seq.num_published_blocks = num_full
 
     def full_block_hashes(self, seq: Sequence) -> list[int]:
@@ -196,12 +209,11 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix.
 
-        The blocks behind its window are part of that prefix: those that still hold its tokens are
-        moved behind the others in the queue.
+        The blocks behind its window are part of that prefix: those that are still cached are moved
+        behind the others in the queue.
         """
-        passed = zip(seq.block_table[: seq.num_passed_blocks], seq.block_hashes, strict=False)
         self._release(seq.held_blocks)
-        self._renew([block for block, value in passed if self.hashes[block] == value])
+        self._renew(self._find_prefix(seq, seq.num_passed_blocks))
         seq.release_cache()
 
     def audit(self, block_tables: list[list[int]]) -> None:
@@ -216,6 +228,13 @@ class BlockManager:
         assert published == [b for b, value in enumerate(self.hashes) if value is not None]
         for value, group in self.blocks_by_hash.items():
             assert group and all(self.hashes[block] == value for block in group)
+        prefixes = {self.prefixes[block] for block in published}
+        for block in published:
+            parent = self.parents[block]
+            assert parent == 0 or parent in prefixes, f"block {block} cannot be found"
+        free = [block for block in self.free_queue if self.hashes[block] is not None]
+        assert free == list(self.free_queue)[self.num_free_blocks - len(free) :], "not the last"
+        assert len({self.prefixes[block] for block in free}) == len(free), "published twins"
 
     def _num_passed(self, num_cached_tokens: int) -> int:
         """How many blocks end before the window of the first uncached token."""
@@ -239,16 +258,50 @@ class BlockManager:
                 self.free_queue.move_to_end(block)
 
     def _release(self, blocks: list[int]) -> None:
+        """Drop a reference to each, last first; of equal blocks the last in the cache stays."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_queue[block] = None
+                if self.hashes[block] is None:
+                    self.free_queue.move_to_end(block, last=False)
+                elif (twin := self._twin(block)) is not None:
+                    self._unpublish(block)
+                    self._renew([twin])
 
-    def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` starts with and needs no logits of."""
+    def _twin(self, block: int) -> int | None:
+        """Another published block with the same prefix."""
+        value = self.hashes[block]
+        assert value is not None
+        for other in self.blocks_by_hash[value]:
+            if other != block and self.prefixes[other] == self.prefixes[block]:
+                return other
+        return None
+
+    def _unpublish(self, block: int) -> None:
+        """Remove a block from the cache, and with the last one of a prefix all that follow it."""
+        removed = [block]
+        for block in removed:
+            if self.children:
+                self.children.get(self.parents[block], set()).discard(block)
+                if self._twin(block) is None:
+                    removed += self.children.pop(self.prefixes[block], ())
+            value = self.hashes[block]
+            assert value is not None
+            group = self.blocks_by_hash[value]
+            group.remove(block)
+            if not group:
+                del self.blocks_by_hash[value]
+            self.hashes[block] = None
+            self.token_ids[block] = []
+            if self.ref_counts[block] == 0:
+                self.free_queue.move_to_end(block, last=False)
+
+    def _find_prefix(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """The cached blocks among the first `num_blocks` of `seq`."""
         hits: list[int] = []
         parent = 0
-        for index in range(seq.num_skippable_tokens // self.block_size):
+        for index in range(num_blocks if self.enable_prefix_caching else 0):
             value = self._block_hashes(seq, index + 1)[index]
             block = self._find_block(value, parent, self._tokens(seq, index))
             if block is None:
@@ -281,15 +334,9 @@ class BlockManager:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _take_free(self) -> int:
-        """Allocate the least recently used free block, and remove it from the cache."""
+        """Allocate the first free block, and remove it from the cache."""
         block, _ = self.free_queue.popitem(last=False)
         self.ref_counts[block] = 1
-        value = self.hashes[block]
-        if value is not None:
-            group = self.blocks_by_hash[value]
-            group.remove(block)
-            if not group:
-                del self.blocks_by_hash[value]
-            self.hashes[block] = None
-            self.token_ids[block] = []
+        if self.hashes[block] is not None:
+            self._unpublish(block)
         return block

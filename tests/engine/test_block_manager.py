@@ -215,34 +215,68 @@ def test_tail_is_evicted_before_prefix(num_evicted: int, hits: int) -> None:
 
 def test_eviction_order() -> None:
     """Least recently used first: old before new, tail before prefix."""
-    manager = BlockManager(6, 2)
+    manager = BlockManager(5, 2)
     old = run_and_free(manager, [1, 2, 3, 4, 5])
     new = run_and_free(manager, [6, 7, 8, 9, 10])
-    assert (old, new) == ([0, 1, 2], [3, 4, 5])
-    assert [admit(manager, [n]).block_table[0] for n in range(90, 96)] == [2, 1, 0, 5, 4, 3]
+    assert (old, new) == ([0, 1, 2], [2, 3, 4])  # 2 and 4 are partly filled
+    assert [admit(manager, [n]).block_table[0] for n in range(90, 95)] == [4, 1, 0, 3, 2]
+
+
+def test_blocks_are_allocated_in_the_order_of_what_they_cost() -> None:
+    """Those that no request can find, last freed first; new memory; then what may be found."""
+    manager = BlockManager(9, 2)
+    seqs = [run(manager, [1, 2, 0]), run(manager, [90]), run(manager, [91])]
+    for seq in seqs:
+        manager.free(seq)
+    assert list(manager.free_queue) == [3, 2, 1, 4, 5, 6, 7, 8, 0]
+    manager.audit([])
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_prompts_shorter_than_a_block_share_one_block_after_another(
+    enable_prefix_caching: bool,
+) -> None:
+    """A pool of a thousand blocks is not touched for them."""
+    manager = BlockManager(1000, 4, enable_prefix_caching)
+    tables = [run_and_free(manager, [token_id] * 3) for token_id in range(100)]
+    assert tables == [[0]] * 100
+
+
+def test_without_prefix_caching_full_blocks_are_reused_first_as_well() -> None:
+    manager = BlockManager(1000, 2, enable_prefix_caching=False)
+    tables = [run_and_free(manager, [token_id] * 6) for token_id in range(100)]
+    assert tables == [[0, 1, 2]] * 100
+
+
+def test_new_memory_is_used_before_a_cached_block_is_evicted() -> None:
+    """A larger pool has a higher hit rate."""
+    manager = BlockManager(50, 2)
+    for token_id in range(49):
+        run_and_free(manager, [token_id, 0, 1])
+    assert [num_hits(manager, [token_id, 0, 1]) for token_id in range(49)] == [1] * 49
 
 
 def test_a_hit_makes_a_block_recent() -> None:
     """So that a busy system prompt is not evicted."""
     manager = BlockManager(4, 2)
-    run_and_free(manager, [1, 2, 0])  # blocks 0, 1; queue 2, 3, 1, 0
-    run_and_free(manager, [5, 6, 0])  # blocks 2, 3; queue 1, 0, 3, 2
-    hit = run(manager, [1, 2, 7])  # block 0 again, and 1; queue 3, 2
-    assert hit.block_table == [0, 1]
-    manager.free(hit)  # queue 3, 2, 1, 0
-    assert [admit(manager, [n]).block_table[0] for n in (90, 91)] == [3, 2]
-    assert num_hits(manager, [1, 2, 7]) == 1
+    run_and_free(manager, [1, 2, 0])  # blocks 0, 1; queue 1, 2, 3, 0
+    run_and_free(manager, [5, 6, 0])  # blocks 1, 2; queue 2, 3, 0, 1
+    hit = run(manager, [1, 2, 7])  # block 0 again, and 2; queue 3, 1
+    assert hit.block_table == [0, 2]
+    manager.free(hit)  # queue 2, 3, 1, 0
+    assert [admit(manager, [n]).block_table[0] for n in (90, 91)] == [2, 3]
+    assert run(manager, [1, 2, 7]).block_table == [0, 1]
 
 
 def test_hits_come_out_of_the_middle_of_the_queue() -> None:
     """A block in use must not stay in the queue."""
     manager = BlockManager(6, 2)
     run_and_free(manager, [1, 2, 3, 4, 0])  # blocks 0, 1, 2
-    run_and_free(manager, [5, 6, 0])  # blocks 3, 4
-    assert list(manager.free_queue) == [5, 2, 1, 0, 4, 3]
-    seq = admit(manager, [1, 2, 3, 4, 9])  # takes 0 and 1 out of the middle, 5 from the head
-    assert seq.block_table == [0, 1, 5]
-    assert list(manager.free_queue) == [2, 4, 3]
+    run_and_free(manager, [5, 6, 0])  # blocks 2, 3
+    assert list(manager.free_queue) == [3, 4, 5, 1, 0, 2]
+    seq = admit(manager, [1, 2, 3, 4, 9])  # takes 0 and 1 out of the middle, 3 from the head
+    assert seq.block_table == [0, 1, 3]
+    assert list(manager.free_queue) == [4, 5, 2]
     manager.audit([seq.block_table])
 
 
@@ -308,6 +342,41 @@ def test_when_all_duplicates_are_evicted_nothing_is_found() -> None:
         manager.free(evictor)
     assert num_hits(manager, [1, 2, 9]) == 0
     assert manager.blocks_by_hash == {}
+
+
+def test_a_prompt_of_full_blocks_keeps_one_copy_of_its_last_block() -> None:
+    """The last block is computed each time. Its copies make one entry of the cache, and recent."""
+    manager = BlockManager(4, 2)
+    assert [run_and_free(manager, [1, 2]) for _ in range(5)] == [[0], [1], [1], [1], [1]]
+    run_and_free(manager, [3, 4])
+    run_and_free(manager, [1, 2])
+    assert list(manager.free_queue) == [2, 3, 1, 0]
+    assert num_hits(manager, [1, 2, 9]) == 1
+
+
+def test_a_freed_duplicate_leaves_the_cache_at_once() -> None:
+    """The other one is found."""
+    manager = BlockManager(8, 2)
+    one, other = side_by_side(manager)
+    table = one.block_table
+    manager.free(one)
+    assert list(manager.free_queue)[:2] == table and manager.hashes[table[0]] is None
+    assert admit(manager, [1, 2, 9]).block_table[0] == other.block_table[0]
+
+
+def test_a_freed_duplicate_makes_the_cached_block_recent() -> None:
+    """Evicted before what follows, it would hide that."""
+    manager = BlockManager(8, 2)
+    run_and_free(manager, [1, 2])  # block 0
+    seq = run(manager, [1, 2])  # block 1
+    run_and_free(manager, [5, 6])  # block 2
+    seq.token_ids += [3, 4]
+    manager.append_block(seq)  # block 3
+    compute(manager, seq)
+    manager.free(seq)
+    assert list(manager.free_queue) == [1, 4, 5, 6, 7, 2, 3, 0]
+    assert num_hits(manager, [1, 2, 3, 4, 9]) == 2
+    manager.audit([])
 
 
 # Allocations that are refused
@@ -548,6 +617,40 @@ def test_with_a_window_the_tail_is_evicted_before_the_prefix() -> None:
         for evictor in [admit(other, [token_id]) for token_id in range(90, 90 + num_evicted)]:
             other.free(evictor)
         assert num_hits(other, [*prompt, 99]) == min(6, 9 - num_evicted)
+
+
+def test_blocks_whose_prefix_is_evicted_are_reused_first() -> None:
+    """A sequence longer than the pool evicts its own prefix, and then nothing more."""
+    manager = windowed(14, window=4)
+    seq, other = admit(manager, list(range(6))), list(range(50, 58))
+    for turn in range(100):
+        seq.token_ids.append(0)
+        seq.num_cached_tokens = manager.grow(seq, seq.num_tokens)
+        manager.pass_by(seq)
+        manager.audit([seq.held_blocks])
+        if turn == 5:
+            run_and_free(manager, other)
+    assert num_hits(manager, [*range(6), 99]) == 1, "the first two blocks are freed together"
+    assert num_hits(manager, [*other, 99]) == 4
+    manager.free(seq)
+    manager.audit([])
+    assert num_hits(manager, [*other, 99]) == 4
+
+
+def test_blocks_after_an_evicted_prefix_are_not_published() -> None:
+    """No request could find them."""
+    manager = windowed(7, window=4)
+    seq = admit(manager, list(range(12)))
+    for end in range(2, 13, 2):
+        seq.num_cached_tokens = manager.grow(seq, end)
+        manager.pass_by(seq)
+    evictors = [admit(manager, [90 + index]) for index in range(manager.num_free_blocks)]
+    assert manager.blocks_by_hash == {}
+    manager.free(evictors.pop())
+    seq.token_ids += [1, 2]
+    seq.num_cached_tokens = manager.grow(seq, 14)
+    manager.publish(seq, 14)
+    assert (seq.num_published_blocks, manager.blocks_by_hash) == (7, {})
 
 
 def test_a_long_prompt_gets_blocks_for_two_windows() -> None:

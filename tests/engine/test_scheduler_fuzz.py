@@ -66,6 +66,7 @@ class Simulation:
         self.tokens: dict[Sequence, list[int]] = {}  # prompt and what was sampled
         self.computed: dict[Sequence, list[int]] = {}  # and what the device has sampled already
         self.asked: dict[Sequence, tuple[SamplingParams, int]] = {}  # and the longest it may get
+        self.touched: set[int] = set()  # blocks that a sequence has ever had
         self.memory: dict[Slot, int] = {}  # what a slot holds, as the number of a prefix
         self.prefixes: dict[
             tuple[int, int], int
@@ -156,6 +157,8 @@ class Simulation:
         """Scheduled work keeps the limits, reads the right KV and writes no other KV."""
         seqs, config = batch.seqs, self.config
         assert seqs, "no progress"
+        for seq in self.scheduler.running:
+            self.touched.update(seq.held_blocks)
         assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
         assert len(self.scheduler.running) <= config.max_num_seqs
         assert sum(seq.num_scheduled_tokens for seq in seqs) <= config.max_num_batched_tokens
@@ -232,6 +235,19 @@ class Simulation:
                     prefix = self.prefixes[prefix, token_id]
                     assert self.memory[block, offset] == prefix
                 assert len(manager.token_ids[block]) == self.block_size
+        self.check_order()
+
+    def check_order(self) -> None:
+        """The next blocks are those that nothing can be found in, then new ones, then cached ones.
+
+        New memory is touched in order, so that a scheduler that starts over knows it, too.
+        """
+        manager = self.scheduler.block_manager
+        free = list(manager.free_queue)
+        cached = [block for block in free if manager.hashes[block] is not None]
+        new = [block for block in range(manager.num_blocks) if block not in self.touched]
+        used = {*free} - {*cached} - {*new}
+        assert {*free[: len(used)]} == used and free[len(used) :] == new + cached
 
     def write(self, batch: Batch) -> None:
         """The device computes: all of a step's writes happen together, after the reads."""

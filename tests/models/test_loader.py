@@ -841,3 +841,25 @@ def test_loading_needs_less_than_twice_the_model(tmp_path: Path) -> None:
     with llm:
         assert resident_mib() - before < 1.6 * size
         assert peak - before < 1.8 * size
+
+
+def test_options_of_the_hub_reach_the_download(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through `LLM`: the model at the revision, and a tokenizer at its own main branch."""
+    calls = []
+
+    def snapshot_download(source: str, **options: Any) -> str:
+        calls.append((source, options["revision"], options["cache_dir"]))
+        return str(model_dir)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    options: dict[str, Any] = dict(device="cpu", num_kvcache_blocks=8, download_dir="downloads")
+    with LLM("some/model", tokenizer="some/tokenizer", revision="v1", **options) as llm:
+        assert llm.config.model == "some/model"
+    assert calls == [
+        ("some/model", "v1", Path("downloads")),
+        ("some/tokenizer", None, Path("downloads")),
+    ]
+    with pytest.raises(ValueError, match=r"revision='v1' is one of the hub, but model .* is a l"):
+        LLM(model_dir, revision="v1")
