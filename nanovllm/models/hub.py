@@ -51,6 +51,7 @@ def download(
             )
         )
     except Exception as error:  # the hub has a class each for offline, unknown and gated
+        what = "it" if revision is None else f"its revision {revision!r}"
         raise OSError(
-            f"{option} {source!r} is not a local directory, and downloading it failed: {error}"
+            f"{option} {source!r} is not a local directory, and downloading {what} failed: {error}"
         ) from error

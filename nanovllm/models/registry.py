@@ -120,7 +120,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 def get_architecture(name: object) -> Architecture:
     """The architecture `name`. An unknown one is a ValueError; no similar one takes its place."""
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(
-            f"architectures: {name!r} is not supported; {', '.join(ARCHITECTURES)} are"
-        )
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")
     return ARCHITECTURES[name]

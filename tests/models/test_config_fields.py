@@ -317,6 +317,7 @@ def test_a_file_with_a_name_alone_is_read_as_by_transformers(
     assert ours(ModelConfig.from_dir(tmp_path), theirs) == theirs
 
 
+@NEEDS_5
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_without_optional_fields_equals_transformers(
     tmp_path: Path, architecture: str
@@ -367,6 +368,7 @@ def test_a_bad_eos_id_of_generation_config_names_the_file(tmp_path: Path, value:
         ModelConfig.from_dir(tmp_path)
 
 
+@NEEDS_5
 def test_a_default_eos_id_outside_the_vocabulary_ends_nothing(tmp_path: Path) -> None:
     """SmolLM3's default is 128,001, which a smaller model does not have; nor its tokenizer's."""
     path = make_model(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import edit_config, make_model
 from reference import Case, check_logits, make_case, make_llm, make_prompts
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,9 @@ from nanovllm.models.loader import INDEX, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+NEEDS_5 = pytest.mark.skipif(
+    transformers.__version__ < "5", reason="transformers 4 reads it otherwise, or not at all"
+)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -124,6 +128,7 @@ def test_a_tied_model_with_neither_name_is_refused(
         load(path)
 
 
+@NEEDS_5
 def test_a_tied_model_with_only_the_head_equals_transformers(
     tied: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
@@ -283,6 +288,7 @@ def yarn_of_null(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(path, make_prompts())
 
 
+@NEEDS_5
 def test_yarn_with_a_factor_of_null_equals_transformers(yarn_of_null: Case) -> None:
     assert ModelConfig.from_dir(yarn_of_null.path).rope_parameters["factor"] == 4.0
     check_logits(yarn_of_null)
@@ -314,6 +320,7 @@ def windowed(path: Path, family: str, **fields: Any) -> Path:
     return model
 
 
+@NEEDS_5
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Mistral", "SmolLM3"])
 def test_layer_types_are_read_as_by_transformers(tmp_path: Path, family: str) -> None:
     """As AutoModel does in version 5, for which Mistral with layer_types is Ministral."""
@@ -353,6 +360,7 @@ def test_layer_types_that_an_architecture_does_not_read_are_refused(
         ModelConfig.from_dir(path)
 
 
+@NEEDS_5
 def test_smollm3_without_layer_types_has_windows_where_nothing_rotates(tmp_path: Path) -> None:
     """If `use_sliding_window` says so."""
     path = make_model(

@@ -37,7 +37,7 @@ class Intake:
         eos_token_ids = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos_token_ids.add(tokenizer.eos_token_id)
-        # The ids that the model can produce.
+        # The ids that the model can produce; a tokenizer may have more.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
         self._num_requests = 0
 

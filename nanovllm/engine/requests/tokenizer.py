@@ -30,13 +30,14 @@ def load_tokenizer(
             "%s has no tokenizer: prompts are token ids, outputs have no text", model_path
         )
         return None
-    directory = model_path
-    if tokenizer is not None:
-        directory = _directory(tokenizer, revision=revision, download_dir=download_dir)
+    directory = model_path if tokenizer is None else None
+    source = tokenizer or str(model_path)
     try:
+        directory = directory or _directory(source, revision=revision, download_dir=download_dir)
         return _from_directory(directory)
     except Exception as error:  # transformers raises many kinds
-        source = tokenizer or str(model_path)
+        if directory is None and isinstance(error, ValueError):  # a revision of a local directory
+            raise
         raise OSError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
