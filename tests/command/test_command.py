@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, __version__
-from nanovllm.command import main as command_main
-from nanovllm.command import options
+from nanovllm.command import generate, options
 from nanovllm.command.field_options import OTHER_NAMES, option_name
-from nanovllm.command.main import main, make_parser
+from nanovllm.command.main import main
+from nanovllm.command.parser import make_parser
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.utils.option import options_of
@@ -183,7 +183,7 @@ def test_generate_chat_passes_system_message_and_template_options(
     def opened(_: Any) -> Iterator[Any]:
         yield Recorder()
 
-    monkeypatch.setattr(command_main.generate, "open_llm", opened)
+    monkeypatch.setattr(generate, "open_llm", opened)
     argv = ("generate", "one", "two", "--chat", "--system", "be brief")
     assert in_process(capsys, *argv, "--chat-template-kwargs", '{"a": 1}')[0] == 1
     system = {"role": "system", "content": "be brief"}
@@ -203,7 +203,7 @@ def test_a_bug_is_reported_with_its_type(capsys: Any, monkeypatch: pytest.Monkey
     def broken(*_: Any) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(command_main.generate, "open_llm", broken)
+    monkeypatch.setattr(generate, "open_llm", broken)
     status, _, err = in_process(capsys, "generate", "x")
     assert status == 1
     assert err == "nanovllm: error: KeyError: 'x' (--debug shows more)\n"
