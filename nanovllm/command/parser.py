@@ -1,17 +1,35 @@
 """The parser of the command line: a mistake is one line."""
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanovllm import __version__
 from nanovllm.command import bench, chat, generate, info, run_batch
+from nanovllm.utils.checks import did_you_mean
 
 COMMANDS = (generate, chat, run_batch, info, bench)
 USAGE = 2  # the exit status of a mistake in the command line
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports a mistake in one line."""
+    """A parser that reports a mistake in one line, with the name that is likely meant."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Refuse what is unknown, here, where the subcommand's options are known."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+            hints = (did_you_mean(flag, self._option_string_actions) for flag in flags)
+            hint = next(filter(None, hints), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), list(action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"nanovllm: error: {message} (see {self.prog} --help)\n")

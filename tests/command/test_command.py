@@ -138,6 +138,34 @@ def test_a_mistake_is_one_line(capsys: Any, argv: str, status: int, words: str) 
     assert words in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        ("generate x --max-token 5", "arguments: --max-token 5; did you mean '--max-tokens'?"),
+        ("generate x --max_tokens=5", "arguments: --max_tokens=5; did you mean '--max-tokens'?"),
+        ("chat --tempreature 0", "did you mean '--temperature'?"),
+        ("bench --num-seq 3", "did you mean '--num-seqs'?"),
+        ("genrate x", "did you mean 'generate'?"),
+        ("runbatch x", "did you mean 'run-batch'?"),
+        ("bench --shape qwen3-0.6", "did you mean 'qwen3-0.6b'?"),
+        ("generate x --scheduling mixd", "got 'mixd'; did you mean 'mixed'?"),
+        ("--vrebose generate x", "did you mean '--verbose'?"),
+    ],
+)
+def test_the_likely_name_is_suggested(capsys: Any, argv: str, hint: str) -> None:
+    status, _, err = in_process(capsys, *argv.split())
+    assert status == 2 and hint in err
+    command = argv.split()[0]
+    asked = f"nanovllm {command}" if command in ("generate", "chat", "bench") else "nanovllm"
+    assert f"(see {asked} --help)" in err or "got 'mixd'" in err
+
+
+@pytest.mark.parametrize("argv", ["generate x --zyx", "fly", "bench --shape gpt"])
+def test_no_name_is_suggested_for_another(capsys: Any, argv: str) -> None:
+    status, _, err = in_process(capsys, *argv.split())
+    assert status == 2 and "did you mean" not in err
+
+
 def test_common_options_work_before_and_after_the_command(capsys: Any) -> None:
     """The place where one is missing does not reset it."""
     for argv in (["--debug", "generate"], ["generate", "--debug"], ["--debug", "generate", "-v"]):

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 
 LIMIT = 60.0
-SHARED = Path("/dev/shm")
 LINE = "nanovllm: interrupted\n"
 MODULE = ["-m", "nanovllm"]
 SCRIPT = ["-c", "import sys; from nanovllm.command.main import main; sys.exit(main())"]
@@ -131,13 +130,13 @@ def striker(tmp_path: Path) -> Any:
     striker.close()
 
 
-def ranks() -> set[str]:
-    """The processes of other ranks on this machine."""
-    found = set()
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+def processes_in(folder: Path) -> list[str]:
+    """The processes whose working directory is `folder`: the command and its other ranks."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
-            if b"nanovllm.engine.worker" in file.read_bytes():
-                found.add(file.parent.name)
+            if link.readlink() == folder:
+                found.append(link.parent.name)
     return found
 
 
@@ -190,13 +189,12 @@ def test_an_ignored_signal_stays_ignored() -> None:
 def test_every_moment_of_the_start_is_interrupted(striker: Striker, name: str) -> None:
     """With pipes and in a terminal; nothing is left behind. Several ranks take some seconds."""
     span = 5.0 if name == "two ranks" else 1.0
-    before, shared = ranks(), set(SHARED.iterdir())
     for index in range(12):
         delay = index / 12 * span
         ended = striker.strike(COMMANDS[name], delay, in_terminal=index % 2 == 1)
         assert ended == (130, LINE), f"after {delay:.2f} s"
     deadline = time.monotonic() + 5
-    while ranks() - before and time.monotonic() < deadline:
+    while processes_in(striker.folder) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert ranks() <= before and set(SHARED.iterdir()) <= shared
+    assert processes_in(striker.folder) == []
     assert list(striker.scratch.iterdir()) == []
