@@ -20,8 +20,9 @@ from benchmarks import peers
 from nanovllm.bench.measure import TEMPERATURE
 from nanovllm.bench.plan import Plan
 from nanovllm.command import bench
-from nanovllm.command.main import Parser, add_common_arguments, run_guarded
+from nanovllm.command.guard import run_guarded
 from nanovllm.command.options import UsageError, usage_errors
+from nanovllm.command.parser import Parser, add_common_arguments
 from nanovllm.config import Config
 
 SHAPE = "qwen3-0.6b"

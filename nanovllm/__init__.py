@@ -2,18 +2,19 @@
 
     from nanovllm import LLM, SamplingParams
 
-Importing the package takes milliseconds: PyTorch is imported at the first access to `LLM`.
+Importing the package takes no time: what it offers is imported when it is first used, and PyTorch
+with `LLM`.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from nanovllm.engine.ranks.errors import RankError
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.prompts import TextPrompt, TokensPrompt
-from nanovllm.sampling_params import SamplingParams
-
+TYPE_CHECKING = False  # `typing` takes milliseconds
 if TYPE_CHECKING:
+    from typing import Any
+
+    from nanovllm.engine.ranks.errors import RankError
     from nanovllm.llm import LLM
+    from nanovllm.outputs import CompletionOutput, RequestOutput
+    from nanovllm.prompts import TextPrompt, TokensPrompt
+    from nanovllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,13 +26,23 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
 ]
+_MODULES = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "RankError": "engine.ranks.errors",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
+}
 
 
-def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        try:
-            from nanovllm.llm import LLM
-        except AttributeError as error:  # else it would look as if there were no LLM
-            raise ImportError(f"nanovllm cannot be imported: {error}") from error
-        return LLM
-    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+def __getattr__(name: str) -> "Any":
+    if name not in _MODULES:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(f"nanovllm.{_MODULES[name]}"), name)
+    except AttributeError as error:  # else it would look as if there were no such name
+        raise ImportError(f"nanovllm cannot be imported: {error}") from error

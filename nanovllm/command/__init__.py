@@ -1,4 +1,4 @@
-"""The command `nanovllm`: a module for each subcommand, and `main`, which selects one.
+"""The command `nanovllm`: a module for each subcommand, and `main`, the entry point.
 
 PyTorch is imported only when a model is needed, so that `nanovllm --help` is fast.
 """

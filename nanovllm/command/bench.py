@@ -9,14 +9,17 @@ machine, which are measured first. The last line on stdout is one JSON object.
 """
 
 import argparse
+import contextlib
 import json
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import Lengths
+from nanovllm.command import interrupts
 from nanovllm.command.field_options import add_field_options, given_fields
 from nanovllm.command.options import (
     UsageError,
@@ -79,8 +82,8 @@ def run(
     from nanovllm.bench.measure import describe, print_floor, run_alone
     from nanovllm.bench.plan import make_plan
 
-    with tempfile.TemporaryDirectory() as scratch:
-        plan = make_plan(options, shape, lengths, Path(scratch))
+    with _scratch() as scratch:
+        plan = make_plan(options, shape, lengths, scratch)
         for path in (args.json, args.profile):
             if path is not None:
                 _check_writable(path)
@@ -95,6 +98,17 @@ def run(
     if args.json is not None:
         args.json.write_text(line + "\n", encoding="utf-8")
     return 0
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for the block, which a Ctrl-C that ends the process at once removes too."""
+    with tempfile.TemporaryDirectory() as folder:
+        interrupts.cleanups.append(lambda: shutil.rmtree(folder))
+        try:
+            yield Path(folder)
+        finally:
+            interrupts.cleanups.pop()
 
 
 def _check(args: argparse.Namespace) -> None:

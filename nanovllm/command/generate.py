@@ -113,8 +113,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> None:
-    with contextlib.closing(llm.stream(prompts, params)) as events:  # type: ignore[type-var]
-        for event in events:
-            sys.stdout.write(event["text"])
-            sys.stdout.flush()
+    try:
+        with contextlib.closing(llm.stream(prompts, params)) as events:  # type: ignore[type-var]
+            for event in events:
+                sys.stdout.write(event["text"])
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        if sys.stdout.isatty():  # where a message would replace the last line of the text
+            print()
+        raise
     print()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.interrupts import Interruptible
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.sampling_params import SamplingParams
@@ -72,11 +73,16 @@ def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any
     return options
 
 
-def open_llm(options: Mapping[str, Any]) -> "LLM":
-    """Import PyTorch, load the model and make the engine."""
+@contextlib.contextmanager
+def open_llm(options: Mapping[str, Any]) -> "Iterator[LLM]":
+    """Import PyTorch, load the model, make the engine, and close it after the block.
+
+    In the block Ctrl-C raises KeyboardInterrupt.
+    """
     from nanovllm.llm import LLM
 
-    return LLM(**options)
+    with LLM(**options) as llm, Interruptible():
+        yield llm
 
 
 @contextlib.contextmanager

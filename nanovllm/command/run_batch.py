@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return _run(args)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
-            print("stopped; the same command resumes here", file=sys.stderr)
+            raise KeyboardInterrupt("stopped; the same command resumes here") from None
         raise
 
 

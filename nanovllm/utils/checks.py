@@ -93,7 +93,8 @@ def check_bool(name: str, value: Any) -> bool:
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """Return `value` if it is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{name} must be {allowed_choices(choices)}, got {shorten(value)}")
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be {allowed_choices(choices)}, got {shorten(value)}{hint}")
     return str(value)
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, __version__
-from nanovllm.command import main as command_main
-from nanovllm.command import options
+from nanovllm.command import generate, options
 from nanovllm.command.field_options import OTHER_NAMES, option_name
-from nanovllm.command.main import main, make_parser
+from nanovllm.command.main import main
+from nanovllm.command.parser import make_parser
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.utils.option import options_of
@@ -138,6 +138,34 @@ def test_a_mistake_is_one_line(capsys: Any, argv: str, status: int, words: str) 
     assert words in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        ("generate x --max-token 5", "arguments: --max-token 5; did you mean '--max-tokens'?"),
+        ("generate x --max_tokens=5", "arguments: --max_tokens=5; did you mean '--max-tokens'?"),
+        ("chat --tempreature 0", "did you mean '--temperature'?"),
+        ("bench --num-seq 3", "did you mean '--num-seqs'?"),
+        ("genrate x", "did you mean 'generate'?"),
+        ("runbatch x", "did you mean 'run-batch'?"),
+        ("bench --shape qwen3-0.6", "did you mean 'qwen3-0.6b'?"),
+        ("generate x --scheduling mixd", "got 'mixd'; did you mean 'mixed'?"),
+        ("--vrebose generate x", "did you mean '--verbose'?"),
+    ],
+)
+def test_the_likely_name_is_suggested(capsys: Any, argv: str, hint: str) -> None:
+    status, _, err = in_process(capsys, *argv.split())
+    assert status == 2 and hint in err
+    command = argv.split()[0]
+    asked = f"nanovllm {command}" if command in ("generate", "chat", "bench") else "nanovllm"
+    assert f"(see {asked} --help)" in err or "got 'mixd'" in err
+
+
+@pytest.mark.parametrize("argv", ["generate x --zyx", "fly", "bench --shape gpt"])
+def test_no_name_is_suggested_for_another(capsys: Any, argv: str) -> None:
+    status, _, err = in_process(capsys, *argv.split())
+    assert status == 2 and "did you mean" not in err
+
+
 def test_common_options_work_before_and_after_the_command(capsys: Any) -> None:
     """The place where one is missing does not reset it."""
     for argv in (["--debug", "generate"], ["generate", "--debug"], ["--debug", "generate", "-v"]):
@@ -183,7 +211,7 @@ def test_generate_chat_passes_system_message_and_template_options(
     def opened(_: Any) -> Iterator[Any]:
         yield Recorder()
 
-    monkeypatch.setattr(command_main.generate, "open_llm", opened)
+    monkeypatch.setattr(generate, "open_llm", opened)
     argv = ("generate", "one", "two", "--chat", "--system", "be brief")
     assert in_process(capsys, *argv, "--chat-template-kwargs", '{"a": 1}')[0] == 1
     system = {"role": "system", "content": "be brief"}
@@ -203,7 +231,7 @@ def test_a_bug_is_reported_with_its_type(capsys: Any, monkeypatch: pytest.Monkey
     def broken(*_: Any) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(command_main.generate, "open_llm", broken)
+    monkeypatch.setattr(generate, "open_llm", broken)
     status, _, err = in_process(capsys, "generate", "x")
     assert status == 1
     assert err == "nanovllm: error: KeyError: 'x' (--debug shows more)\n"

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,17 @@ def test_a_home_that_cannot_be_written_is_not_needed(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+def test_the_folder_of_a_killed_process_is_removed(cache: Path, source: Path) -> None:
+    """By a later one, but not while the process may still compile in it."""
+    for name, age in (("tmpold", 2 * compiling.OLD_SECONDS), ("tmpnew", 0)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "small.o").touch()
+        os.utime(cache / name, (time.time() - age,) * 2)
+    load(source)
+    assert [path.name for path in sorted(cache.iterdir()) if path.is_dir()] == ["tmpnew"]
+
+
 @pytest.mark.usefixtures("compiler")
 def test_processes_may_compile_at_the_same_time(cache: Path, source: Path) -> None:
     script = (

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shlex
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -30,6 +31,7 @@ FLAGS = (
 )  # fmt: skip
 X86_FLAGS = ("-mprefer-vector-width=512",)  # ignored by processors without such vectors
 MAX_SECONDS = 30  # for one run of a compiler
+OLD_SECONDS = 3600  # after which no process compiles in its folder any more
 ELF_HEADER = struct.Struct("<4s 36x Q 10x H H 2x")  # section headers: offset, size, number
 
 
@@ -86,11 +88,17 @@ def _is_complete(library: Path) -> bool:
 
 
 def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    """A folder for this process alone, in the cache if that is writable."""
+    """A folder for this process alone, in the cache if that is writable.
+
+    Removes the folders of processes that were killed there.
+    """
     if kept is not None:
         try:
             kept.mkdir(parents=True, exist_ok=True)
-            return tempfile.TemporaryDirectory(dir=kept)
+            for folder in kept.glob("tmp*"):
+                if time.time() - folder.stat().st_mtime > OLD_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+            return tempfile.TemporaryDirectory(prefix="tmp", dir=kept)
         except OSError as error:
             logger.info("compiled kernels are not kept: %s", error)
     return tempfile.TemporaryDirectory()

@@ -1,0 +1,65 @@
+"""Run a command: its errors become one line on stderr and an exit status.
+
+0 is success, 1 a failure, 2 a mistake in the command line, 130 Ctrl-C, 141 a closed pipe at stdout.
+"""
+
+import argparse
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from nanovllm.command import interrupts
+from nanovllm.command.options import UsageError
+from nanovllm.command.parser import USAGE
+
+BROKEN_PIPE = 141
+
+
+def prepare_streams() -> None:
+    """Replace streams that the caller has closed; let stdout take any text."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # instead of failing at some texts
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command and return its status; an error becomes one line on stderr."""
+    _set_up_logging(args.verbose)
+    try:
+        status = run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        return BROKEN_PIPE
+    except KeyboardInterrupt as interrupt:
+        interrupts.report(*interrupt.args)
+        return interrupts.INTERRUPTED
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"nanovllm: error: {_one_line(error)}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else 1
+    return status
+
+
+def _one_line(error: Exception) -> str:
+    """An error in one line, with its type unless it is an error that users can act on."""
+    first, _, rest = (str(error) or type(error).__name__).partition("\n")
+    expected = isinstance(error, UsageError | OSError | ValueError | MemoryError | RuntimeError)
+    name = "" if expected else f"{type(error).__name__}: "
+    return f"{name}{first}" + (" (--debug shows more)" if rest or name else "")
+
+
+def _set_up_logging(verbose: bool) -> None:
+    """Log warnings to stderr, and with `verbose` everything that the engine logs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("nanovllm: %(message)s"))
+    logger = logging.getLogger("nanovllm")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.propagate = False

@@ -1,0 +1,61 @@
+"""The parser of the command line: a mistake is one line."""
+
+import argparse
+from typing import Any, NoReturn
+
+from nanovllm import __version__
+from nanovllm.command import bench, chat, generate, info, run_batch
+from nanovllm.utils.checks import did_you_mean
+
+COMMANDS = (generate, chat, run_batch, info, bench)
+USAGE = 2  # the exit status of a mistake in the command line
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a mistake in one line, with the name that is likely meant."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Refuse what is unknown, here, where the subcommand's options are known."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+            hints = (did_you_mean(flag, self._option_string_actions) for flag in flags)
+            hint = next(filter(None, hints), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), list(action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"nanovllm: error: {message} (see {self.prog} --help)\n")
+
+
+def make_parser() -> Parser:
+    """The parser of the command line, with the arguments of all subcommands."""
+    parser = Parser(prog="nanovllm", description="Offline inference of large language models.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    add_common_arguments(parser, False)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.NAME, help=command.SUMMARY, description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        )  # fmt: skip
+        add_common_arguments(subparser, argparse.SUPPRESS)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, default: object) -> None:
+    """Add the arguments that are accepted before and after the subcommand."""
+    for flags, text in (
+        (("-v", "--verbose"), "log what the engine does to stderr"),
+        (("--debug",), "show tracebacks"),
+    ):
+        parser.add_argument(*flags, action="store_true", default=default, help=text)
