@@ -290,7 +290,7 @@ def test_info_needs_no_weights(capsys: Any, tmp_path: Path) -> None:
     assert status == 1 and "not supported: enable_expert_parallel=True" in text
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Other"]}))
     status, _, error = in_process(capsys, *argv)
-    assert status == 1 and "architectures: 'Other' is not supported" in error
+    assert status == 1 and "architecture 'Other' is not supported" in error
 
 
 class Terminal:
