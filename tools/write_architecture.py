@@ -35,7 +35,7 @@ CORE: dict[str, list[str]] = {
                       "kernels/plain/prefill_attention", "kernels/plain/decode_attention",
                       "kernels/plain/silu_and_mul", "kernels/plain/noise", "kernels/plain/sample"],
     "startup": ["engine/startup", "engine/engine_config", "engine/placement", "engine/device",
-                "engine/kv_pool", "models/config", "models/registry",
+                "engine/kv_pool", "models/config", "models/rope", "models/registry",
                 "models/loader", "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
-from nanovllm.models.registry import DEFAULTS, Architecture, get_architecture
+from nanovllm.models.registry import DEFAULTS, get_architecture
 from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
+from nanovllm.models.windows import rotated_layers, sliding_windows
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
-FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_LAYERS = 10_000
 MAX_PARAMETERS = 1 << 46  # in 16 bits, they fill a process's address space of 47 bits
 
@@ -143,10 +143,6 @@ class ModelConfig:
         raw = {**DEFAULTS, **architecture.defaults, **file, **architecture.fixed}
         num_heads, num_kv_heads, head_dim = _heads(raw, architecture.defaults.get("head_dim"))
 
-        rotated_layers = _rotated_layers(raw, architecture)
-        windows = _sliding_windows(raw, rotated_layers if architecture.unrotated_layers else None)
-        _check_layer_types(name, file.get("layer_types"), windows)
-
         def has_bias(bias: bool | str) -> bool:
             return _flag(raw, bias) if isinstance(bias, str) else bias
 
@@ -170,8 +166,8 @@ class ModelConfig:
             qkv_bias=has_bias(architecture.qkv_bias),
             o_bias=has_bias(architecture.o_bias),
             mlp_bias=has_bias(architecture.mlp_bias),
-            sliding_windows=windows,
-            rotated_layers=rotated_layers,
+            sliding_windows=sliding_windows(file, raw, architecture),
+            rotated_layers=rotated_layers(raw, architecture),
             experts=_experts(raw) if architecture.experts else None,
         )
         config._refuse_huge()
@@ -248,58 +244,6 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         )
         raise ValueError(f"quantization_config: quantized weights ({method!r}) are not supported")
-    types = raw.get("layer_types")
-    if types is not None and not isinstance(types, list):
-        raise TypeError(f"layer_types must be a list, got {shorten(types)}")
-    if unknown := [kind for kind in types or () if kind not in LAYER_TYPES]:
-        allowed = ", ".join(LAYER_TYPES)
-        raise ValueError(f"layer_types {shorten(unknown)} are not supported; {allowed} are")
-
-
-def _check_layer_types(name: str, types: list[str] | None, windows: tuple[int | None, ...]) -> None:
-    """Refuse types that the architecture does not read and that differ from its windows."""
-    if types not in (None, [SLIDING if window else FULL for window in windows]):
-        raise ValueError(
-            f"layer_types {shorten(types)} contradict the windows of {name}'s layers:"
-            f" {shorten(list(windows))}"
-        )
-
-
-def _sliding_windows(
-    raw: Mapping[str, Any], rotated: tuple[bool, ...] | None
-) -> tuple[int | None, ...]:
-    """Each layer's window: by `layer_types`, or for all layers from `max_window_layers` on.
-
-    Of `rotated` layers, if given, those without a rotation have one.
-    """
-    num_layers = _size(raw, "num_hidden_layers", MAX_LAYERS)
-    window = raw["sliding_window"] if _flag(raw, "use_sliding_window") else None
-    if window is not None:
-        check_int("sliding_window", window, 1)
-    if (types := raw["layer_types"]) is None:
-        first = check_int("max_window_layers", raw["max_window_layers"], 0) if window else 0
-        has_window = [i >= first and not (rotated and rotated[i]) for i in range(num_layers)]
-        return tuple(window if has else None for has in has_window)
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types has {len(types)} entries, num_hidden_layers={num_layers}")
-    if SLIDING in types and window is None:
-        raise ValueError("layer_types has sliding-window attention, but sliding_window is not set")
-    return tuple(window if kind == SLIDING else None for kind in types)
-
-
-def _rotated_layers(raw: Mapping[str, Any], architecture: Architecture) -> tuple[bool, ...]:
-    """All layers, or those with a 1 in `no_rope_layers`; without it all but every Nth."""
-    num_layers = _size(raw, "num_hidden_layers", MAX_LAYERS)
-    if not architecture.unrotated_layers:
-        return (True,) * num_layers
-    flags = raw["no_rope_layers"]
-    if flags is None:
-        interval = check_int("no_rope_layer_interval", raw["no_rope_layer_interval"], 1)
-        return tuple(index % interval != 0 for index in range(1, num_layers + 1))
-    if not isinstance(flags, list) or len(flags) < num_layers:
-        needed = f"a list of {num_layers} numbers"
-        raise ValueError(f"no_rope_layers must be {needed}, got {shorten(flags)}")
-    return tuple(bool(check_int("no_rope_layers", flag, 0, 1)) for flag in flags[:num_layers])
 
 
 def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
