@@ -1,7 +1,6 @@
 """LLMEngine: requests in, outputs out, one step at a time. It owns the scheduler and the runner."""
 
 import functools
-import logging
 import os
 import time
 import weakref
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.requests.intake import Intake, Prompt
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -21,8 +21,6 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-
-logger = logging.getLogger("nanovllm")
 
 T = TypeVar("T")
 
@@ -93,7 +91,8 @@ class LLMEngine:
         )
         self.tokenizer = load_tokenizer(asked.tokenizer, path)
         self.model_runner = start_runner(asked, self.model_config, path)
-        self._finalizer = weakref.finalize(self, self.model_runner.close)
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self.model_runner, self._owner)
         self.config = self.model_runner.config
         self.scheduler = Scheduler(self.config, self.model_config.longest_window)
         self.counter = StepCounter()
@@ -152,7 +151,8 @@ class LLMEngine:
         """Free the device's memory and end the other ranks. Idempotent.
 
         Also done when the engine is garbage collected and when Python exits. During a call (from a
-        signal handler or another thread) it ends that call after the step.
+        signal handler or another thread) it ends that call after the step. In a forked process it
+        does nothing: the device's memory and the ranks belong to the process that made the engine.
         """
         if self._generating:
             self._close_asked = True
@@ -307,7 +307,12 @@ class LLMEngine:
         return request.request_id
 
     def check_open(self) -> None:
-        """Raise if the engine is closed, or if a rank has ended."""
+        """Raise if the engine is closed, if a rank has ended, or in a forked process."""
+        if os.getpid() != self._owner:  # threads and device contexts are not there after a fork
+            raise RuntimeError(
+                "an LLM cannot be used in a process forked from the one that made it; start that"
+                ' process with multiprocessing\'s "spawn" method, and make an LLM in it'
+            )
         failure = self.model_runner.failure
         if not self._finalizer.alive:
             reason = f", as {failure}" if failure else ""
@@ -315,3 +320,8 @@ class LLMEngine:
         if failure:  # while nothing ran
             self.close()
             self.model_runner.check()
+
+
+def _close(runner: ModelRunner, owner: int) -> None:
+    if os.getpid() == owner:
+        runner.close()

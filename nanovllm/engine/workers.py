@@ -121,7 +121,6 @@ class Workers:
         self._traceback = ""
         self._changed = threading.Condition()
         self._workers: list[Worker] = []
-        self._owner = os.getpid()
         with contextlib.ExitStack() as stack:
             stack.callback(self.ranks.close)
             self._writer = Writer(size - 1, self.check)
@@ -157,8 +156,6 @@ class Workers:
 
         Ctrl-C waits for the block's end: ranks that do not make the same exchanges cannot go on.
         """
-        if os.getpid() != self._owner:
-            raise RuntimeError("an LLM with several ranks can be used in the process that made it")
         with self.waiting():
             self._writer.send(encode(inputs))
             yield
@@ -191,9 +188,11 @@ class Workers:
             raise RankError(f"{self.failure}{details}") from None
 
     def close(self) -> None:
-        """End the processes and free what they used. Idempotent. Decode graphs must be gone."""
-        if os.getpid() == self._owner:  # a forked child of the caller has only copies
-            self._resources.close()
+        """End the processes and free what they used. Idempotent. Decode graphs must be gone.
+
+        Not for a forked child of the caller, whose sockets are those of the caller.
+        """
+        self._resources.close()
 
     def _watch(self) -> None:
         """Listen until `close`, or until a rank has ended; then end the others."""
