@@ -184,17 +184,15 @@ class BlockManager:
             return
         hashes = self._block_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
-            block, value = seq.block_table[index], hashes[index]
-            if index and self.hashes[seq.block_table[index - 1]] is None:
+            block, value, tokens = seq.block_table[index], hashes[index], self._tokens(seq, index)
+            before = seq.block_table[index - 1]
+            if index and self.hashes[before] is None:
                 break
-            parent = self.prefixes[seq.block_table[index - 1]] if index else 0
-            twin = self._find_block(value, parent, self._tokens(seq, index))
-            self.hashes[block] = value
-            self.token_ids[block] = self._tokens(seq, index)
-            self.parents[block] = parent
-            self.prefixes[block] = (
-                next(self.prefix_numbers) if twin is None else self.prefixes[twin]
-            )
+            parent = self.prefixes[before] if index else 0
+            twin = self._find_block(value, parent, tokens)
+            number = next(self.prefix_numbers) if twin is None else self.prefixes[twin]
+            self.hashes[block], self.token_ids[block] = value, tokens
+            self.parents[block], self.prefixes[block] = parent, number
             self.blocks_by_hash.setdefault(value, []).append(block)
             if self.window < sys.maxsize:
                 self.children.setdefault(parent, set()).add(block)
@@ -228,13 +226,12 @@ class BlockManager:
         assert published == [b for b, value in enumerate(self.hashes) if value is not None]
         for value, group in self.blocks_by_hash.items():
             assert group and all(self.hashes[block] == value for block in group)
-        prefixes = {self.prefixes[block] for block in published}
-        for block in published:
-            parent = self.parents[block]
-            assert parent == 0 or parent in prefixes, f"block {block} cannot be found"
-        free = [block for block in self.free_queue if self.hashes[block] is not None]
-        assert free == list(self.free_queue)[self.num_free_blocks - len(free) :], "not the last"
-        assert len({self.prefixes[block] for block in free}) == len(free), "published twins"
+        prefixes = {0, *(self.prefixes[block] for block in published)}
+        assert prefixes.issuperset(self.parents[block] for block in published), "a lost parent"
+        order = [self.hashes[block] is not None for block in self.free_queue]
+        assert order == sorted(order), "a cached block comes before one that cannot be found"
+        free = [self.prefixes[block] for block in published if block in self.free_queue]
+        assert len(set(free)) == len(free), "a prefix is cached twice"
 
     def _num_passed(self, num_cached_tokens: int) -> int:
         """How many blocks end before the window of the first uncached token."""
