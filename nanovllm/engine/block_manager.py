@@ -110,8 +110,9 @@ class BlockManager:
         assert not seq.block_table
         if not self.free_queue:  # at least the last token's block is new
             return False
-        hits = self._find_prefix(seq, seq.num_skippable_tokens // self.block_size)
-        if in_progress and self._next_hash(seq, len(hits)) in in_progress:
+        most_hits = seq.num_skippable_tokens // self.block_size
+        hits = self._find_prefix(seq, most_hits)
+        if in_progress and len(hits) < most_hits and seq.block_hashes[len(hits)] in in_progress:
             return False
         num_blocks = -(-seq.num_tokens // self.block_size)
         num_cached_tokens = len(hits) * self.block_size
@@ -295,7 +296,7 @@ class BlockManager:
                 self.free_queue.move_to_end(block, last=False)
 
     def _find_prefix(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """The cached blocks among the first `num_blocks` of `seq`."""
+        """The cached blocks among the first `num_blocks` of `seq`; hashes one more, if there is."""
         hits: list[int] = []
         parent = 0
         for index in range(num_blocks if self.enable_prefix_caching else 0):
@@ -306,12 +307,6 @@ class BlockManager:
             hits.append(block)
             parent = self.prefixes[block]
         return hits
-
-    def _next_hash(self, seq: Sequence, num_hits: int) -> int | None:
-        """The hash of the first block of `seq` that could be cached but is not."""
-        if num_hits == seq.num_skippable_tokens // self.block_size:
-            return None
-        return self._block_hashes(seq, num_hits + 1)[num_hits]
 
     def _find_block(self, value: int, parent: int, token_ids: list[int]) -> int | None:
         for block in self.blocks_by_hash.get(value, ()):
