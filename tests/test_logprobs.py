@@ -16,6 +16,7 @@ from reference import (
 )
 
 from nanovllm import SamplingParams
+from nanovllm.engine.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -88,6 +89,35 @@ def test_only_requests_that_ask_have_logprobs(model_dir: Path) -> None:
         assert [len(likely) for likely in asking["logprobs"] or []] == [1, 1]
         with pytest.raises(ValueError, match=r"logprobs must be in \[0, 259\], got 260"):
             llm.generate([1], SamplingParams(logprobs=260))
+
+
+@pytest.mark.parametrize("appended", [False, True])
+def test_the_logprobs_of_a_token_that_is_taken_back_are_replaced(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, appended: bool
+) -> None:
+    """An interrupt strikes before or after the last token is appended; it is drawn again."""
+    params = SamplingParams(max_tokens=3, seed=1, logprobs=1, ignore_eos=True)
+    with make_llm(model_dir, overlap=False) as llm:
+        (expected,) = llm.generate([1, 2], params, use_tqdm=False)
+        request = llm.unfinished[llm.add_request([1, 2], params)]
+        llm.step()
+        llm.step()
+        logprobs = request.seqs[0].logprobs
+
+        def interrupted(*_: Any) -> Any:
+            assert logprobs._generated[4], "the last token's entry has arrived"
+            logprobs._generated[4] = [(0, -99.0, 1)]
+            raise KeyboardInterrupt
+
+        place = (Sequence, "finish") if appended else (llm.scheduler, "postprocess")
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.step()
+        assert request.seqs[0].num_tokens == 4
+        while not (outputs := llm.step()):
+            pass
+        assert outputs[0]["logprobs"] == expected["logprobs"]
 
 
 def test_equal_logits_have_equal_ranks(model_dir: Path) -> None:

@@ -110,8 +110,9 @@ class BlockManager:
         assert not seq.block_table
         if not self.free_queue:  # at least the last token's block is new
             return False
-        hits = self._find_prefix(seq, seq.num_skippable_tokens // self.block_size)
-        if in_progress and self._next_hash(seq, len(hits)) in in_progress:
+        most_hits = seq.num_skippable_tokens // self.block_size
+        hits = self._find_prefix(seq, most_hits)
+        if in_progress and len(hits) < most_hits and seq.block_hashes[len(hits)] in in_progress:
             return False
         num_blocks = -(-seq.num_tokens // self.block_size)
         num_cached_tokens = len(hits) * self.block_size
@@ -184,17 +185,15 @@ class BlockManager:
             return
         hashes = self._block_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
-            block, value = seq.block_table[index], hashes[index]
-            if index and self.hashes[seq.block_table[index - 1]] is None:
+            block, value, tokens = seq.block_table[index], hashes[index], self._tokens(seq, index)
+            before = seq.block_table[index - 1]
+            if index and self.hashes[before] is None:
                 break
-            parent = self.prefixes[seq.block_table[index - 1]] if index else 0
-            twin = self._find_block(value, parent, self._tokens(seq, index))
-            self.hashes[block] = value
-            self.token_ids[block] = self._tokens(seq, index)
-            self.parents[block] = parent
-            self.prefixes[block] = (
-                next(self.prefix_numbers) if twin is None else self.prefixes[twin]
-            )
+            parent = self.prefixes[before] if index else 0
+            twin = self._find_block(value, parent, tokens)
+            number = next(self.prefix_numbers) if twin is None else self.prefixes[twin]
+            self.hashes[block], self.token_ids[block] = value, tokens
+            self.parents[block], self.prefixes[block] = parent, number
             self.blocks_by_hash.setdefault(value, []).append(block)
             if self.window < sys.maxsize:
                 self.children.setdefault(parent, set()).add(block)
@@ -228,13 +227,12 @@ class BlockManager:
         assert published == [b for b, value in enumerate(self.hashes) if value is not None]
         for value, group in self.blocks_by_hash.items():
             assert group and all(self.hashes[block] == value for block in group)
-        prefixes = {self.prefixes[block] for block in published}
-        for block in published:
-            parent = self.parents[block]
-            assert parent == 0 or parent in prefixes, f"block {block} cannot be found"
-        free = [block for block in self.free_queue if self.hashes[block] is not None]
-        assert free == list(self.free_queue)[self.num_free_blocks - len(free) :], "not the last"
-        assert len({self.prefixes[block] for block in free}) == len(free), "published twins"
+        prefixes = {0, *(self.prefixes[block] for block in published)}
+        assert prefixes.issuperset(self.parents[block] for block in published), "a lost parent"
+        order = [self.hashes[block] is not None for block in self.free_queue]
+        assert order == sorted(order), "a cached block comes before one that cannot be found"
+        free = [self.prefixes[block] for block in published if block in self.free_queue]
+        assert len(set(free)) == len(free), "a prefix is cached twice"
 
     def _num_passed(self, num_cached_tokens: int) -> int:
         """How many blocks end before the window of the first uncached token."""
@@ -298,7 +296,7 @@ class BlockManager:
                 self.free_queue.move_to_end(block, last=False)
 
     def _find_prefix(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """The cached blocks among the first `num_blocks` of `seq`."""
+        """The cached blocks among the first `num_blocks` of `seq`; hashes one more, if there is."""
         hits: list[int] = []
         parent = 0
         for index in range(num_blocks if self.enable_prefix_caching else 0):
@@ -309,12 +307,6 @@ class BlockManager:
             hits.append(block)
             parent = self.prefixes[block]
         return hits
-
-    def _next_hash(self, seq: Sequence, num_hits: int) -> int | None:
-        """The hash of the first block of `seq` that could be cached but is not."""
-        if num_hits == seq.num_skippable_tokens // self.block_size:
-            return None
-        return self._block_hashes(seq, num_hits + 1)[num_hits]
 
     def _find_block(self, value: int, parent: int, token_ids: list[int]) -> int | None:
         for block in self.blocks_by_hash.get(value, ()):

@@ -6,11 +6,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -95,8 +94,7 @@ class LLMEngine:
         )
         self.tokenizer = load_tokenizer(asked.tokenizer, path, download_dir=asked.download_dir)
         self.model_runner = start_runner(asked, self.model_config, path)
-        self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self.model_runner, self._owner)
+        self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
         self.scheduler = Scheduler(self.config, self.model_config.longest_window)
         self.counter = StepCounter()
@@ -169,13 +167,19 @@ class LLMEngine:
         self._launched = None
         self._finalizer()
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise TypeError(
+            "an LLM cannot be copied or pickled: it has a device's memory, and processes; pass the"
+            " model's name and the options, and make an LLM in each process"
+        )
+
     def __repr__(self) -> str:
         config = self.config
         ranks = f" {config.tensor_parallel_size} ranks," if config.tensor_parallel_size > 1 else ""
         return (
             f"{type(self).__name__}({config.model!r}, device={config.device!r},"
-            f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},"
-            f"{ranks}"
+            f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},{ranks}"
             f" {self.scheduler.block_manager.num_blocks * self.scheduler.block_size} KV tokens)"
         )
 
@@ -319,7 +323,7 @@ class LLMEngine:
 
     def check_open(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""
-        if os.getpid() != self._owner:  # threads and device contexts are not there after a fork
+        if os.getpid() != self.model_runner.owner:  # its threads are not here
             raise RuntimeError(
                 "an LLM cannot be used in a process forked from the one that made it; start that"
                 ' process with multiprocessing\'s "spawn" method, and make an LLM in it'
@@ -331,8 +335,3 @@ class LLMEngine:
         if failure:  # while nothing ran
             self.close()
             self.model_runner.check()
-
-
-def _close(runner: ModelRunner, owner: int) -> None:
-    if os.getpid() == owner:
-        runner.close()

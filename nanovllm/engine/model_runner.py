@@ -3,6 +3,7 @@
 Its own shard computes beside the workers' shards; nothing else knows that there are other ranks.
 """
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 from nanovllm.engine.batch import Batch
@@ -17,9 +18,13 @@ from nanovllm.engine.workers import Workers
 
 
 class ModelRunner:
-    """Drives a started shard, and the workers if there are other ranks."""
+    """Drives a started shard, and the workers if there are other ranks.
+
+    They belong to the process `owner`: a forked one has copies of handles, and must not use them.
+    """
 
     def __init__(self, shard: Shard, config: EngineConfig, workers: Workers | None = None) -> None:
+        self.owner = os.getpid()
         self.shard = shard
         self.config = config
         self.workers = workers
@@ -62,8 +67,12 @@ class ModelRunner:
             self.workers.check()
 
     def close(self) -> None:
-        """Free the device's memory and end the other ranks; the runner cannot be used again."""
-        close_ranks(self.shard, self.workers)
+        """Free the device's memory and end the other ranks; the runner cannot be used again.
+
+        In a forked process it does nothing.
+        """
+        if os.getpid() == self.owner:
+            close_ranks(self.shard, self.workers)
 
     def _on_other_ranks(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """Let the other ranks compute the step that rank 0 computes in the block."""

@@ -39,7 +39,7 @@ class Sequence:
     samples them has been launched, and `token_ids` holds `PENDING` in their place.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
-    the text, the token counts and the log-probabilities that are kept, if any.
+    the text and the token counts that are kept, if any.
     """
 
     __slots__ = (
@@ -109,7 +109,7 @@ class Sequence:
         if index:  # each sample draws from a stream of its own
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
-        followers: tuple[Follower | None, ...] = (text, counts, logprobs)
+        followers: tuple[Follower | None, ...] = (text, counts)
         self.followers = tuple(follower for follower in followers if follower is not None)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

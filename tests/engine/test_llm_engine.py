@@ -1,6 +1,8 @@
 """LLMEngine and processes: an engine belongs to the process that made it, and is not copied."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -11,6 +13,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.llm_engine import LLMEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,3 +139,16 @@ for end in (lambda: sys.exit(3), lambda: os._exit(4), drop, use):
     assert done.stdout.split() == ["46", "3", "46", "4", "46", "5", "46", "1", "46"], done.stderr
     assert done.stderr.endswith(f"RuntimeError: {REFUSAL}\n")
     assert done.stderr.count("Traceback") == 1 and done.returncode == 0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("kind", [LLM, LLMEngine])
+def test_an_engine_cannot_be_copied_or_pickled(
+    llm: LLM, kind: type[LLMEngine], duplicate: Callable[[object], object]
+) -> None:
+    """A copy would free the same memory, and a process that unpickles has neither device nor KV."""
+    engine = llm if kind is LLM else object.__new__(kind)
+    message = "an LLM cannot be copied or pickled.*pass the model's name and the options, and make"
+    with pytest.raises(TypeError, match=message):
+        duplicate(engine)
+    assert solve(llm) == "46"

@@ -6,9 +6,11 @@ LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its
 
 
 class Logprobs:
-    """A follower with an entry for each token: the token itself, then the most likely others.
+    """An entry for each token: the token itself, then the most likely others.
 
-    `prompt` holds those of the prompt's second token, third, ..., as far as they are computed.
+    `prompt` holds those of the prompt's second token, third, ..., as far as they are computed. A
+    generated token that is taken back leaves its entry, which is not read: the next token at its
+    index replaces it.
     """
 
     def __init__(self) -> None:
@@ -26,10 +28,3 @@ class Logprobs:
     def generated(self, seq: Sequence, start: int) -> list[list[LikelyToken]]:
         """The entries of the known tokens from index `start` on."""
         return [self._generated[index] for index in range(start, seq.num_known_tokens)]
-
-    def update(self, seq: Sequence) -> None:
-        """Drop the entry of a token that was taken back: another one may come in its index."""
-        self._generated.pop(seq.num_known_tokens, None)
-
-    def reset(self) -> None:
-        """Keep all: an entry is stored whole or not at all."""
