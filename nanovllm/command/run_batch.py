@@ -64,15 +64,17 @@ def _run(args: argparse.Namespace) -> int:
             raise UsageError("the output must not be the input")
         from nanovllm.batch.job import Job
         from nanovllm.batch.journal import Journal
-        from nanovllm.batch.lines import read_lines
+        from nanovllm.batch.lines import count_lines, read_lines
 
-        with Journal(args.output) as journal, open_llm(options) as llm:
+        num_lines = count_lines(file) if file.seekable() else None
+        with Journal(args.output, num_lines) as journal, open_llm(options) as llm:
             job, start = Job(llm, journal, defaults, args.strict), time.perf_counter()
-            with _progress_bar(file) as bar:
+            with _progress_bar(num_lines) as bar:
                 for tally in job.run(read_lines(file)):
                     _show(bar, tally, time.perf_counter() - start)
             num_failed = journal.num_failed + job.tally.failed
             print(_summary(job.tally, journal.num_failed, time.perf_counter() - start))
+            journal.check_taken()  # last: nothing that is done is lost
     return 1 if num_failed else 0
 
 
@@ -85,15 +87,12 @@ def _open_input(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _progress_bar(file: BinaryIO) -> Any:
-    """A bar over the input's lines, which are counted first; hidden unless stderr is a terminal."""
+def _progress_bar(num_lines: int | None) -> Any:
+    """A bar over the input's lines; hidden unless stderr is a terminal."""
     from tqdm import tqdm
 
-    from nanovllm.batch.lines import count_lines
-
     is_shown = sys.stderr.isatty()
-    total = count_lines(file) if is_shown and file.seekable() else None
-    return tqdm(total=total, unit="req", desc="Batch", smoothing=0, disable=not is_shown)
+    return tqdm(total=num_lines, unit="req", desc="Batch", smoothing=0, disable=not is_shown)
 
 
 def _show(bar: Any, tally: "Tally", seconds: float) -> None:
