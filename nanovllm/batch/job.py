@@ -83,7 +83,7 @@ class Job:
     def _take(self, line: Line) -> None:
         """Skip a line, queue its request, or write its error."""
         custom_id, value = self._identify(line)
-        if self.journal.has(line.number, custom_id):
+        if self.journal.take(line.number, custom_id):
             self.tally.skipped += 1
             return
         try:

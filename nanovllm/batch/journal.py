@@ -5,40 +5,47 @@ again. The lock is the operating system's, on the file itself: it is released wh
 in whatever way.
 """
 
+import contextlib
+import errno
 import fcntl
-import json
 import os
-import re
 import stat
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from nanovllm.batch.digests import digest_of
-from nanovllm.batch.records import ID, START
+from nanovllm.batch.records import FIELDS, Record, begins_a_record, parse_record
 
 SYNC_SECONDS = 1.0  # the work that a power failure may cost
-NUMBERED = re.compile(re.escape(START) + rb"[0-9]*")
-AFTER_NUMBER = b'", "custom_id": '
+HEAD_BYTES = 1 << 16  # a file that begins otherwise than a record is not read further
+REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit on the size of files",
+}
 
 
 class Journal:
     """The records of lines, by their numbers. Memory: 8 bytes for each line of the input.
 
-    `num_failed` is the number of error records in the file when it was opened.
+    `num_lines` is the number of the input's lines, if it is known: a record of a later line is an
+    error. `num_failed` is the number of error records in the file when it was opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_lines: int | None = None) -> None:
         self.path = path
+        self.num_lines = num_lines
         self.num_failed = 0
-        self._digests = array("Q")  # by line number: the digest of its id; 0: not done
+        self._digests = array("Q")  # by line number: the digest of its id; 0: not done, or taken
         self._synced = time.monotonic()
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise OSError(f"{path} is not a regular file; choose another output")
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        # Unbuffered: what cannot be written is not tried again when the file is closed.
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
             self._lock()
             self._read()
@@ -46,41 +53,55 @@ class Journal:
             self._file.close()
             raise
 
-    def has(self, number: int, custom_id: str) -> bool:
-        """Whether line `number` is done; ValueError if its record is of another request."""
+    def take(self, number: int, custom_id: str) -> bool:
+        """Whether line `number` is done; ValueError if its record is of another request.
+
+        To be asked once for each line of the input.
+        """
         digest = self._digests[number] if number < len(self._digests) else 0
-        if digest and digest != digest_of(custom_id):
+        if not digest:
+            return False
+        if digest != digest_of(custom_id):
             raise ValueError(
                 f"{self.path} has the results of another input, where line {number} is not"
                 f" {custom_id!r}; choose another output"
             )
-        return bool(digest)
+        self._digests[number] = 0
+        return True
+
+    def check_taken(self) -> None:
+        """Raise ValueError if the file had a record of a line that the input does not have."""
+        lost = next((line for line, digest in enumerate(self._digests) if digest), None)
+        if lost is None:
+            return
+        with self.path.open("rb") as file:
+            for number, data in enumerate(file, 1):
+                if (record := parse_record(data)) is not None and record.line == lost:
+                    self._refuse_line(number, lost)
 
     def append(self, records: Iterable[bytes]) -> None:
         """Write records of lines that are not done, each line once.
 
         They are safe from the end of the process now, and from a power failure after the next sync.
         """
-        try:
-            for record in records:
-                self._file.write(record)
-            self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        self._write(b"".join(records))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
         """Wait until everything is on the disk. Costs milliseconds."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._naming_errors():
+            os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def close(self) -> None:
         """Sync, close the file and release its lock."""
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            try:
+                self.sync()
+            finally:
+                with self._naming_errors():
+                    self._file.close()
 
     def __enter__(self) -> "Journal":
         return self
@@ -91,7 +112,9 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        """Close the file. The error that ended the block counts, not what follows from it."""
+        with contextlib.suppress(*([OSError] if error else [])):
+            self.close()
 
     def _lock(self) -> None:
         try:
@@ -101,43 +124,82 @@ class Journal:
 
     def _read(self) -> None:
         """Read the records; cut off a half-written last one, and blank lines at the end."""
+        with open(self._file.fileno(), "rb", closefd=False) as file:
+            end, has_newline = self._read_lines(file)
+        with self._naming_errors():
+            self._file.truncate(end)
+            self._file.seek(end)
+        if not has_newline:  # an editor has left it out
+            self._write(b"\n")
+
+    def _read_lines(self, file: BinaryIO) -> tuple[int, bool]:
+        """Where the last record ends, and whether a newline ends it."""
         place = end = 0
-        if not START.startswith(self._file.read(len(START))):
-            self._refuse(1)
-        self._file.seek(0)
-        for number, data in enumerate(self._file, 1):
-            if not data.endswith(b"\n") and _begins_a_record(data):
-                break
+        last = b"\n"
+        head = file.read(HEAD_BYTES)
+        if len(head) == HEAD_BYTES and b"\n" not in head and not begins_a_record(head):
+            self._refuse(1, place)
+        file.seek(0)
+        for number, data in enumerate(file, 1):
             place += len(data)
-            if data.strip():  # an editor may have left a blank line
-                self._read_record(number, data)
-                end = place
-        self._file.seek(end)
-        self._file.truncate()
+            if not data.strip():  # an editor may have left a blank line
+                continue
+            record = parse_record(data)
+            if record is None:
+                # A file of one unfinished line is a job's only if the line begins with its id.
+                is_cut = begins_a_record(data, FIELDS if end else FIELDS[:1])
+                if data.endswith(b"\n") or not is_cut:
+                    self._refuse(number, end)
+                break
+            self._enter(number, record)
+            end, last = place, data
+        return end, last.endswith(b"\n")
 
-    def _read_record(self, number: int, data: bytes) -> None:
-        try:
-            record = json.loads(data)
-            line = int(record["id"].removeprefix(ID))
-            digest, failed = digest_of(record["custom_id"]), record["error"] is not None
-            if line < 1:
-                raise ValueError(line)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            self._refuse(number)
-        if line >= len(self._digests):
-            self._digests.frombytes(bytes(8 * (line + 1 - len(self._digests))))
-        self._digests[line] = digest
-        self.num_failed += failed
+    def _enter(self, number: int, record: Record) -> None:
+        """Note the record in line `number` of the file."""
+        if self.num_lines is not None and record.line > self.num_lines:
+            self._refuse_line(number, record.line)
+        if record.line >= len(self._digests):
+            self._digests.frombytes(bytes(8 * (record.line + 1 - len(self._digests))))
+        if self._digests[record.line]:
+            raise ValueError(
+                f"{self.path}, line {number}, is a second record of line {record.line} of the"
+                " input; remove one of the two, or choose another output"
+            )
+        self._digests[record.line] = digest_of(record.custom_id)
+        self.num_failed += record.failed
 
-    def _refuse(self, number: int) -> NoReturn:
+    def _refuse(self, number: int, end: int) -> NoReturn:
+        """Raise that a line is no record; if records `end` before it, the file is a job's."""
+        hint = "remove that line, or " if end else ""
         raise ValueError(
-            f"{self.path}, line {number}, is not a record of a batch job; choose another output"
-        ) from None
+            f"{self.path}, line {number}, is not a record of a batch job; {hint}choose another"
+            " output"
+        )
 
+    def _refuse_line(self, number: int, line: int) -> NoReturn:
+        raise ValueError(
+            f"{self.path}, line {number}, is a record of line {line}, where the input has no"
+            " request; remove that record, or choose another output"
+        )
 
-def _begins_a_record(data: bytes) -> bool:
-    """Whether `data` may be the start of a record."""
-    if (match := NUMBERED.match(data)) is None:
-        return START.startswith(data)
-    rest = data[match.end() :]
-    return AFTER_NUMBER.startswith(rest[: len(AFTER_NUMBER)])
+    def _write(self, data: bytes) -> None:
+        """Write all of `data`; a full disk takes a part."""
+        rest = memoryview(data)
+        with self._naming_errors():
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Make an error in the block name the file, and say how to go on."""
+        try:
+            yield
+        except OSError as error:
+            remedy = REMEDIES.get(error.errno or 0, "mend that")
+            named = OSError(
+                f"{self.path}: {error.strerror}; {remedy}, and the same command goes on where it"
+                " stopped"
+            )
+            named.errno = error.errno
+            raise named from None

@@ -38,10 +38,9 @@ def _skip_rest(file: BinaryIO) -> None:
 
 
 def count_lines(file: BinaryIO) -> int:
-    """Count the lines, including blank ones. Reads the whole `file` from its beginning."""
-    count, last = 0, b"\n"
-    file.seek(0)
+    """Count the lines from here on, including blank ones. Reads the whole `file`, and returns."""
+    count, last, start = 0, b"\n", file.tell()
     while chunk := file.read(CHUNK):
         count, last = count + chunk.count(b"\n"), chunk[-1:]
-    file.seek(0)
+    file.seek(start)
     return count + (last != b"\n")

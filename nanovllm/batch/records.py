@@ -5,7 +5,8 @@ lines are done.
 """
 
 import json
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from nanovllm.llm import LLM
 from nanovllm.openai.request import APIRequest
@@ -13,7 +14,17 @@ from nanovllm.openai.response import response_body
 from nanovllm.outputs import RequestOutput
 
 ID = "batch_req_"
-START = f'{{"id": "{ID}'.encode()  # of every record
+NUMBERED = re.compile(f"{ID}([1-9][0-9]*)")
+FIELDS = ("id", "custom_id", "response", "error")
+FIELD = re.compile(rf'\s*"({"|".join(FIELDS)})"\s*:\s*')
+
+
+class Record(NamedTuple):
+    """What a job reads of a record: the input's line, its request's id, and whether it failed."""
+
+    line: int
+    custom_id: str
+    failed: bool
 
 
 def result_record(
@@ -34,3 +45,57 @@ def error_record(number: int, custom_id: str, message: str) -> bytes:
 def _record(number: int, custom_id: str, response: Any, error: Any) -> bytes:
     record = dict(id=f"{ID}{number}", custom_id=custom_id, response=response, error=error)
     return json.dumps(record).encode() + b"\n"
+
+
+def parse_record(data: bytes) -> Record | None:
+    """Read a record in any spacing and order of its fields; None if `data` is something else."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or not fields.keys() >= set(FIELDS):
+        return None
+    if not all(_may_be(name, fields[name]) for name in FIELDS):
+        return None
+    failed = fields["error"] is not None
+    return Record(int(fields["id"].removeprefix(ID)), fields["custom_id"], failed)
+
+
+def begins_a_record(data: bytes, names: tuple[str, ...] = FIELDS) -> bool:
+    """Whether `data` may be a record whose end is missing; its first field is one of `names`.
+
+    In any spacing and order of fields. A whole JSON object is no such beginning.
+    """
+    text = data.decode(errors="ignore").lstrip("\ufeff \t\r")
+    if not text.startswith("{"):
+        return not text
+    place = 1
+    while (field := FIELD.match(text, place)) is not None and field[1] in names:
+        try:
+            value, place = json.JSONDecoder().raw_decode(text, field.end())
+        except (ValueError, RecursionError):
+            return _may_begin(field[1], text[field.end() :])
+        rest = text[place:].lstrip()
+        if not _may_be(field[1], value) or not rest.startswith(","):
+            return not rest
+        place, names = text.index(",", place) + 1, FIELDS
+    rest = text[place:].strip()
+    return any(f'"{name}"'.startswith(rest) for name in names)
+
+
+def _may_be(name: str, value: Any) -> bool:
+    """Whether the field of a record may have the value."""
+    if name == "id":
+        return isinstance(value, str) and NUMBERED.fullmatch(value) is not None
+    if name == "custom_id":
+        return isinstance(value, str)
+    return value is None or isinstance(value, dict)
+
+
+def _may_begin(name: str, text: str) -> bool:
+    """Whether the field's value may begin with `text`, which is not a whole value."""
+    if name == "id":
+        return f'"{ID}'.startswith(text) or NUMBERED.fullmatch(text[1:]) is not None
+    if name == "custom_id":
+        return text[:1] in ("", '"')
+    return text[:1] in ("", "{") or "null".startswith(text)

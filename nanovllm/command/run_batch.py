@@ -66,16 +66,18 @@ def _run(args: argparse.Namespace) -> int:
             raise UsageError("the output must not be the input")
         from nanovllm.batch.job import Job
         from nanovllm.batch.journal import Journal
-        from nanovllm.batch.lines import read_lines
+        from nanovllm.batch.lines import count_lines, read_lines
 
-        with Journal(args.output) as journal, open_llm(options) as llm:
+        num_lines = count_lines(file) if file.seekable() else None
+        with Journal(args.output, num_lines) as journal, open_llm(options) as llm:
             job, start = Job(llm, journal, defaults, args.strict), time.perf_counter()
-            with _bar(llm, file, job) as bar:
+            with _bar(llm, num_lines, job) as bar:
                 for tally in job.run(read_lines(file)):
                     if bar is not None:
                         bar.n, bar.initial = tally.lines, tally.skipped  # which take no time
             num_failed = journal.num_failed + job.tally.failed
             print(_summary(job.tally, journal.num_failed, time.perf_counter() - start))
+            journal.check_taken()  # last: nothing that is done is lost
     return 1 if num_failed else 0
 
 
@@ -88,18 +90,16 @@ def _open_input(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _bar(llm: "LLM", file: BinaryIO, job: "Job") -> AbstractContextManager[Any]:
-    """A bar over the input's lines, which are counted first; None unless stderr is a terminal."""
+def _bar(llm: "LLM", num_lines: int | None, job: "Job") -> AbstractContextManager[Any]:
+    """A bar over the input's lines; None unless stderr is a terminal."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext()
-    from nanovllm.batch.lines import count_lines
     from nanovllm.engine.progress import progress_bar
 
     def failures() -> list[str]:
         return [f"{job.tally.failed} failed"] if job.tally.failed else []
 
-    total = count_lines(file) if file.seekable() else None
-    return progress_bar(llm, total, "Batch", failures)
+    return progress_bar(llm, num_lines, "Batch", failures)
 
 
 def _summary(tally: "Tally", failed_before: int, seconds: float) -> str:

@@ -1,8 +1,11 @@
 """Batch jobs in one process: lines, their records, and the journal."""
 
+import errno
 import io
 import json
+import os
 import re
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -281,7 +284,9 @@ def test_another_inputs_output_is_refused(llm: LLM, tmp_path: Path) -> None:
     [
         b"notes", b"notes\n", b'{"id": 1}\n', b'{"id": "batch_req_0"}\n',
         b'{"id": "batch_req_6a", "custom_id": "x", "response": 1}',
-        b'{"id": "batch_req_7", "x": 1}',
+        b'{"id": "batch_req_7", "x": 1}', b'{"id": "batch_req_7", "x": ', b'{"id": "chatcmpl-',
+        b'{"id": 7, "custom_id": "a', b'{"error": {"message": "not fo', b'{"custom_id": "a", "na',
+        b"{}", b"{x", b'{"id"; "batch', b'{"data": "' + b"x" * (1 << 17),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_an_output_is_refused_unchanged(tmp_path: Path, data: bytes) -> None:
@@ -301,6 +306,190 @@ def test_a_record_cut_off_anywhere_is_removed(llm: LLM, tmp_path: Path) -> None:
         output.write_bytes(first + second[:length])
         Journal(output).close()
         assert output.read_bytes() == first, second[:length]
+
+
+def reformatted(data: bytes, **options: Any) -> bytes:
+    """The same records, written by another tool."""
+    lines = [json.dumps(json.loads(line), **options) for line in data.splitlines()]
+    return "".join(line + "\n" for line in lines).encode()
+
+
+FORMATS = [
+    {},
+    dict(separators=(",", ":")),
+    dict(separators=(" , ", " :  ")),
+    dict(sort_keys=True, ensure_ascii=False),
+]
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_records_are_known_in_any_spacing_and_order(
+    llm: LLM, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    output, data = tmp_path / "out", jsonl(completion("a"), completion("\u00e4"), {"prompt": 1})
+    records = run(llm, output, data)
+    written = reformatted(output.read_bytes(), **options)
+    output.write_bytes(written)
+    assert run(llm, output, data) == records
+    assert output.read_bytes() == written
+
+
+@pytest.mark.parametrize("options", FORMATS)
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_half_written_record_in_any_spacing_and_order_is_removed(
+    llm: LLM, tmp_path: Path, options: dict[str, Any], failed: bool
+) -> None:
+    """Wherever it ends; a whole one is kept, and gets the newline that it lacks."""
+    output = tmp_path / "out"
+    run(llm, output, jsonl(completion("a"), {"prompt": 5} if failed else completion("\u00e4")))
+    first, second = reformatted(output.read_bytes(), **options).splitlines(keepends=True)
+    for length in range(len(second) - 1):
+        output.write_bytes(first + second[:length])
+        Journal(output).close()
+        assert output.read_bytes() == first, second[:length]
+    output.write_bytes(first + second[:-1])
+    Journal(output).close()
+    assert output.read_bytes() == first + second
+
+
+@pytest.mark.parametrize("options", FORMATS[:3])
+def test_a_half_written_record_that_is_alone_is_removed(
+    llm: LLM, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """It begins with its id, as jobs write it: so it cannot be another program's file."""
+    output = tmp_path / "out"
+    run(llm, output, jsonl(completion("a")))
+    record = reformatted(output.read_bytes(), **options)
+    for length in range(len(record) - 1):
+        output.write_bytes(record[:length])
+        Journal(output).close()
+        assert output.read_bytes() == b"", record[:length]
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda a, b: a + b + a, "line 3, is a second record of line 1 of the input; remove one"),
+        (lambda a, b: a + b"\n" + b"note\n", "line 3, is not a record of a batch job; remove that"),
+        (lambda a, b: a + b[:-9] + b"\n", "line 2, is not a record of a batch job; remove that"),
+        (lambda a, b: a + b.replace(b"_req_2", b"_req_02"), "line 2, is not a record"),
+        (lambda a, b: a + b"[" * 100_000 + b"\n", "line 2, is not a record"),
+    ],
+)  # fmt: skip
+def test_an_error_in_an_output_names_its_line(
+    llm: LLM, tmp_path: Path, edit: Any, words: str
+) -> None:
+    output = tmp_path / "out"
+    run(llm, output, jsonl(completion("a"), completion("b")))
+    edited = edit(*output.read_bytes().splitlines(keepends=True))
+    output.write_bytes(edited)
+    with pytest.raises(ValueError, match=words) as caught:
+        Journal(output)
+    assert str(caught.value).startswith(f"{output}, line ")
+    assert str(caught.value).endswith("or choose another output")
+    assert output.read_bytes() == edited
+
+
+def test_a_record_beyond_the_input_is_an_error_before_the_work(llm: LLM, tmp_path: Path) -> None:
+    """If the number of lines is known. However large the record's number is."""
+    output = tmp_path / "out"
+    run(llm, output, jsonl(completion("a"), completion("b")))
+    Journal(output, 2).close()
+    with pytest.raises(ValueError, match="line 2, is a record of line 2, where the input has no"):
+        Journal(output, 1)
+    output.write_bytes(output.read_bytes().replace(b"req_2", b"req_999999999999999"))
+    with pytest.raises(ValueError, match="line 2, is a record of line 999999999999999, where"):
+        Journal(output, 2)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n\n"])
+def test_a_record_of_no_request_is_an_error_after_the_work(
+    llm: LLM, tmp_path: Path, end: bytes
+) -> None:
+    """Its line comes after the end of a stream, or is blank; what is computed is written."""
+    output, lines = tmp_path / "out", jsonl(completion("a"), completion("b"))
+    run(llm, output, lines)
+    output.write_bytes(output.read_bytes().splitlines(keepends=True)[1])
+    with Journal(output) as journal:
+        list(Job(llm, journal, GREEDY).run(read_lines(io.BytesIO(lines.splitlines()[0] + end))))
+        with pytest.raises(ValueError, match="line 1, is a record of line 2, where the input"):
+            journal.check_taken()
+    assert b'"custom_id": "a"' in output.read_bytes()
+    assert len(run(llm, output, lines)) == 2
+
+
+def test_all_records_of_an_input_are_taken(llm: LLM, tmp_path: Path) -> None:
+    output, data = tmp_path / "out", jsonl(completion("a"), {}, completion("b"))
+    run(llm, output, data)
+    with Journal(output, 3) as journal:
+        list(Job(llm, journal, GREEDY).run(read_lines(io.BytesIO(data))))
+        journal.check_taken()
+
+
+def test_a_full_disk_names_the_file_and_costs_nothing(llm: LLM, tmp_path: Path) -> None:
+    """At any size, in the middle of a record or between two, the same job goes on."""
+    data = jsonl(*(completion(f"r{index}", prompt=f"{index}+1=") for index in range(6)))
+    size = len(b"".join(json.dumps(r).encode() + b"\n" for r in run(llm, tmp_path / "whole", data)))
+    output, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in range(100, size, size // 7):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large; raise the limit on") as caught:
+                run(llm, output, data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert str(caught.value) == (
+            f"{output}: File too large; raise the limit on the size of files, and the same command"
+            " goes on where it stopped"
+        )
+        assert output.stat().st_size <= limit
+        for request_id in list(llm.unfinished):
+            llm.abort_request(request_id)
+    records = run(llm, output, data)
+    assert [text_of(record) for record in records] == [str(index + 1) for index in range(6)]
+
+
+class FailingFile:
+    """The journal's file, some methods of which fail, each with its error's number."""
+
+    def __init__(self, file: Any, failures: dict[str, int]) -> None:
+        self._file, self._failures = file, failures
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._failures:
+            return getattr(self._file, name)
+        number = self._failures[name]
+        raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        dict(write=errno.ENOSPC),
+        dict(write=errno.ENOSPC, fileno=errno.EIO, close=errno.EIO),
+        dict(fileno=errno.ENOSPC),
+        dict(close=errno.ENOSPC),
+    ],
+)
+def test_errors_of_writing_syncing_and_closing_name_the_file(
+    tmp_path: Path, failures: dict[str, int]
+) -> None:
+    """`fileno` is where a sync begins. The error that ends the job is not hidden by later ones."""
+    journal = Journal(tmp_path / "out")
+    file, journal._file = journal._file, FailingFile(journal._file, failures)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="out: ") as caught:
+        write_and_close(journal)
+    assert str(caught.value) == (
+        f"{tmp_path}/out: No space left on device; make room, and the same command goes on where it"
+        " stopped"
+    )
+    assert caught.value.errno == errno.ENOSPC
+    file.close()
+
+
+def write_and_close(journal: Journal) -> None:
+    with journal:
+        journal.append([b"{}\n"])
 
 
 def test_a_repeated_name_is_an_error(llm: LLM, tmp_path: Path) -> None:
@@ -329,7 +518,7 @@ def test_blank_lines_in_an_output_are_accepted(llm: LLM, tmp_path: Path, blanks:
     first, second = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(first + blanks + second + blanks)
     with Journal(output) as journal:
-        assert journal.has(1, "line-1") and journal.has(2, "line-2")
+        assert journal.take(1, "line-1") and journal.take(2, "line-2")
     assert output.read_bytes() == first + blanks + second
     output.write_bytes(first + blanks)
     assert [text_of(record) for record in run(llm, output, data)] == ["2", "3"]

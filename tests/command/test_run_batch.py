@@ -181,3 +181,29 @@ def test_an_empty_input_is_no_failure(runs: Runs) -> None:
     assert runs.finish(runs.start()) == 0
     assert runs.output.read_bytes() == b""
     assert runs.printed().startswith("0 computed, 0 failed, 0 done before")
+
+
+def test_a_record_that_the_input_does_not_have_is_an_error(runs: Runs) -> None:
+    """A file's lines are counted first, so the error comes before the work."""
+    lines = [f'{{"prompt": "{index}+1="}}\n' for index in range(1, 5)]
+    runs.input.write_text("".join(lines))
+    assert runs.finish(runs.start("--temperature", "0")) == 0, runs.printed()
+    before = runs.output.read_bytes()
+    (fourth,) = (line for line in before.splitlines(keepends=True) if b"line-4" in line)
+    runs.output.write_bytes(fourth)
+    runs.input.write_text("".join(lines[:3]))
+    kept = runs.output.read_bytes()
+    assert runs.finish(runs.start("--temperature", "0")) == 1
+    assert runs.printed().endswith(
+        f"nanovllm: error: {runs.output}, line 1, is a record of line 4, where the input has no"
+        " request; remove that record, or choose another output\n"
+    )
+    assert runs.output.read_bytes() == kept
+    runs.input.write_text("".join([*lines[:3], "\n"]))  # a blank line is found when it is read
+    assert runs.finish(runs.start("--temperature", "0")) == 1
+    *_, summary, error = runs.printed().splitlines()
+    assert (
+        summary.startswith("3 computed, 0 failed, 0 done before")
+        and "is a record of line 4" in error
+    )
+    assert runs.output.read_bytes().count(b"\n") == 4
