@@ -10,15 +10,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 
-def load_tokenizer(tokenizer: str | None, model_path: Path) -> Any:
-    """Load `tokenizer`, by default the model's own; None if the model has none.
+def load_tokenizer(tokenizer: str | None, model_path: Path, warns: bool = True) -> Any:
+    """Load `tokenizer`, by default the model's own; None, and a warning, if the model has none.
 
     Without a tokenizer, prompts are token ids and outputs have no text.
     """
     if tokenizer is None and not any((model_path / name).exists() for name in TOKENIZER_FILES):
-        logger.warning(
-            "%s has no tokenizer: prompts are token ids, outputs have no text", model_path
-        )
+        if warns:
+            logger.warning(
+                "%s has no tokenizer: prompts are token ids, outputs have no text; tokenizer=..."
+                " names another directory or hub id to load one from", model_path,
+            )  # fmt: skip
         return None
     from transformers import AutoTokenizer
 
