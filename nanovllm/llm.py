@@ -96,7 +96,7 @@ class LLM(LLMEngine):
         except Exception as error:  # a template is a program, and raises what it likes
             raise ValueError(f"conversations[{index}]: the chat template fails: {error}") from error
         check_text(f"conversations[{index}]", text)
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return token_ids
 
     def stream(
