@@ -21,9 +21,13 @@ from nanovllm.command.options import (
     engine_options,
     sampling_options,
 )
-from nanovllm.ray import answer  # without Ray, its error says what to install
 
-import ray  # isort: skip
+try:
+    from nanovllm.ray import answer
+
+    import ray  # isort: skip
+except ImportError as error:  # it says what to install
+    sys.exit(f"ray_batch.py: error: {error}")
 
 
 def make_parser() -> argparse.ArgumentParser:

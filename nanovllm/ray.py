@@ -16,7 +16,8 @@ try:
     import pyarrow as pa
     import ray
 except ImportError as error:
-    raise ImportError(f"nanovllm.ray needs nanovllm[ray]: {error}") from error
+    hint = "pip install 'nanovllm[ray]'"
+    raise ImportError(f"nanovllm.ray needs nanovllm[ray]: {error}; {hint}") from error
 
 from nanovllm.batch.digests import digest_of
 from nanovllm.batch.envelope import custom_id_of, parse_line

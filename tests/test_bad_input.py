@@ -362,6 +362,19 @@ def test_a_missing_cuda_device_is_refused(model_dir: Path) -> None:
         make_llm(model_dir, device="cuda:99")
 
 
+def test_a_long_text_is_one_error_and_no_warning(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would warn of its own limit first, in a prompt and in a conversation."""
+    tokenizer, warned = llm.tokenizer, dict[str, bool]()
+    monkeypatch.setattr(tokenizer, "model_max_length", 8)
+    monkeypatch.setattr(tokenizer, "deprecation_warnings", warned)  # of which it keeps a list
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=LENGTHS):
+        llm.generate("x" * MAX_LEN, GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=LENGTHS):
+        llm.chat([{"role": "user", "content": "x" * MAX_LEN}], GREEDY, use_tqdm=False)
+    assert warned == {}
+
+
 def test_a_lowered_max_model_len_is_logged_once(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

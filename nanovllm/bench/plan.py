@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from nanovllm.bench.shapes import write_shape
-from nanovllm.bench.workload import Lengths, Workload, draw_workload
+from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths, Workload, draw_workload
 from nanovllm.config import Config
 from nanovllm.engine.device import resolve_device
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
-
-MAX_MODEL_LEN = 4096
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,7 @@ def make_plan(
     longest = min(MAX_MODEL_LEN, model.max_position_embeddings)
     local = {"model": str(path), "revision": None}
     config = Config(**{"max_model_len": longest, **options, **local})
-    max_model_len = config.max_model_len or model.max_position_embeddings
-    if lengths.max_input_len + lengths.max_output_len > max_model_len:
-        raise ValueError(
-            "max_input_len and max_output_len add up to"
-            f" {lengths.max_input_len + lengths.max_output_len}, above {max_model_len},"
-            " the longest sequence"
-        )
+    lengths.check_fit(config.max_model_len or model.max_position_embeddings)
     model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
     device = resolve_device(config.device, Ranks(0, config.tensor_parallel_size))
     workload = draw_workload(lengths, model.vocab_size)

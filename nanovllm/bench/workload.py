@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from nanovllm.utils.option import check_options, int_range, option
 
 MAX_TOKEN_ID = 10_000
+MAX_MODEL_LEN = 4096  # where neither the options nor the model set less
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class Lengths:
             low, high = getattr(self, f"min_{kind}_len"), getattr(self, f"max_{kind}_len")
             if high < low:
                 raise ValueError(f"max_{kind}_len={high} is less than min_{kind}_len={low}")
+
+    def check_fit(self, max_model_len: int) -> None:
+        """Raise a ValueError if a request may be longer than that."""
+        longest = self.max_input_len + self.max_output_len
+        if longest > max_model_len:
+            raise ValueError(
+                f"max_input_len={self.max_input_len} and max_output_len={self.max_output_len} must"
+                f" add up to at most max_model_len={max_model_len}, got {longest}"
+            )
 
 
 @dataclass(frozen=True)

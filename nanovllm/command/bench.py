@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.shapes import SHAPES
-from nanovllm.bench.workload import Lengths
+from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths
 from nanovllm.command import interrupts
 from nanovllm.command.field_options import add_field_options, given_fields
 from nanovllm.command.options import (
@@ -62,10 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = N
 
 def positive(text: str) -> int:
     """Parse an int above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def run(
@@ -76,9 +75,10 @@ def run(
 
     `measure` runs the workload and adds its figures to the result; the default runs this engine.
     """
-    _check(args)
     shape = args.shape or (None if "model" in args else args.default_shape)
-    options, lengths = engine_options(args), _lengths(args)
+    _check(args, shape)
+    options = engine_options(args)
+    lengths = _lengths(args, options.get("max_model_len") or (MAX_MODEL_LEN if shape else None))
     from nanovllm.bench.measure import describe, print_floor, run_alone
     from nanovllm.bench.plan import make_plan
 
@@ -111,10 +111,14 @@ def _scratch() -> Iterator[Path]:
             interrupts.cleanups.pop()
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, shape: str | None) -> None:
     """Raise for options that exclude each other."""
     if args.shape is not None and "model" in args:
         raise UsageError("--model and --shape exclude each other")
+    if shape is not None and getattr(args, "load_format", "dummy") != "dummy":
+        raise UsageError(
+            f"a shape has random weights; --load-format {args.load_format} needs --model"
+        )
     if args.json is not None and args.json == args.profile:
         raise UsageError("--json and --profile must be different files")
 
@@ -127,6 +131,10 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def _lengths(args: argparse.Namespace) -> Lengths:
+def _lengths(args: argparse.Namespace, max_model_len: int | None) -> Lengths:
+    """The workload's lengths, checked; None: the model decides what fits."""
     with usage_errors():
-        return Lengths(**given_fields(args, Lengths))
+        lengths = Lengths(**given_fields(args, Lengths))
+        if max_model_len is not None:
+            lengths.check_fit(max_model_len)
+    return lengths

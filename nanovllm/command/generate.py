@@ -93,6 +93,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         if args.file is not None or args.lines:
             raise UsageError("prompts in the command line and --file or --lines exclude each other")
         prompts: list[str] = args.prompts
+        if not all(prompts):
+            raise UsageError("a prompt is empty")
         return prompts
     if args.file in (None, "-"):
         if sys.stdin.isatty():

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.command.options import add_engine_options, engine_options
+from nanovllm.command.options import UsageError, add_engine_options, engine_options
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the description; 1 if the model is not supported."""
     if args.model_name is not None:
+        if "model" in args:
+            raise UsageError("MODEL and --model exclude each other")
         args.model = args.model_name
     info = describe(engine_options(args))
     print(json.dumps(info) if args.json else _text(info))

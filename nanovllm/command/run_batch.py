@@ -59,8 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_options(args)
-    if str(args.output) == "-":
+    if str(args.output) in ("-", "."):  # an empty path is "."
         raise UsageError("OUTPUT must be a file: the job resumes from it")
+    if not args.input:
+        raise UsageError("INPUT must be a file, or - for stdin, got ''")
     with _open_input(args.input) as file:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
             raise UsageError("the output must not be the input")

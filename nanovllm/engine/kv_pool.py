@@ -87,6 +87,8 @@ def settle_length(
     `max_positions` is what the user `asked` for, or else the model's own length.
     """
     block_size = pool.block_size
+    share = "cpu_kvcache_gib" if pool.device.type == "cpu" else "gpu_memory_utilization"
+    way_out = f"raise num_kvcache_blocks if it is set, or {share}"
     capacity = num_blocks * block_size
     longest = longest_sequence(num_blocks, block_size, window)
     if asked is not None and asked > longest:
@@ -94,15 +96,15 @@ def settle_length(
             f"; {most_held(window, block_size)} blocks are enough for any length" if window else ""
         )
         raise ValueError(
-            f"max_model_len={asked} does not fit: the KV pool holds {capacity}"
-            f" tokens ({num_blocks} blocks of {block_size}){hint}"
+            f"max_model_len={asked} does not fit: the KV pool holds {capacity} tokens ({num_blocks}"
+            f" blocks of {block_size}); lower max_model_len to {longest}, or {way_out}{hint}"
         )
     if capacity < 2:
         raise ValueError("the KV pool holds 1 token; a request needs 2: raise num_kvcache_blocks")
     if longest < max_positions:
         logger.warning(
-            "max_model_len is %d, what the KV pool holds; the model's own is %d",
-            longest, max_positions,
+            "max_model_len is %d, which the KV pool can hold; the model's limit is %d; for more,"
+            " %s", longest, max_positions, way_out,
         )  # fmt: skip
     logger.info(
         "KV cache: %d tokens in %d blocks of %d, %.2f GiB",

@@ -92,7 +92,10 @@ class LLMEngine:
         self.model_config.check_parallel_size(
             asked.tensor_parallel_size, asked.enable_expert_parallel
         )
-        self.tokenizer = load_tokenizer(asked.tokenizer, path, download_dir=asked.download_dir)
+        has_meaning = asked.load_format != "dummy"  # random weights generate no text to read
+        self.tokenizer = load_tokenizer(
+            asked.tokenizer, path, download_dir=asked.download_dir, warns=has_meaning
+        )
         self.model_runner = start_runner(asked, self.model_config, path)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config

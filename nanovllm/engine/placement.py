@@ -47,7 +47,10 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     longest = max_rope_positions(model_config.rope_parameters, model_config.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(f"max_model_len={config.max_model_len}, the model's own is {longest}")
+        raise ValueError(
+            f"max_model_len must be at most {longest}, the model's limit, got"
+            f" {config.max_model_len}"
+        )
     spec = AttentionSpec(
         device, dtype, model_config.num_attention_heads // ranks.size,
         max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,

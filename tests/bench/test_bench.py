@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -283,8 +284,10 @@ class TestCommandLine:
              "--min-output-len=1", "--max-output-len=1", "--num-kvcache-blocks=300",
              "--repeats=1", "--device=cpu"]
         )  # fmt: skip
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        out, err = capsys.readouterr()
+        result = json.loads(out.splitlines()[-1])
         assert result["model"] == "qwen3-42m"
+        assert err == "" and tempfile.gettempdir() not in out, "no name of a temporary folder"
         assert result["options"]["load_format"] == "dummy"
         assert result["workload"]["output_tokens"] == 2
         assert result["roofline"]["decode_gemm_seconds"] == 0  # prefill yields one token each
@@ -373,7 +376,7 @@ class TestCommandLine:
             (["--repeats=0"], 2, "must be at least 1, got 0"),
             (["--min-input-len=9", "--max-input-len=8"], 2, "8 is less than min_input_len=9"),
             (["--json=x", "--profile=x"], 2, "--json and --profile must be different files"),
-            (["--max-input-len=4000"], 1, "add up to 5024"),
+            (["--max-input-len=4000"], 2, "max_model_len=4096, got 5024"),
             (["--device=tpu"], 2, "device must be"),
             (["--json=/nowhere/result.json"], 1, "/nowhere"),
             (["--profile=/nowhere/trace.json"], 1, "/nowhere"),

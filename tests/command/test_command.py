@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -126,13 +127,26 @@ def test_options_are_read_as_the_fields_types() -> None:
         ("generate x --system y", 2, "need --chat"),
         ("generate x --chat-template-kwargs {}", 2, "need --chat"),
         ("run-batch x", 2, "the following arguments are required: -o/--output"),
+        ("generate -- ''", 2, "a prompt is empty"),
+        ("run-batch x -o -", 2, "OUTPUT must be a file"),
+        ("run-batch x -o ''", 2, "OUTPUT must be a file"),
+        ("run-batch '' -o y", 2, "INPUT must be a file, or - for stdin, got ''"),
+        ("info a --model b", 2, "MODEL and --model exclude each other"),
+        ("bench --shape qwen3-42m --model x", 2, "--model and --shape exclude each other"),
+        ("bench --shape qwen3-42m --load-format auto", 2, "--load-format auto needs --model"),
+        ("bench --repeats x", 2, "--repeats: must be at least 1, got x"),
+        ("bench --max-model-len 99", 2, "must add up to at most max_model_len=99, got 2048"),
+        ("bench --shape qwen3-42m --max-input-len 4000", 2, "max_model_len=4096, got 5024"),
+        ("bench --max-input-len 4000", 1, "max_model_len=4096, got 5024"),
+        ("bench --shape qwen3-42m --tensor-parallel-size 3", 1, "tensor_parallel_size=3 cannot"),
+        ("generate x --max-model-len 9999", 1, "must be at most 4096, the model's limit, got 9999"),
         ("run-batch /nope/x -o y", 1, "No such file or directory: '/nope/x'"),
         ("generate -f /nope/x", 1, "No such file or directory: '/nope/x'"),
         ("info /nope", 1, "model directory '/nope' does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: Any, argv: str, status: int, words: str) -> None:
-    got, out, err = in_process(capsys, *argv.split())
+    got, out, err = in_process(capsys, *shlex.split(argv))
     assert (got, out) == (status, "")
     assert err.startswith("nanovllm: error: ") and err.count("\n") == 1
     assert words in err
@@ -417,6 +431,6 @@ def test_a_batch_shows_its_progress(open_terminal: Callable[..., Terminal], tmp_
     """On a terminal."""
     (tmp_path / "in").write_text('{"prompt": "1+1="}\n{"prompt": 5}\n{"prompt": "1+2="}\n')
     terminal = open_terminal("run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
-    terminal.wait_for(r"Batch: 100%.* 3/3 .*1 failed, \d+ tok/s")
+    terminal.wait_for(r"Batch: 100%.* 3/3 .*1 failed, \S+ tok/s")
     assert terminal.status() == 1
     assert "2 computed, 1 failed, 0 done before" in terminal.text

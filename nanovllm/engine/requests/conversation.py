@@ -93,7 +93,8 @@ def _apply_template(
         raise ValueError(f"conversations[{index}]: the chat template fails: {error}") from error
     check_text(f"conversations[{index}]", text)
     return TokensPrompt(
-        prompt_token_ids=tokenizer.encode(text, add_special_tokens=False), prompt=text
+        prompt_token_ids=tokenizer.encode(text, add_special_tokens=False, verbose=False),
+        prompt=text,
     )
 
 

@@ -138,7 +138,7 @@ class Intake:
                 " or tokenizer=... when the engine is made"
             )
         check_text("prompt", text)
-        token_ids: list[int] = self.tokenizer.encode(text)
+        token_ids: list[int] = self.tokenizer.encode(text, verbose=False)  # we check the length
         return token_ids
 
 

@@ -19,16 +19,19 @@ def load_tokenizer(
     *,
     revision: str | None = None,
     download_dir: str | None = None,
+    warns: bool = True,
 ) -> Any:
-    """Load `tokenizer`, by default the model's own; None if the model has none.
+    """Load `tokenizer`, by default the model's own; None, and a warning, if the model has none.
 
     Without a tokenizer, prompts are token ids and outputs have no text. `revision` and
     `download_dir` are for a `tokenizer` on the hub.
     """
     if tokenizer is None and not any((model_path / name).exists() for name in TOKENIZER_FILES):
-        logger.warning(
-            "%s has no tokenizer: prompts are token ids, outputs have no text", model_path
-        )
+        if warns:
+            logger.warning(
+                "%s has no tokenizer: prompts are token ids, outputs have no text; tokenizer=..."
+                " names another directory or hub id to load one from", model_path,
+            )  # fmt: skip
         return None
     directory = model_path if tokenizer is None else None
     source = tokenizer or str(model_path)
