@@ -12,7 +12,7 @@ def show(outputs) -> None:
 
 
 def main() -> None:
-    llm = LLM(model=sys.argv[1], enforce_eager=True, gpu_memory_utilization=0.5)
+    llm = LLM(model=sys.argv[1], enforce_eager=True)
     sampling_params = llm.get_default_sampling_params()
     assert sampling_params.max_tokens
     sampling_params = SamplingParams(max_tokens=8, temperature=0)
