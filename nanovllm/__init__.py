@@ -2,8 +2,8 @@
 
     from nanovllm import LLM, SamplingParams
 
-Importing the package takes no time: what it offers is imported when it is first used, and PyTorch
-with `LLM`.
+Importing the package takes no time: each name is imported when it is first used. Only `LLM` imports
+PyTorch.
 """
 
 TYPE_CHECKING = False  # `typing` takes milliseconds
@@ -35,6 +35,10 @@ _MODULES = {
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> "Any":

@@ -65,7 +65,7 @@ PATH = Rule(_check_path, A_PATH)
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = Rule(_check_dtype, allowed_choices(DTYPES), DTYPES)
 REVISION = Rule(_check_revision, A_REVISION)
-# Its callers may take them for options.
+# Callers may give them to the engine by mistake.
 SAMPLING_FIELDS = {
     name: OtherName(why="it is a field of SamplingParams")
     for name in options_of(SamplingParams)

@@ -42,4 +42,10 @@ def split_prompt(prompt: Any) -> tuple[Any, str | None]:
     text = given.get("prompt")
     if not isinstance(text, str | None):
         raise TypeError(f"the prompt's field 'prompt' must be a str, got {shorten(text)}")
-    return given.get("prompt_token_ids", text), text
+    token_ids = given.get("prompt_token_ids")
+    if isinstance(token_ids, str):
+        raise TypeError(
+            "the prompt's field 'prompt_token_ids' must be a list of token ids, got"
+            f" {shorten(token_ids)}"
+        )
+    return text if token_ids is None else token_ids, text

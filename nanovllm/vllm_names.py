@@ -1,7 +1,7 @@
 """vLLM's names of options and sampling parameters that are not fields here.
 
-A name is another name of a field, or takes the values that ask for what happens in any case, or is
-refused with what to use instead. docs/from_vllm.md shows these tables.
+Some are other names of fields. The others accept only values that ask for what nanovllm always
+does; any other value is an error that says what to use. docs/from_vllm.md shows these tables.
 """
 
 from nanovllm.utils.option import OtherName

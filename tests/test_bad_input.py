@@ -109,6 +109,7 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], list[str]]] = [
     ({"prompt": "text", "prompt_token_ids": []}, ValueError, [LENGTHS, "got 0"]),
     ({"prompt_token_ids": [1, 259]}, ValueError, [IDS_RANGE, "259"]),
     ({"prompt_token_ids": 5}, TypeError, ["list of token ids", "5"]),
+    ({"prompt_token_ids": "text"}, TypeError, ["must be a list of token ids", "got 'text'"]),
     ({"prompt": "text", "multi_modal_data": {}}, TypeError, ["with 'multi_modal_data'"]),
     ({str(n): n for n in range(10**5)}, TypeError, ["list of token ids"]),
     ({1, 2}, TypeError, ["list of token ids", "{1, 2}"]),

@@ -74,6 +74,29 @@ def test_metrics_of_finished_running_and_aborted_requests(model_dir: Path) -> No
     assert first.sum > output.metrics.time_to_first_token > 0
 
 
+def test_requests_that_an_interrupt_ends_are_aborted(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the metrics as in `stats`, with the tokens that they had."""
+
+    def interrupted() -> None:
+        advance()
+        if llm.counter.decode_tokens:
+            raise KeyboardInterrupt
+
+    with make_llm(model_dir, overlap=True) as llm:
+        advance = llm.advance
+        monkeypatch.setattr(llm, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2], [3, 4]], GREEDY, use_tqdm=False)
+        monkeypatch.undo()
+        found = by_name(llm)
+        assert found["request_success:abort"] == llm.stats().num_aborted == 2
+        assert (found["prompt_tokens"], found["generation_tokens"]) == (4, 4)
+        llm.generate([1, 2], GREEDY, use_tqdm=False)
+        assert by_name(llm)["request_success:length"] == llm.stats().num_finished == 1
+
+
 def test_the_kinds_are_vllms(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         kinds = {metric.name: type(metric) for metric in llm.get_metrics()}

@@ -91,3 +91,8 @@ def test_an_unknown_field_is_an_attribute_error_with_the_nearest(output: Request
     with pytest.raises(AttributeError, match=r"RequestOutput has no field 'lora'$"):
         _ = output.lora
     assert not hasattr(output, "lora")
+
+
+def test_the_fields_are_completed_in_notebooks(output: RequestOutput) -> None:
+    """By `dir`, which has the methods and properties too."""
+    assert {"text", "token_ids", "finished", "items"} <= set(dir(output))

@@ -241,6 +241,7 @@ def test_llm_is_importable_from_the_top() -> None:
         "TokensPrompt",
     }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
+    assert {*nanovllm.__all__, "__version__"} <= set(dir(nanovllm)), "what notebooks complete"
     with pytest.raises(AttributeError, match="'nanovllm' has no attribute 'LLMs'"):
         _ = nanovllm.LLMs
 

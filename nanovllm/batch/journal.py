@@ -21,7 +21,7 @@ from nanovllm.batch.digests import digest_of
 from nanovllm.batch.records import FIELDS, Record, begins_a_record, parse_record
 
 SYNC_SECONDS = 1.0  # the work that a power failure may cost
-HEAD_BYTES = 1 << 16  # a file that begins otherwise than a record is not read further
+HEAD_BYTES = 1 << 16  # if these have no newline and do not begin a record, no more is read
 REMEDIES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
@@ -44,7 +44,7 @@ class Journal:
         self._synced = time.monotonic()
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise OSError(f"{path} is not a regular file; choose another output")
-        # Unbuffered: what cannot be written is not tried again when the file is closed.
+        # Unbuffered: closing must not try again to write what could not be written.
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
             self._lock()
@@ -56,7 +56,7 @@ class Journal:
     def take(self, number: int, custom_id: str) -> bool:
         """Whether line `number` is done; ValueError if its record is of another request.
 
-        To be asked once for each line of the input.
+        Call it once for each line of the input.
         """
         digest = self._digests[number] if number < len(self._digests) else 0
         if not digest:
@@ -112,7 +112,7 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the file. The error that ended the block counts, not what follows from it."""
+        """Close the file. An error of closing does not replace the error that ended the block."""
         with contextlib.suppress(*([OSError] if error else [])):
             self.close()
 
@@ -196,7 +196,7 @@ class Journal:
         try:
             yield
         except OSError as error:
-            remedy = REMEDIES.get(error.errno or 0, "mend that")
+            remedy = REMEDIES.get(error.errno or 0, "solve that")
             named = OSError(
                 f"{self.path}: {error.strerror}; {remedy}, and the same command goes on where it"
                 " stopped"

@@ -68,4 +68,7 @@ def report(line: str = "nanovllm: interrupted") -> None:
         return
     _is_reported = True
     has_codes = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
-    os.write(2, f"{chr(13) + chr(27) + '[K' if has_codes else ''}{line}\n".encode())
+    try:
+        os.write(2, f"{chr(13) + chr(27) + '[K' if has_codes else ''}{line}\n".encode())
+    except OSError:
+        return  # the reader of a pipe is gone, perhaps by the same Ctrl-C

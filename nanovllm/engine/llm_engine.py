@@ -289,11 +289,13 @@ class LLMEngine:
         self._generating = False
         self._launched = None
         self._begun.clear()
-        known = len(self.unfinished)
         kept = {r.request_id: r for r in requests if not r.is_aborted}
+        dropped = [r for request_id, r in self.unfinished.items() if request_id not in kept]
         self.finished = {i: r for i, r in kept.items() if not r.unfinished}
         self.unfinished = {i: r for i, r in kept.items() if r.unfinished}
-        self.counter.aborted += max(0, known - len(self.unfinished))
+        self.counter.aborted += len(dropped)
+        for request in dropped:
+            request.measure(self.meter)
         self._streaming &= kept.keys()
         for seq in (seq for request in kept.values() for seq in request.seqs):
             for follower in seq.followers:

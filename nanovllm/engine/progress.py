@@ -9,6 +9,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -22,26 +23,20 @@ LAYOUT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 WITHOUT_TOTAL = "{desc}: {n_fmt} [{elapsed}{postfix}]"
 
 
-class Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm's bar, without the thread that tqdm would leave behind. The caller sets `n`."""
-
-    monitor_interval = 0
-
-
 @contextlib.contextmanager
 def progress_bar(
     engine: LLMEngine,
     total: int | None,
     description: str,
     first_notes: Callable[[], Iterable[str]] = tuple,
-) -> Iterator[Bar]:
-    """Show a bar on stderr during the block. `total` is None if it is not known.
+) -> Iterator["tqdm[Any]"]:
+    """Show a bar on stderr during the block, which sets its `n`. `total` is None if unknown.
 
-    The bar is followed by `first_notes` and then by what the engine does: as many notes as the
-    terminal has columns for.
+    After the bar come `first_notes` and then what the engine does, as far as the line has room.
     """
     layout, activity = LAYOUT if total else WITHOUT_TOTAL, Activity(engine)
-    with Bar(total=total, desc=description, bar_format=layout, dynamic_ncols=True) as bar:
+    bar: tqdm[Any]
+    with tqdm(total=total, desc=description, bar_format=layout, dynamic_ncols=True) as bar:
 
         def draw(refresh: bool = True) -> None:
             columns = bar.format_dict["ncols"]
@@ -54,7 +49,7 @@ def progress_bar(
 
 
 class Activity:
-    """What an engine does, in notes. Its rates are those of the last steps before a drawing."""
+    """What an engine does, in notes. Rates are measured over the last `WINDOW` drawings."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -64,7 +59,7 @@ class Activity:
         """Rates of decode and prefill, running and waiting sequences, how full the pool is."""
         now, stats = dataclasses.replace(self._engine.counter), self._engine.stats()
         before = self._seen[0]
-        if now != self._seen[-1]:  # else a step takes long, and the last rates stay
+        if now != self._seen[-1]:  # unchanged during a long step: keep the last rates
             self._seen.append(now)
         unit = " tok/s"  # once, with the first rate
         for kind, word in (("decode", "out"), ("prefill", "in")):
@@ -82,7 +77,7 @@ class Activity:
         yield f"KV {stats['blocks_used'] / stats['num_blocks']:.0%}"
 
 
-def _fit(bar: Bar, notes: list[str]) -> str:
+def _fit(bar: "tqdm[Any]", notes: list[str]) -> str:
     """The first `notes`, as many as leave room for the bar on its line."""
     shown = {**bar.format_dict, "bar_format": str(bar.bar_format).replace("{bar}", "")}
     columns = shown["ncols"] or len(", ".join(notes)) + 1000

@@ -87,7 +87,11 @@ def build_model(config: Config, model_config: ModelConfig, placement: Placement)
                 model_config, placement.max_positions, placement.ranks,
                 config.enable_expert_parallel,
             )  # fmt: skip
-    except (MemoryError, RuntimeError) as error:  # the allocators' own
+    except (MemoryError, RuntimeError) as error:
+        # The type and the text by which the allocators of GPU and CPU are known.
+        is_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_of_memory and "DefaultCPUAllocator" not in str(error):
+            raise
         raise MemoryError(
             f"no memory on {placement.device} for a model with {model_config.sizes}, at"
             f" {placement.max_positions} positions (max_model_len)"

@@ -80,7 +80,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         fixed={"use_sliding_window": False, "layer_types": None},
     ),
-    # With `layer_types` transformers 5 loads this name as Ministral, whose layers differ.
+    # With `layer_types` transformers 5 loads this name as Ministral: only some layers have windows.
     "MistralForCausalLM": Architecture(
         defaults={
             "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,

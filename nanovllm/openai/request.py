@@ -46,6 +46,8 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if prompt_name not in body:
         raise ValueError(f"{prompt_name} is missing")
     prompt = body[prompt_name]
+    if url == CHAT and not isinstance(prompt, list):
+        raise TypeError(f"messages must be a list of messages, got {shorten(prompt)}")
     return APIRequest(
         url=url,
         prompt=prompt if url == CHAT else _one_prompt(prompt),

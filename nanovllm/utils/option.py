@@ -58,10 +58,10 @@ class Option:
 
 @dataclass(frozen=True)
 class OtherName:
-    """A name that is not a field: the other name of a field, or one that takes few values.
+    """A name that is not a field: another name of the field `ours`, or an option that is not here.
 
-    `accepts` are the values that ask for what happens in any case. `why` says what that is, or what
-    to use; it ends the error for other values.
+    `accepts` are the values that ask for what happens without the option. `why` says what happens,
+    or what to use instead; the error for any other value ends with it.
     """
 
     accepts: tuple[Any, ...] = ()
@@ -75,9 +75,10 @@ class OtherName:
 
 
 def by_name(what: str, other_names: Mapping[str, OtherName]) -> Callable[[type[T]], type[T]]:
-    """Decorate a frozen dataclass: an unknown name, or a change, is an error with a way out.
+    """A decorator of frozen dataclasses, whose constructors then take `other_names` too.
 
-    `what` the fields are is for the error. The constructor takes `other_names` too.
+    An unknown name and an assignment to a field are errors that say what to do. They call a field
+    `what`.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -103,7 +104,7 @@ def by_name(what: str, other_names: Mapping[str, OtherName]) -> Callable[[type[T
 def _own_names(
     what: str, fields: Collection[str], other_names: Mapping[str, OtherName], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The values that are given, by the names of the fields."""
+    """The `given` values by the names of their fields."""
     own: dict[str, Any] = {}
     for name, value in given.items():
         other = other_names.get(name)

@@ -137,7 +137,7 @@ def test_a_failing_template_is_an_error_with_its_place(llm: LLM) -> None:
 def test_chat_without_a_template_is_refused(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         with pytest.raises(ValueError, match="the tokenizer has no chat template; make prompts"):
-            llm.chat([user("Hi")], GREEDY)
+            llm.chat([user("Hi")], GREEDY, enable_thinking=False)
         llm.tokenizer = None
         with pytest.raises(ValueError, match="the model directory has no tokenizer; make prompts"):
             llm.chat([user("Hi")], GREEDY)

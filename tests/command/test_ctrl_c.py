@@ -184,6 +184,18 @@ def test_an_ignored_signal_stays_ignored() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)
 
 
+def test_the_status_is_right_where_nobody_reads_the_line() -> None:
+    """Ctrl-C ends all of `nanovllm ... 2>&1 | tee log`; writing the line is then an error."""
+    script = (
+        "import os, sys\nfrom nanovllm.command.guard import run_guarded\n"
+        "from nanovllm.command.parser import make_parser\n"
+        "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, 2)\n"
+        "def run(args): raise KeyboardInterrupt\n"
+        "sys.exit(run_guarded(run, make_parser().parse_args(['chat'])))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=LIMIT).returncode == 130
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_moment_of_the_start_is_interrupted(striker: Striker, name: str) -> None:

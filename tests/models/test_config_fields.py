@@ -288,6 +288,20 @@ def test_a_model_larger_than_memory_is_a_memory_error_with_its_sizes(tmp_path: P
         assert says in str(caught.value)
 
 
+def test_an_error_of_another_kind_is_not_one_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch raises RuntimeError for nearly everything."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr("nanovllm.engine.startup.CausalLM", broken)
+    write(tmp_path, base("Qwen3ForCausalLM"))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        LLM(tmp_path, device="cpu", load_format="dummy", max_model_len=64)
+
+
 # Absent fields
 
 

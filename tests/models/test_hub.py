@@ -57,17 +57,17 @@ def test_without_options_the_hub_has_its_defaults(calls: Calls) -> None:
     assert calls == [("owner/model", expected)]
 
 
-def test_a_tokenizer_is_downloaded_in_its_revision(calls: Calls, model_dir: Path) -> None:
-    tokenizer = load_tokenizer("owner/x", model_dir, revision="v1", download_dir="~/models")
+def test_a_tokenizer_is_downloaded_from_its_main_branch(calls: Calls, model_dir: Path) -> None:
+    tokenizer = load_tokenizer("owner/x", model_dir, download_dir="~/models")
     assert tokenizer.eos_token == "<|eos|>"
     cache = Path("~/models").expanduser()
-    expected = dict(revision="v1", cache_dir=cache, allow_patterns=list(HUB_FILES))
+    expected = dict(revision=None, cache_dir=cache, allow_patterns=list(HUB_FILES))
     assert calls == [("owner/x", expected)]
 
 
 def test_a_models_own_tokenizer_is_not_downloaded_again(calls: Calls, model_dir: Path) -> None:
     """Its directory is the download already, in the revision of the model."""
-    assert load_tokenizer(None, model_dir, revision="v1", download_dir="/models") is not None
+    assert load_tokenizer(None, model_dir, download_dir="/models") is not None
     assert calls == []
 
 
@@ -76,9 +76,6 @@ def test_a_revision_of_a_local_directory_is_refused(calls: Calls, model_dir: Pat
     with pytest.raises(ValueError, match="revision='v1'") as caught:
         resolve_model(str(model_dir), revision="v1")
     assert f"model {str(model_dir)!r} is a local directory" in str(caught.value)
-    with pytest.raises(ValueError, match="revision='v1'") as caught:
-        load_tokenizer(str(model_dir), model_dir, revision="v1")
-    assert f"tokenizer {str(model_dir)!r} is a local directory" in str(caught.value)
     assert resolve_model(str(model_dir), download_dir="/models") == model_dir
     assert calls == []
 

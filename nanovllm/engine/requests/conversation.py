@@ -22,16 +22,18 @@ def chat_prompts(
 ) -> list[TokensPrompt]:
     """The prompts of one conversation or of several.
 
-    `options` and `keywords` go to the template; the keywords are a caller's, and are checked. A
-    dict `chat_template_kwargs` among them may hold what the template does not know.
+    `options` and `keywords` go to the template. A keyword that the template does not mention is a
+    TypeError, but the keyword `chat_template_kwargs` is a dict that may hold any.
     """
     given = dict(keywords)
     more = given.pop("chat_template_kwargs", None) or {}
     if not isinstance(more, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
+    template_options = {**options, **more, **given}
+    _check_template(tokenizer, template_options)
     _check_keywords(tokenizer, given)
     return [
-        _apply_template(tokenizer, index, conversation, {**options, **more, **given})
+        _apply_template(tokenizer, index, conversation, template_options)
         for index, conversation in enumerate(_check_conversations(messages))
     ]
 
@@ -76,10 +78,8 @@ def has_chat_template(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def _apply_template(
-    tokenizer: Any, index: int, conversation: list[Any], options: Mapping[str, Any]
-) -> TokensPrompt:
-    """The prompt of conversation `index`; the template writes the special tokens."""
+def _check_template(tokenizer: Any, options: Mapping[str, Any]) -> None:
+    """Raise a ValueError if there is no template, neither the tokenizer's nor one in `options`."""
     if options.get("chat_template") is None and not has_chat_template(tokenizer):
         lacks = (
             "the model directory has no tokenizer"
@@ -87,6 +87,12 @@ def _apply_template(
             else "the tokenizer has no chat template"
         )
         raise ValueError(f"{lacks}; make prompts yourself, and pass them to generate()")
+
+
+def _apply_template(
+    tokenizer: Any, index: int, conversation: list[Any], options: Mapping[str, Any]
+) -> TokensPrompt:
+    """The prompt of conversation `index`; the template writes the special tokens."""
     try:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except Exception as error:  # a template is a program, and raises what it likes

@@ -36,7 +36,10 @@ class Request:
 
     def measure(self, meter: RequestMeter) -> None:
         """Count it in `meter`: it has ended."""
-        samples = [(len(seq.output_token_ids), seq.finish_reason or "abort") for seq in self.seqs]
+        samples = [
+            (seq.num_known_tokens - seq.num_prompt_tokens, seq.finish_reason or "abort")
+            for seq in self.seqs
+        ]
         longest = max(num_tokens for num_tokens, _ in samples)
         meter.add(self.times.metrics(longest), self.seqs[0].num_prompt_tokens, samples)
 

@@ -17,14 +17,13 @@ def load_tokenizer(
     tokenizer: str | None,
     model_path: Path,
     *,
-    revision: str | None = None,
     download_dir: str | None = None,
     warns: bool = True,
 ) -> Any:
     """Load `tokenizer`, by default the model's own; None, and a warning, if the model has none.
 
-    Without a tokenizer, prompts are token ids and outputs have no text. `revision` and
-    `download_dir` are for a `tokenizer` on the hub.
+    Without a tokenizer, prompts are token ids and outputs have no text. `download_dir` is for a
+    `tokenizer` on the hub, whose main branch is used.
     """
     if tokenizer is None and not any((model_path / name).exists() for name in TOKENIZER_FILES):
         if warns:
@@ -33,30 +32,26 @@ def load_tokenizer(
                 " names another directory or hub id to load one from", model_path,
             )  # fmt: skip
         return None
-    directory = model_path if tokenizer is None else None
-    source = tokenizer or str(model_path)
+    source = str(model_path) if tokenizer is None else tokenizer
     try:
-        directory = directory or _directory(source, revision=revision, download_dir=download_dir)
-        return _from_directory(directory)
+        return _from_directory(
+            model_path if tokenizer is None else _directory(tokenizer, download_dir)
+        )
     except Exception as error:  # transformers raises many kinds
-        if directory is None and isinstance(error, ValueError):  # a revision of a local directory
-            raise
         raise OSError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
-def _directory(
-    source: str, *, revision: str | None = None, download_dir: str | None = None
-) -> Path:
+def _directory(source: str, download_dir: str | None) -> Path:
     """A local directory, or a download of all files: transformers takes seconds for each file."""
-    path = local_directory("tokenizer", source, revision)
-    return path or download("tokenizer", source, HUB_FILES, revision, download_dir)
+    path = local_directory("tokenizer", source)
+    return path or download("tokenizer", source, HUB_FILES, download_dir=download_dir)
 
 
 def _from_directory(path: Path) -> Any:
-    """transformers' tokenizer, whether transformers can parse the model's config or not.
+    """The tokenizer in a directory, even if transformers cannot parse the `config.json` there.
 
-    It reads `config.json` for the model's type. If it fails on another field, such as an int where
-    it wants a float, it gets the type's default config: `ModelConfig` checks the file.
+    transformers needs only the model's type. If another field makes it fail, such as an int where
+    it expects a float, pass the type's default config: `ModelConfig` has checked the file.
     """
     from transformers import AutoConfig, AutoTokenizer
 

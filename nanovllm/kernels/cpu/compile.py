@@ -96,8 +96,9 @@ def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
         try:
             kept.mkdir(parents=True, exist_ok=True)
             for folder in kept.glob("tmp*"):
-                if time.time() - folder.stat().st_mtime > OLD_SECONDS:
-                    shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                    if time.time() - folder.stat().st_mtime > OLD_SECONDS:
+                        shutil.rmtree(folder, ignore_errors=True)
             return tempfile.TemporaryDirectory(prefix="tmp", dir=kept)
         except OSError as error:
             logger.info("compiled kernels are not kept: %s", error)
