@@ -162,7 +162,8 @@ class LLM(LLMEngine):
     def _run_until_done(self, ids: list[int], use_tqdm: bool) -> None:
         """Step until all of `ids` are finished; other requests' outputs are kept for `step()`."""
         pending = set(ids)
-        with progress_bar(self, len(ids), "Generating") if use_tqdm else nullcontext() as bar:
+        shows = use_tqdm and bool(ids)
+        with progress_bar(self, len(ids), "Generating") if shows else nullcontext() as bar:
             while pending:
                 self.advance()
                 pending -= pending & self.finished.keys()

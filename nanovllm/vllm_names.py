@@ -12,7 +12,7 @@ ENGINE = {
     "block_size": OtherName(ours="kvcache_block_size"),
     "num_gpu_blocks_override": OtherName(ours="num_kvcache_blocks"),
     "async_scheduling": OtherName(ours="overlap"),
-    "trust_remote_code": OtherName((False,), "code in a checkpoint is never run"),
+    "trust_remote_code": OtherName((False, True), "code in a checkpoint is never run"),
     "disable_log_stats": OtherName(
         (True, False), "nothing is logged; `get_metrics`, `stats` and `metrics` always have all"
     ),

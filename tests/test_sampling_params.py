@@ -215,5 +215,7 @@ def test_parameters_can_be_hashed_compared_and_replaced() -> None:
         "SamplingParams cannot be changed; dataclasses.replace(..., max_tokens=...) makes a changed"
         " copy"
     )
+    with pytest.raises(dataclasses.FrozenInstanceError, match="did you mean 'max_tokens'"):
+        params.max_token = 5  # type: ignore[attr-defined]
     assert dataclasses.replace(params, max_tokens=5).max_tokens == 5
     assert params.max_tokens == 64

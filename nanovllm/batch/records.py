@@ -14,7 +14,7 @@ from nanovllm.openai.response import response_body
 from nanovllm.outputs import RequestOutput
 
 ID = "batch_req_"
-NUMBERED = re.compile(f"{ID}([1-9][0-9]*)")
+NUMBERED = re.compile(f"{ID}([1-9][0-9]{{0,9}})")  # a journal holds 8 bytes for each line
 FIELDS = ("id", "custom_id", "response", "error")
 FIELD = re.compile(rf'\s*"({"|".join(FIELDS)})"\s*:\s*')
 

@@ -96,7 +96,8 @@ def _repeating(act: Callable[[], None]) -> Iterator[None]:
     ended = threading.Event()
 
     def repeat() -> None:
-        with contextlib.suppress(OSError):  # stderr is gone: the block's own thread reports that
+        # A bar that cannot be drawn, as its terminal or notebook is gone, ends no call.
+        with contextlib.suppress(Exception):
             while not ended.wait(INTERVAL):
                 act()
 

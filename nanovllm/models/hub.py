@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+MODEL_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
+
 
 def local_directory(option: str, source: str, revision: str | None = None) -> Path | None:
     """The local directory `source`, in which `~` is the user's home; None if it may be a hub id.

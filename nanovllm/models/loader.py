@@ -14,10 +14,9 @@ from tqdm.auto import tqdm
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.hub import download, local_directory
+from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
 
 INDEX = "model.safetensors.index.json"
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -25,7 +24,7 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 
 def resolve_model(
     model: str,
-    files: Sequence[str] = MODEL_FILES,
+    files: Sequence[str] = MODEL_PATTERNS,
     *,
     revision: str | None = None,
     download_dir: str | None = None,

@@ -90,10 +90,10 @@ def by_name(what: str, other_names: Mapping[str, OtherName]) -> Callable[[type[T
             made(self, *args, **_own_names(what, fields, other_names, given))
 
         def refuse(_: T, name: str, __: object) -> None:
-            raise dataclasses.FrozenInstanceError(
-                f"{kind.__name__} cannot be changed; dataclasses.replace(..., {name}=...) makes a"
-                " changed copy"
-            )
+            hint = f"; dataclasses.replace(..., {name}=...) makes a changed copy"
+            if name not in fields:
+                hint = f" and has no field {name!r}{did_you_mean(name, fields)}"
+            raise dataclasses.FrozenInstanceError(f"{kind.__name__} cannot be changed{hint}")
 
         decorated.__init__, decorated.__setattr__ = init, refuse
         return kind

@@ -89,10 +89,10 @@ def test_bad_conversations_are_refused(
 
 
 def test_a_content_of_parts_is_one_text(llm: LLM) -> None:
-    """As OpenAI's clients and vLLM's users write it."""
+    """With a line for each part, as in vLLM."""
     parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34="}]
-    whole, joined = llm.chat([[user("12+34=")], [user(parts)]], GREEDY, use_tqdm=False)
-    assert joined.prompt == whole.prompt == "<|im_start|>user:12+34=;assistant:"
+    whole, joined = llm.chat([[user("12+\n34=")], [user(parts)]], GREEDY, use_tqdm=False)
+    assert joined.prompt == whole.prompt == "<|im_start|>user:12+\n34=;assistant:"
     assert joined.prompt_token_ids == whole.prompt_token_ids
 
 

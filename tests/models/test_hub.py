@@ -9,8 +9,9 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.command.main import main
-from nanovllm.engine.requests.tokenizer import HUB_FILES, load_tokenizer
-from nanovllm.models.loader import CONFIG_FILES, MODEL_FILES, resolve_model
+from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.models.hub import MODEL_PATTERNS, TOKENIZER_PATTERNS
+from nanovllm.models.loader import CONFIG_FILES, resolve_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +46,7 @@ def test_a_model_is_downloaded_in_its_revision(calls: Calls, model_dir: Path) ->
     path = resolve_model("owner/model", revision="refs/pr/7", download_dir="/models")
     assert path == model_dir
     expected = dict(
-        revision="refs/pr/7", cache_dir=Path("/models"), allow_patterns=list(MODEL_FILES)
+        revision="refs/pr/7", cache_dir=Path("/models"), allow_patterns=list(MODEL_PATTERNS)
     )
     assert calls == [("owner/model", expected)]
 
@@ -61,7 +62,7 @@ def test_a_tokenizer_is_downloaded_from_its_main_branch(calls: Calls, model_dir:
     tokenizer = load_tokenizer("owner/x", model_dir, download_dir="~/models")
     assert tokenizer.eos_token == "<|eos|>"
     cache = Path("~/models").expanduser()
-    expected = dict(revision=None, cache_dir=cache, allow_patterns=list(HUB_FILES))
+    expected = dict(revision=None, cache_dir=cache, allow_patterns=list(TOKENIZER_PATTERNS))
     assert calls == [("owner/x", expected)]
 
 

@@ -64,13 +64,13 @@ def _check_conversation(name: str, conversation: Any) -> list[Any]:
 
 
 def _joined(name: str, parts: list[Any]) -> str:
-    """The text of a content in parts, `{"type": "text", "text": ...}`."""
+    """The text of a content in parts, `{"type": "text", "text": ...}`: a line for each."""
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise ValueError(f"{name}: content must be text or parts of text, got {shorten(part)}")
         if not isinstance(part.get("text"), str):
             raise TypeError(f"{name}: content must be text, got {shorten(part.get('text'))}")
-    return "".join(part["text"] for part in parts)
+    return "\n".join(part["text"] for part in parts)
 
 
 def has_chat_template(tokenizer: Any) -> bool:

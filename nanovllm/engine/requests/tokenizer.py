@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models.config import read_json
-from nanovllm.models.hub import download, local_directory
+from nanovllm.models.hub import TOKENIZER_PATTERNS, download, local_directory
 
 logger = logging.getLogger("nanovllm")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 
 def load_tokenizer(
@@ -44,7 +43,7 @@ def load_tokenizer(
 def _directory(source: str, download_dir: str | None) -> Path:
     """A local directory, or a download of all files: transformers takes seconds for each file."""
     path = local_directory("tokenizer", source)
-    return path or download("tokenizer", source, HUB_FILES, download_dir=download_dir)
+    return path or download("tokenizer", source, TOKENIZER_PATTERNS, download_dir=download_dir)
 
 
 def _from_directory(path: Path) -> Any:
