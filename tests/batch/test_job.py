@@ -399,8 +399,8 @@ def test_a_record_beyond_the_input_is_an_error_before_the_work(llm: LLM, tmp_pat
     Journal(output, 2).close()
     with pytest.raises(ValueError, match="line 2, is a record of line 2, where the input has no"):
         Journal(output, 1)
-    output.write_bytes(output.read_bytes().replace(b"req_2", b"req_999999999999999"))
-    with pytest.raises(ValueError, match="line 2, is a record of line 999999999999999, where"):
+    output.write_bytes(output.read_bytes().replace(b"req_2", b"req_9999999999"))
+    with pytest.raises(ValueError, match="line 2, is a record of line 9999999999, where"):
         Journal(output, 2)
 
 
