@@ -9,13 +9,14 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.utils.bar import Bar, make_bar
 
 INTERVAL = 0.25  # seconds between two drawings
+MAX_WAIT = 2.0  # seconds for a drawing to end: another bar of this process may hold tqdm's lock
 WINDOW = 20  # drawings over which rates are measured
 MIN_BAR = 8  # columns that notes leave to the bar itself
 NARROW = 70  # a line with fewer columns has no description
@@ -29,14 +30,13 @@ def progress_bar(
     total: int | None,
     description: str,
     first_notes: Callable[[], Iterable[str]] = tuple,
-) -> Iterator["tqdm[Any]"]:
+) -> Iterator[Bar]:
     """Show a bar on stderr during the block, which sets its `n`. `total` is None if unknown.
 
     After the bar come `first_notes` and then what the engine does, as far as the line has room.
     """
     layout, activity = LAYOUT if total else WITHOUT_TOTAL, Activity(engine)
-    bar: tqdm[Any]
-    with tqdm(total=total, desc=description, bar_format=layout, dynamic_ncols=True) as bar:
+    with make_bar(total=total, desc=description, bar_format=layout, dynamic_ncols=True) as bar:
 
         def draw(refresh: bool = True) -> None:
             columns = bar.format_dict["ncols"]
@@ -77,7 +77,7 @@ class Activity:
         yield f"KV {stats['blocks_used'] / stats['num_blocks']:.0%}"
 
 
-def _fit(bar: "tqdm[Any]", notes: list[str]) -> str:
+def _fit(bar: Bar, notes: list[str]) -> str:
     """The first `notes`, as many as leave room for the bar on its line."""
     shown = {**bar.format_dict, "bar_format": str(bar.bar_format).replace("{bar}", "")}
     columns = shown["ncols"] or len(", ".join(notes)) + 1000
@@ -108,4 +108,4 @@ def _repeating(act: Callable[[], None]) -> Iterator[None]:
     finally:
         ended.set()
         if thread.is_alive():
-            thread.join()
+            thread.join(MAX_WAIT)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm.auto import tqdm
 
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
+from nanovllm.utils.bar import make_bar
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
@@ -132,7 +132,7 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
         return len(target.parts)
 
     hide = None if use_tqdm else True  # None hides it unless stderr is a terminal
-    bar = tqdm(total=len(missing), desc="Loading", unit="tensor", disable=hide)
+    bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in read_weights(path):
             used = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}

@@ -5,7 +5,9 @@ import itertools
 import os
 import pty
 import re
+import signal
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 from reference import make_llm
+from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.command.main import main
@@ -192,3 +195,47 @@ def test_the_bar_of_a_batch(
     pattern = r"Batch:  33%\|[^|]{8,}\| 2/6 \[00:\d\d<00:\d\d, 1 failed, \S+ tok/s out, .*\]"
     assert any(re.fullmatch(pattern, line) for line in screen.lines), screen.lines
     assert screen.lines[-1].startswith("Batch: 100%|")
+
+
+def test_ctrl_c_while_a_bar_is_drawn_leaves_tqdms_lock_free(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is the process's: a later bar would wait for it forever."""
+    drawn = tqdm.display
+
+    def interrupted(self: Any, *args: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        return drawn(self, *args, **options)
+
+    def take_lock() -> None:
+        lock = tqdm.get_lock().mp_lock
+        taken.append(lock.acquire(timeout=2))
+        if taken[-1]:
+            lock.release()
+
+    taken: list[bool] = []
+    with make_llm(model_dir) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(tqdm, "display", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2, 3]] * 3, LONG[0])
+        thread = threading.Thread(target=take_lock)
+        thread.start()
+        thread.join()
+        assert taken == [True]
+        assert llm.is_finished()
+        assert len(llm.generate([[1, 2, 3]], LONG[0])) == 1
+
+
+def test_an_engine_leaves_no_thread_of_a_bar() -> None:
+    """tqdm starts one that watches its bars, also those that are hidden."""
+    script = f"""
+import threading
+from nanovllm import LLM
+with LLM({EMBEDDED_MODEL!r}) as llm:
+    llm.generate("12+34=")
+    print([thread.name for thread in threading.enumerate()])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "['MainThread']\n", done.stderr
