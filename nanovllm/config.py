@@ -97,7 +97,7 @@ class Config:
     dtype: str = option(
         "auto",
         "type of the weights and of computation; `auto` is the checkpoint's, or float32 on a CPU"
-        " without instructions for it",
+        " without instructions for it; `half` and `float` are names of float16 and float32",
         DTYPE,
     )
     load_format: str = option(

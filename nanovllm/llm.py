@@ -15,7 +15,7 @@ from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, shorten
+from nanovllm.utils.checks import as_list, check_bool, shorten
 
 
 class LLM(LLMEngine):
@@ -41,13 +41,15 @@ class LLM(LLMEngine):
         engine can be used again.
         """
         self.check_open()
-        return self._generate(self._encode_all(prompts, sampling_params), use_tqdm)
+        check_bool("use_tqdm", use_tqdm)
+        return self._generate(self._accept_all(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
         messages: Iterable[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
         tools: list[Any] | None = None,
         add_generation_prompt: bool = True,
         **chat_template_kwargs: Any,
@@ -85,6 +87,7 @@ class LLM(LLMEngine):
     def chat_prompts(
         self,
         messages: Iterable[Any],
+        *,
         tools: list[Any] | None = None,
         add_generation_prompt: bool = True,
         **chat_template_kwargs: Any,
@@ -106,7 +109,7 @@ class LLM(LLMEngine):
         unfinished requests.
         """
         self.check_open()
-        return self._stream(self._encode_all(prompts, sampling_params))
+        return self._stream(self._accept_all(prompts, sampling_params))
 
     def _stream(self, accepted: list[Accepted]) -> Iterator[StreamEvent]:
         self.check_open()
@@ -143,19 +146,19 @@ class LLM(LLMEngine):
         self._run_until_done(ids, use_tqdm)
         return self.claim(ids)
 
-    def _encode_all(self, prompts: Any, sampling_params: Any) -> list[Accepted]:
+    def _accept_all(self, prompts: Any, sampling_params: Any) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
         prompt_list = _prompt_list(prompts)
         params_list = _params_list(sampling_params, len(prompt_list))
         return [
-            self._encode_at(index, prompt, params)
+            self._accept_at(index, prompt, params)
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
 
-    def _encode_at(self, index: int, prompt: Prompt, params: SamplingParams) -> Accepted:
+    def _accept_at(self, index: int, prompt: Prompt, params: SamplingParams) -> Accepted:
         """Check and encode prompt `index`, which an error names."""
         try:
-            return self.encode(prompt, params)
+            return self.accept(prompt, params)
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompts[{index}]: {error}") from None
 

@@ -31,6 +31,8 @@ BIASES_ALLOWED = f"a dict from token ids to numbers {allowed_range(-MAX_BIAS, MA
 
 
 def _check_stop(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a text or a list of texts, got {shorten(value)}")
     return check_texts(name, [value] if isinstance(value, str) else value)
 
 

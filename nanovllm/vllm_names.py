@@ -35,11 +35,13 @@ ENGINE = {
     "enable_sleep_mode": OtherName((False,), NOT_HERE),
     "structured_outputs_config": OtherName((None,), NOT_HERE),
     "limit_mm_per_prompt": OtherName((None, {}), "models are text only"),
-    "compilation_config": OtherName((None,), "`enforce_eager` decides whether graphs are used"),
-    "max_seq_len_to_capture": OtherName((None,), "graphs serve sequences of any length"),
+    "compilation_config": OtherName((None, {}), "`enforce_eager` decides whether graphs are used"),
+    "max_seq_len_to_capture": OtherName((None, 8192), "graphs serve sequences of any length"),
+    "disable_log_requests": OtherName((False, True), "requests are not logged"),
     "disable_custom_all_reduce": OtherName((False, True), "ranks use NCCL, or memory on a CPU"),
     "distributed_executor_backend": OtherName(
-        (None, "mp"), "ranks are processes of one machine; nanovllm.ray runs engines on several"
+        (None, "mp", "uni"),
+        "ranks are processes of one machine; nanovllm.ray runs engines on several",
     ),
     "pipeline_parallel_size": OtherName((1,), "see `tensor_parallel_size`"),
     "data_parallel_size": OtherName((1,), "nanovllm.ray runs several engines"),
@@ -54,7 +56,7 @@ ENGINE = {
         ("vllm",), "the defaults are those of `SamplingParams`; see `get_default_sampling_params`"
     ),
     "override_generation_config": OtherName((None, {}), "pass `SamplingParams`"),
-    "max_logprobs": OtherName((-1,), "`logprobs` has no limit"),
+    "max_logprobs": OtherName((-1, 20), "`logprobs` has no limit"),
     "logprobs_mode": OtherName(
         ("raw_logprobs",), "log-probabilities are those before any parameter changes them"
     ),

@@ -1131,3 +1131,18 @@ def test_a_call_inside_a_call_is_an_error(model_dir: Path, monkeypatch: pytest.M
     monkeypatch.setattr(llm.model_runner, "launch", reentrant)
     assert generate(llm, TEXT)[0]["token_ids"] == expected
     assert_idle(llm)
+
+
+def test_arguments_of_the_wrong_type_are_refused(llm: LLM) -> None:
+    """They would be taken for other arguments of vLLM's, or for their truth value."""
+    with pytest.raises(TypeError, match="use_tqdm must be True or False, got 'no'"):
+        llm.generate(TEXT, greedy(), use_tqdm="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="positional arguments"):
+        llm.chat([{"role": "user", "content": "Hi"}], greedy(), False, None)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="add_generation_prompt must be True or False, got None"):
+        llm.chat([{"role": "user", "content": "Hi"}], add_generation_prompt=None)  # type: ignore[arg-type]
+    for request_id in ([1], "1", None):
+        with pytest.raises(
+            ValueError, match=f"unfinished request, got {request_id!r}".replace("[", r"\[")
+        ):
+            llm.abort_request(request_id)  # type: ignore[arg-type]

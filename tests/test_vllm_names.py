@@ -75,7 +75,7 @@ def test_true_is_not_taken_for_1() -> None:
     [
         ("tempreture", "temperature"), ("max_token", "max_tokens"),
         ("max_new_tokens", "max_tokens"), ("temp", "temperature"),
-        ("freq_penalty", "frequency_penalty"), ("stop_strings", "stop"),
+        ("freq_penalty", "frequency_penalty"), ("max_output_tokens", "max_tokens"),
         ("bad_word", "bad_words"), ("best_off", "best_of"),
     ],
 )  # fmt: skip
@@ -85,7 +85,9 @@ def test_a_misspelled_parameter_names_the_nearest(name: str, nearest: str) -> No
     assert str(caught.value) == (f"unknown sampling parameter {name!r}; did you mean {nearest!r}?")
 
 
-@pytest.mark.parametrize("name", ["penalty", "x", "p", "tokens_per_second", "lora_request"])
+@pytest.mark.parametrize(
+    "name", ["penalty", "x", "p", "tokens_per_second", "lora_request", "stop_strings", "top_7"]
+)
 def test_no_parameter_is_suggested_that_is_not_likely_meant(name: str) -> None:
     with pytest.raises(TypeError) as caught:
         SamplingParams(**{name: 1})
@@ -94,7 +96,18 @@ def test_no_parameter_is_suggested_that_is_not_likely_meant(name: str) -> None:
 
 
 def test_no_option_is_suggested_that_is_not_likely_meant() -> None:
-    for name in ("enable_flashinfer", "size", "max", "num", "gpu", "kv"):
+    for name in (
+        "enable_flashinfer",
+        "speculative_model",
+        "served_model_name",
+        "model_impl",
+        "max_seq_len",
+        "size",
+        "max",
+        "num",
+        "gpu",
+        "kv",
+    ):
         with pytest.raises(TypeError) as caught:
             Config(model="some/model", **{name: 1})  # type: ignore[arg-type]
         assert "did you mean" not in str(caught.value), name

@@ -58,6 +58,8 @@ def parse_record(data: bytes) -> Record | None:
     if not all(_may_be(name, fields[name]) for name in FIELDS):
         return None
     failed = fields["error"] is not None
+    if failed == (fields["response"] is not None):
+        return None
     return Record(int(fields["id"].removeprefix(ID)), fields["custom_id"], failed)
 
 

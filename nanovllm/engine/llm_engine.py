@@ -22,6 +22,7 @@ from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import shorten
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ class LLMEngine:
         """Queue one request and return its id. A bad prompt raises and changes nothing."""
         self.check_open()
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self.enqueue(self.encode(prompt, params))
+        return self.enqueue(self.accept(prompt, params))
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
@@ -127,8 +128,9 @@ class LLMEngine:
     def abort_request(self, request_id: int) -> RequestOutput:
         """End an unfinished request, free its blocks, and return what it has generated."""
         self.check_open()
-        if request_id not in self.unfinished:
-            raise ValueError(f"request_id must be that of an unfinished request, got {request_id}")
+        if not isinstance(request_id, int) or request_id not in self.unfinished:
+            got = shorten(request_id)
+            raise ValueError(f"request_id must be that of an unfinished request, got {got}")
         return self._abort(self.unfinished[request_id])
 
     def stats(self) -> EngineStats:
@@ -310,12 +312,12 @@ class LLMEngine:
             self.drop_output(request_id)
         return outputs
 
-    def encode(self, prompt: Prompt, params: SamplingParams) -> Accepted:
+    def accept(self, prompt: Prompt, params: SamplingParams) -> Accepted:
         """Encode a prompt; raises if it or its parameters do not fit the model."""
-        return self._intake.encode(prompt, params)
+        return self._intake.accept(prompt, params)
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
-        """Queue what `encode` has accepted and return its id.
+        """Queue what `accept` returned and return its id.
 
         A request that `streams` has its text followed, and `step` does not return its output.
         """

@@ -21,13 +21,22 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     """A hint to append to an error: the known name that is likely meant, or "".
 
     That is one with a misspelled letter or two; or else, unless `name` is short, the only one with
-    all its words or their beginnings ("freq_penalty"), or the only one whose words are all in it.
+    all its words or their beginnings ("freq_penalty"), or the only one whose words are most of its
+    words. Numbers in both are equal: float16 is not suggested for float64.
     """
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    near = [
+        one
+        for one in difflib.get_close_matches(name, known, cutoff=0.8)
+        if re.sub(r"\D", "", one) == re.sub(r"\D", "", name)
+    ][:1]
     words = _words(name)
     if not near and sum(map(len, words)) > 3:
         longer = [one for one in known if all(_begins(word, _words(one)) for word in words)]
-        shorter = [one for one in known if set(_words(one)) <= set(words)]
+        shorter = [
+            one
+            for one in known
+            if set(_words(one)) <= set(words) and 2 * len(_words(one)) > len(words)
+        ]
         near = next((found for found in (longer, shorter) if len(found) == 1), [])
     return f"; did you mean {near[0]!r}?" if near else ""
 

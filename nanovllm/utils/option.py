@@ -110,7 +110,8 @@ def _own_names(
         other = other_names.get(name)
         field = name if other is None else other.ours
         if other is None and name not in fields:
-            hint = did_you_mean(name, fields) or did_you_mean(name, other_names)
+            others = [other for other in other_names if abs(len(other) - len(name)) < 4]
+            hint = did_you_mean(name, fields) or did_you_mean(name, others)
             raise TypeError(f"unknown {what} {name!r}{hint or '; there are ' + ', '.join(fields)}")
         if field is None:
             assert other is not None

@@ -638,3 +638,13 @@ def test_sums_are_right_in_a_job(llm: LLM, tmp_path: Path) -> None:
     data = jsonl(*({"prompt": prompt} for prompt, _ in problems))
     records = run(llm, tmp_path / "out", data)
     assert [text_of(record) for record in records] == [answer for _, answer in problems]
+
+
+def test_a_record_without_a_response_and_an_error_is_no_record(tmp_path: Path) -> None:
+    """It would count as done, and its request would have no answer. Nor is one with both."""
+    output = tmp_path / "out"
+    for response, error in ((None, None), ({}, {})):
+        record = dict(id="batch_req_1", custom_id="a", response=response, error=error)
+        output.write_bytes(jsonl(record))
+        with pytest.raises(ValueError, match="line 1, is not a record of a batch job"):
+            Journal(output)

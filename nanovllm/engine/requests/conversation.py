@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.prompts import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, check_text, did_you_mean, shorten
+from nanovllm.utils.checks import as_list, check_bool, check_text, did_you_mean, shorten
 from nanovllm.utils.option import options_of
 
 # What transformers' `apply_chat_template` takes beside the template's own variables.
@@ -25,6 +25,7 @@ def chat_prompts(
     `options` and `keywords` go to the template. A keyword that the template does not mention is a
     TypeError, but the keyword `chat_template_kwargs` is a dict that may hold any.
     """
+    check_bool("add_generation_prompt", options["add_generation_prompt"])
     given = dict(keywords)
     more = given.pop("chat_template_kwargs", None) or {}
     if not isinstance(more, Mapping):

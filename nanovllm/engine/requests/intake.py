@@ -41,7 +41,7 @@ class Intake:
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
         self._num_requests = 0
 
-    def encode(self, prompt: Prompt, params: SamplingParams) -> Accepted:
+    def accept(self, prompt: Prompt, params: SamplingParams) -> Accepted:
         """Encode the prompt. A prompt or parameter that does not fit the model raises."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
@@ -66,7 +66,7 @@ class Intake:
         return Accepted(token_ids, text, params)
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
-        """Make a request of what `encode` has accepted. If it `streams`, its text is followed."""
+        """Make a request of what `accept` returned. If it `streams`, its text is followed."""
         params = accepted.params
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
