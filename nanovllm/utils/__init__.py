@@ -1,1 +1,1 @@
-"""Helpers for all of the package: checks of values, described options, deferred Ctrl-C."""
+"""Helpers for all of the package: checks of values, described options, bars, deferred Ctrl-C."""
