@@ -62,8 +62,9 @@ class LLM(LLMEngine):
         `chat_template=` replaces the tokenizer's. Otherwise as `generate`.
         """
         self.check_open()
-        options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
-        prompts = chat_prompts(self.tokenizer, messages, options, chat_template_kwargs)
+        prompts = chat_prompts(
+            self.tokenizer, messages, tools, add_generation_prompt, chat_template_kwargs
+        )
         return self.generate(prompts, sampling_params, use_tqdm)
 
     @property
@@ -93,8 +94,9 @@ class LLM(LLMEngine):
         **chat_template_kwargs: Any,
     ) -> list[list[int]]:
         """The token ids of the prompts that `chat` makes: for `stream` and `add_request`."""
-        options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
-        prompts = chat_prompts(self.tokenizer, messages, options, chat_template_kwargs)
+        prompts = chat_prompts(
+            self.tokenizer, messages, tools, add_generation_prompt, chat_template_kwargs
+        )
         return [list(prompt["prompt_token_ids"]) for prompt in prompts]
 
     def stream(

@@ -6,6 +6,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nanovllm.outputs import EngineStats, FinishReason, RequestMetrics
 
@@ -71,7 +72,7 @@ class Measured:
     def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
         """What was counted so far."""
         keys = [*map(str, self.bounds), "+Inf"]
-        totals = [sum(self.counts[: end + 1]) for end in range(len(keys))]
+        totals = list(accumulate(self.counts))
         return Histogram(name, labels, totals[-1], self.sum, dict(zip(keys, totals, strict=True)))
 
 

@@ -184,7 +184,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)
 
 
-def test_the_status_is_right_where_nobody_reads_the_line() -> None:
+def test_the_status_is_130_if_the_line_cannot_be_written() -> None:
     """Ctrl-C ends all of `nanovllm ... 2>&1 | tee log`; writing the line is then an error."""
     script = (
         "import os, sys\nfrom nanovllm.command.guard import run_guarded\n"

@@ -18,18 +18,23 @@ CHAT_OPTIONS = (
 
 
 def chat_prompts(
-    tokenizer: Any, messages: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]
+    tokenizer: Any,
+    messages: Any,
+    tools: list[Any] | None,
+    add_generation_prompt: bool,
+    keywords: Mapping[str, Any],
 ) -> list[TokensPrompt]:
     """The prompts of one conversation or of several.
 
-    `options` and `keywords` go to the template. A keyword that the template does not mention is a
-    TypeError, but the keyword `chat_template_kwargs` is a dict that may hold any.
+    `keywords` go to the template, too. A keyword that the template does not mention is a TypeError,
+    but the keyword `chat_template_kwargs` is a dict that may hold any.
     """
-    check_bool("add_generation_prompt", options["add_generation_prompt"])
+    check_bool("add_generation_prompt", add_generation_prompt)
     given = dict(keywords)
     more = given.pop("chat_template_kwargs", None) or {}
     if not isinstance(more, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
+    options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
     template_options = {**options, **more, **given}
     _check_template(tokenizer, template_options)
     _check_keywords(tokenizer, given)
