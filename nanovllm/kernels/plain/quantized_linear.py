@@ -1,0 +1,33 @@
+"""Linear layers with quantized weights: what they compute. T rows, K inputs, N outputs."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.quantized import QuantizedMatrix
+
+
+def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The matrix [..., N, K] that the codes stand for, computed in float32.
+
+    Its columns are in the order of the codes. Peak memory: a few float32 copies of the matrix.
+    """
+    values = weight.codes.float()
+    if weight.zeros is not None:
+        values -= _of_each(weight.zeros, weight)
+    return (values * _of_each(weight.scales, weight)).to(dtype)
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedMatrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ dequantize(weight).T + bias`, where the matrix is rounded to x's type."""
+    if weight.order is not None:
+        x = x[:, weight.order]
+    return F.linear(x, dequantize(weight, x.dtype), bias)
+
+
+def _of_each(values: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
+    """The values of blocks as values of the elements, in float32."""
+    size_out, size_in = weight.codes.shape[-2:]
+    rows = values.float().repeat_interleave(weight.block[0], dim=-2)[..., :size_out, :]
+    return rows.repeat_interleave(weight.block[1], dim=-1)[..., :size_in]

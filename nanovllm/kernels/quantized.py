@@ -1,0 +1,35 @@
+"""QuantizedMatrix: a weight as codes and scales, whatever checkpoint format it came in."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A weight [N, K], or a stack of weights [E, N, K]: `(codes - zeros) * scales`.
+
+    `codes` has an element for each weight: float8_e4m3fn, or int8, of which 4-bit codes use -8 to
+    7. A scale, and a zero point, belongs to a block of `block[0]` outputs and `block[1]` inputs;
+    blocks at the ends of a matrix may be cut off. If `order` [K] is given, column j multiplies
+    input `order[j]`; an index may repeat if its other columns are zero.
+
+    `rounds_inputs` allows kernels to round the inputs to the type of the codes, which is faster
+    where the device multiplies that type. The scale of those is `input_scale`, or that of each row.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor  # [..., ceil(N / block[0]), ceil(K / block[1])], any float type
+    zeros: torch.Tensor | None  # of the shape of `scales`, int8
+    block: tuple[int, int]
+    bits: int  # of a code: 8 or 4
+    order: torch.Tensor | None = None
+    rounds_inputs: bool = False
+    input_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        *stack, size_out, size_in = self.codes.shape
+        blocks = [-(-size_out // self.block[0]), -(-size_in // self.block[1])]
+        assert list(self.scales.shape) == [*stack, *blocks], (self.codes.shape, self.scales.shape)
+        assert self.zeros is None or self.zeros.shape == self.scales.shape
+        assert self.codes.dtype in (torch.int8, torch.float8_e4m3fn)
