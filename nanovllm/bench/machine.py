@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from nanovllm.bench.roofline import Machine
-from nanovllm.layers.linear import LinearBase
+from nanovllm.kernels.table import PLAIN
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.linear import ReplicatedLinear
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, samples: int = 7) -> float:
@@ -40,10 +43,9 @@ def copy_rate(device: torch.device) -> float:
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs per second of a large linear layer, computed by the model's own code."""
     size = 8192 if device.type == "cuda" else 2048
-    linear = LinearBase(size, size).to(device, dtype)
-    assert linear.weight is not None
-    linear.weight.normal_()
-    linear.pack()
+    linear = ReplicatedLinear(size, size).to(device, dtype)
+    linear.get_parameter("weight").normal_()
+    linear.bind(Backend(TorchBackend(), PLAIN))
     x = torch.randn(size, size, dtype=dtype, device=device)
     return 2 * size**3 / median_seconds(lambda: linear(x), device)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,7 +19,9 @@ from nanovllm.kernels.plain import (
 )
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.norm_rope_store import Rope
+from nanovllm.kernels.plain.quantized_linear import quantized_linear
 from nanovllm.kernels.plain.read_table import Decoding, TableState
+from nanovllm.kernels.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
+    `arrange` gives a quantized weight the layout that `quantized_linear` and the others read.
     `few_rows` gives kernels that fuse several operations of a layer, where they are faster; PLAIN
     has none.
     """
@@ -45,9 +48,11 @@ class Kernels:
     store_kvcache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
-    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int], Decoding]
-    few_rows: Callable[[list[Tensor | None]], "FewRows | None"] = lambda _: None
+    arrange: Callable[[QuantizedMatrix], Any]
+    quantized_linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    few_rows: Callable[[list[Any]], "FewRows | None"] = lambda _: None
 
 
 PLAIN = Kernels(
@@ -62,6 +67,8 @@ PLAIN = Kernels(
     draw=draw.draw,
     experts=experts.experts,
     read_table=read_table.read_table,
+    arrange=lambda weight: weight,
+    quantized_linear=quantized_linear,
 )
 
 
@@ -91,6 +98,8 @@ def triton_kernels() -> Kernels:
         draw=draw.draw,
         experts=experts.experts,
         read_table=read_table.read_table,
+        arrange=PLAIN.arrange,
+        quantized_linear=PLAIN.quantized_linear,
         few_rows=few_rows.few_rows_for,
     )
 

@@ -4,6 +4,8 @@ The ranks split the vocabulary. If its size is not a multiple of their number, i
 end; the logits of padding rows are cut off.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +13,8 @@ from torch import nn
 from nanovllm.layers.layer import Layer, Loaded, copy_into
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.weights.format import DENSE, WeightFormat
+from nanovllm.layers.weights.stored import Held
 
 
 class VocabularyShard:
@@ -58,24 +62,36 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LinearBase):
     """The projection to the vocabulary: [T, hidden] -> [T, vocab]; complete only on rank 0."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        ranks: Ranks = ALONE,
+        weight_format: WeightFormat = DENSE,
+    ) -> None:
         shard = VocabularyShard(vocab_size, ranks)
-        super().__init__(hidden_size, shard.num_rows)
-        self.ranks = ranks
-        self.shard = shard
-
-    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill `param` with this rank's rows."""
-        assert shard_id is None
-        self.shard.load(param, loaded)
+        rows = slice(shard.start, shard.stop)
+        held = Held((vocab_size,), (rows,), hidden_size, slice(0, hidden_size))
+        super().__init__(held, weight_format=weight_format)
+        self.ranks, self.shard = ranks, shard
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's table. Packing makes a copy and leaves the table as it is."""
+        """Use the embedding's table, of which a layout for the device is a copy."""
         self.weight = embedding.weight
+
+    def stored_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that the format reads. A table of the embedding's has rows of padding."""
+        tensors = super().stored_tensors()
+        if tensors.keys() == {"weight"}:
+            return {"weight": tensors["weight"][: self.held.num_rows]}
+        return tensors
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits, written to `out` if given."""
-        if out is not None and self.ranks.size == 1 and self.weight is not None:
-            return torch.mm(x, self.weight.t(), out=out)
-        logits = self.ranks.gather(super().forward(x))[:, : self.shard.vocab_size]
+        if self.ranks.size == 1:
+            return self.linear(x, None, out)
+        logits = self.linear(x, None)
+        if padding := self.shard.num_rows - logits.shape[1]:
+            logits = F.pad(logits, (0, padding))
+        logits = self.ranks.gather(logits)[:, : self.shard.vocab_size]
         return logits if out is None else out.copy_(logits)

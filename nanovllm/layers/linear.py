@@ -1,65 +1,93 @@
 """Linear layers, named by how the ranks of a tensor-parallel model split them.
 
-Every layer loads its own parameters: `weight_loader(param, loaded, shard_id)` fills a part of one,
-and reads only what this rank holds.
+A layer knows which part of its matrix this rank holds; its format knows which tensors of a
+checkpoint describe that part, and `matrix` how to multiply by it on this device.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
+from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend
-from nanovllm.layers.layer import WHOLE, Layer, Loaded, copy_into, copy_whole
+from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.weights.format import DENSE, ROWS, WeightFormat
+from nanovllm.layers.weights.matrix import DenseMatrix, Matrix, matrix_of
+from nanovllm.layers.weights.stored import Held, Stored, StoredTensor
+
+BIAS = Stored((ROWS,))
 
 
 class LinearBase(Layer):
-    """`x @ weight.T + bias`. `pack` replaces the weight with a copy in a layout for the CPU.
+    """`x @ weight.T + bias`. It holds the checkpoint's tensors until `bind`, then `matrix`."""
 
-    `in_features` and `out_features` are the sizes that this rank holds.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, held: Held, bias: bool = False, weight_format: WeightFormat = DENSE) -> None:
         super().__init__()
-        self.weight: nn.Parameter | None = nn.Parameter(
-            torch.empty(out_features, in_features), requires_grad=False
-        )
-        self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
-        self.packed: torch.Tensor | None = None
+        self.held = held
+        self.weight_format = weight_format
+        for name, stored in weight_format.tensors.items():
+            self.register_parameter(name, held.new(stored))
+        self.bias: nn.Parameter | None = held.new(BIAS) if bias else None
+        if self.bias is not None:
+            self.bias.data.zero_()
+        self.matrix: Matrix | None = None
 
-    def bind(self, backend: Backend) -> None:  # noqa: ARG002
-        """Pack the weight: the fastest layout depends only on the device."""
-        self.pack()
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill the part of projection `shard_id`, or all if the checkpoint has them fused."""
+        assert isinstance(param, StoredTensor)
+        param.held.load(param.stored, param, loaded, shard_id)
 
-    def pack(self) -> None:
-        """Replace the weight with a copy in oneDNN's blocked layout, where that is faster.
+    def stored_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that the format reads."""
+        return {name: self.get_parameter(name) for name in self.weight_format.tensors}
 
-        Peak memory: this weight is held twice while it is copied.
+    def bind(self, backend: Backend) -> None:
+        """Replace the checkpoint's tensors with the matrix. A second call does nothing.
+
+        Peak memory: this layer's weight is held twice while its layout changes.
         """
-        if self.weight is not None and can_pack(self.weight):
-            self.packed = pack(self.weight)
-            self.weight = None
+        if self.matrix is None:
+            weight = self.weight_format.weight(self.stored_tensors(), self.held)
+            for name in self.weight_format.tensors:
+                setattr(self, name, None)
+            self.matrix = matrix_of(weight, backend.kernels)
 
     @property
-    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight, which must not be packed, and the bias."""
-        assert self.weight is not None
-        return self.weight, self.bias
+    def operand_and_bias(self) -> tuple[Any, torch.Tensor | None]:
+        """What kernels read that fuse other operations with the layer's, once it is bound."""
+        assert self.matrix is not None
+        return self.matrix.operand, self.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x, self.bias)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply by the weight, packed or not, and add `bias`."""
-        if self.packed is not None:
-            return packed_linear(x, self.packed, bias)
-        assert self.weight is not None
-        return F.linear(x, self.weight, bias)
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply by the matrix and add `bias`. Before `bind`, with plain PyTorch."""
+        if self.matrix is not None:
+            return self.matrix.linear(x, bias, out)
+        weight = self.weight_format.weight(self.stored_tensors(), self.held)
+        plain = (
+            DenseMatrix(weight) if isinstance(weight, torch.Tensor) else matrix_of(weight, PLAIN)
+        )
+        return plain.linear(x, bias, out)
 
 
 class ReplicatedLinear(LinearBase):
     """A linear layer that every rank holds whole."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        weight_format: WeightFormat = DENSE,
+    ) -> None:
+        super().__init__(Held.whole(out_features, in_features), bias, weight_format)
 
 
 class RowParallelLinear(LinearBase):
@@ -69,20 +97,16 @@ class RowParallelLinear(LinearBase):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, ranks: Ranks = ALONE
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        ranks: Ranks = ALONE,
+        weight_format: WeightFormat = DENSE,
     ) -> None:
-        super().__init__(in_features // ranks.size, out_features, bias)
+        rows, columns = slice(0, out_features), ranks.equal_slice(in_features)
+        super().__init__(Held((out_features,), (rows,), in_features, columns), bias, weight_format)
         self.ranks = ranks
-        self.columns = ranks.equal_slice(in_features)
-        self.all_columns = in_features
-
-    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill a weight with this rank's columns, or the bias."""
-        assert shard_id is None
-        if param.dim() == 1:
-            copy_whole(param, loaded)
-        else:
-            copy_into(param, loaded, (param.shape[0], self.all_columns), (WHOLE, self.columns))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ranks.all_reduce(self.linear(x, self.bias if self.ranks.rank == 0 else None))
@@ -95,31 +119,19 @@ class MergedColumnParallelLinear(LinearBase):
     """
 
     def __init__(
-        self, in_features: int, out_features: list[int], bias: bool = False, ranks: Ranks = ALONE
+        self,
+        in_features: int,
+        out_features: list[int],
+        bias: bool = False,
+        ranks: Ranks = ALONE,
+        weight_format: WeightFormat = DENSE,
     ) -> None:
-        parts = [ranks.equal_slice(n) for n in out_features]
-        self._init_parts(in_features, out_features, parts, bias)
-
-    def _init_parts(
-        self, in_features: int, out_features: list[int], parts: list[slice], bias: bool
-    ) -> None:
-        super().__init__(in_features, sum(part.stop - part.start for part in parts), bias)
-        self.out_features = out_features
-        self.held = parts  # the rows of each projection that this rank holds
-
-    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill the rows of projection `shard_id`, or of all if the checkpoint has them fused."""
-        ids = range(len(self.held)) if shard_id is None else [shard_id]
-        num_rows = sum(self.out_features[i] for i in ids)
-        shape, offset = (num_rows, *param.shape[1:]), 0
-        targets = torch.split(param, [part.stop - part.start for part in self.held])
-        for i in ids:
-            part = slice(offset + self.held[i].start, offset + self.held[i].stop)
-            copy_into(targets[i], loaded, shape, (part,))
-            offset += self.out_features[i]
+        parts = tuple(ranks.equal_slice(n) for n in out_features)
+        held = Held(tuple(out_features), parts, in_features, slice(0, in_features))
+        super().__init__(held, bias, weight_format)
 
 
-class QKVParallelLinear(MergedColumnParallelLinear):
+class QKVParallelLinear(LinearBase):
     """Query, key and value projections as one matrix: [T, hidden] -> [T, (H + 2 * KVH) * D].
 
     H and KVH are this rank's. With fewer key heads than ranks, neighbours hold the same one.
@@ -127,16 +139,17 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     def __init__(
         self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = ALONE, weight_format: WeightFormat = DENSE,
     ) -> None:  # fmt: skip
         heads = ranks.equal_slice(num_heads)
         first = ranks.rank * num_kv_heads // ranks.size
         kv_heads = slice(first, first + max(1, num_kv_heads // ranks.size))
-        parts = [
+        parts = tuple(
             slice(part.start * head_dim, part.stop * head_dim)
             for part in (heads, kv_heads, kv_heads)
-        ]
-        sizes = [n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)]
-        self._init_parts(hidden_size, sizes, parts, bias)
+        )
+        sizes = tuple(n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads))
+        held = Held(sizes, parts, hidden_size, slice(0, hidden_size))
+        super().__init__(held, bias, weight_format)
         self.num_heads = heads.stop - heads.start
         self.num_kv_heads = kv_heads.stop - kv_heads.start

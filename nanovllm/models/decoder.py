@@ -28,10 +28,13 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.layers.weights.format import Dense
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+
+FLOAT32 = Dense(torch.float32)
 
 
 class SelfAttention(nn.Module):
@@ -88,7 +91,7 @@ class SparseMLP(nn.Module):
         self.per_token = config.per_token
         self.norm_topk_prob = config.norm_topk_prob
         # In float32 for every model type: rounding must not decide between experts.
-        self.gate = ReplicatedLinear(hidden_size, config.num_experts).float()
+        self.gate = ReplicatedLinear(hidden_size, config.num_experts, weight_format=FLOAT32)
         self.experts = Experts(
             config.num_experts, hidden_size, config.intermediate_size, ranks, whole_experts
         )
@@ -157,12 +160,12 @@ class DecoderLayer(nn.Module):
         if scaled is None:
             projected = qkv(self.input_layernorm(x))
         else:
-            projected = few_rows.linear(scaled, *qkv.weight_and_bias)
+            projected = few_rows.linear(scaled, *qkv.operand_and_bias)
         attended = self.self_attn.attend(projected, rope)
         between = self.post_attention_layernorm
-        x, scaled = few_rows.add(attended, *o.weight_and_bias, x, between.weight, between.eps)
-        gated = few_rows.gated(scaled, *gate_up.weight_and_bias)
-        return few_rows.add(gated, *down.weight_and_bias, x, norm.weight, norm.eps)
+        x, scaled = few_rows.add(attended, *o.operand_and_bias, x, between.weight, between.eps)
+        gated = few_rows.gated(scaled, *gate_up.operand_and_bias)
+        return few_rows.add(gated, *down.operand_and_bias, x, norm.weight, norm.eps)
 
 
 class Decoder(nn.Module):
@@ -191,7 +194,9 @@ class Decoder(nn.Module):
         layers: list[Any] = list(self.layers)
         is_single = layers[0].self_attn.o_proj.ranks.size == 1
         if is_single and all(isinstance(layer.mlp, MLP) for layer in layers):
-            self.few_rows = kernels.few_rows([part.weight for part in layers[0].linears])
+            self.few_rows = kernels.few_rows(
+                [part.operand_and_bias[0] for part in layers[0].linears]
+            )
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None

@@ -22,7 +22,7 @@ from nanovllm.kernels.table import PLAIN, triton_kernels
 from nanovllm.kernels.triton import few_rows as module
 from nanovllm.kernels.triton.common import ROOM, rows_with_room
 from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
-from nanovllm.layers import linear
+from nanovllm.layers.weights import matrix
 from nanovllm.models.decoder import MLP, Decoder, SparseMLP
 
 pytestmark = [
@@ -248,7 +248,7 @@ def test_a_model_computes_the_same(
     path = make_model(tmp_path, family=family, **overrides)
     exact = reported(path, kernel_device, dtype="float32", attention_backend="torch")
     options: dict[str, Any] = dict(dtype="bfloat16", attention_backend="triton")
-    monkeypatch.setattr(linear, "can_pack", lambda _: False)  # as on a GPU
+    monkeypatch.setattr(matrix, "can_pack", lambda _: False)  # as on a GPU
     calls: list[int] = []
     add = FewRows.add
     monkeypatch.setattr(
@@ -297,7 +297,8 @@ def test_models_that_it_cannot_compute_do_not_take_these_kernels(
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
 
     def decoder(why: str) -> Any:
-        part = SimpleNamespace(weight=weight, ranks=SimpleNamespace(size=1 + (why == "two ranks")))
+        size = 1 + (why == "two ranks")
+        part = SimpleNamespace(operand_and_bias=(weight, None), ranks=SimpleNamespace(size=size))
         layer = SimpleNamespace(
             self_attn=SimpleNamespace(o_proj=part), linears=[part] * 4,
             mlp=SparseMLP.__new__(SparseMLP) if why == "experts" else MLP.__new__(MLP),

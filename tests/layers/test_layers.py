@@ -11,6 +11,8 @@ from torch import nn
 from nanovllm.kernels.cpu.packed_linear import can_pack, cpu_computes, pack, packed_linear
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.layernorm import RMSNorm
@@ -21,9 +23,11 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.weights.matrix import DenseMatrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+BACKEND = Backend(TorchBackend(), PLAIN)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # [out, in] of a weight: one output, one input, odd sizes, and some like a model's
@@ -173,10 +177,10 @@ def test_types_that_the_cpu_cannot_pack_stay_plain() -> None:
     assert not can_pack(torch.randn(4, 4, dtype=torch.float64))
     assert not can_pack(torch.randn(4, 4).half())
     assert cpu_computes(torch.float32) and not cpu_computes(torch.float16)
-    layer = LinearBase(4, 4).to(torch.float16)
+    layer = ReplicatedLinear(4, 4).to(torch.float16)
     layer.weight.data.normal_()
-    layer.pack()
-    assert layer.packed is None and layer.weight is not None
+    layer.bind(BACKEND)
+    assert isinstance(layer.matrix, DenseMatrix)
     assert layer(torch.ones(1, 4).half()).dtype == torch.float16
 
 
@@ -196,17 +200,17 @@ def test_a_packed_linear_layer_gives_the_same_output(
     x = torch.randn(5, 37)
     expected = F.linear(x, layer.weight, layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
-    layer.pack()
+    layer.bind(BACKEND)
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-    layer.pack()  # a second time does nothing
+    layer.bind(BACKEND)  # a second time does nothing
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_packing_drops_the_plain_weight() -> None:
-    layer = LinearBase(64, 64)
+    layer = ReplicatedLinear(64, 64)
     if not can_pack(layer.weight):
         pytest.skip("this CPU has no kernels for packed weights")
-    layer.pack()
+    layer.bind(BACKEND)
     assert [name for name, _ in layer.named_parameters()] == []
 
 
@@ -230,9 +234,9 @@ def test_packed_experts_give_the_same_output(dtype: torch.dtype) -> None:
     if not can_pack(layer.down_proj):
         pytest.skip(f"this CPU has no kernels for packed {dtype} weights")
     expected = layer(*inputs)
-    layer.pack()
-    assert layer.packed is not None and list(layer.parameters()) == []
-    layer.pack()  # a second time does nothing
+    layer.bind(BACKEND)
+    assert layer.matrices is not None and list(layer.parameters()) == []
+    layer.bind(BACKEND)  # a second time does nothing
     error = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(layer(*inputs), expected, rtol=error, atol=error)
     x, ids, shares = inputs
@@ -244,12 +248,13 @@ def test_experts_of_other_kernels_or_types_stay_plain() -> None:
     """Kernels for a device, perhaps interpreted on the CPU, or a type that the CPU cannot pack."""
     layer, inputs = make_experts(torch.float32)
     expected = layer(*inputs)
-    layer.kernels = replace(PLAIN, experts=lambda *args: PLAIN.experts(*args) + 1)
-    half, _ = make_experts(torch.float16)
-    for kept in (layer, half):
-        kept.pack()
-        assert kept.packed is None and len(list(kept.parameters())) == 2
+    kernels = replace(PLAIN, experts=lambda *args: PLAIN.experts(*args) + 1)
+    layer.bind(Backend(TorchBackend(), kernels))
     assert torch.equal(layer(*inputs), expected + 1)
+    half, inputs = make_experts(torch.float16)
+    expected = half(*inputs)
+    half.bind(BACKEND)
+    assert torch.equal(half(*inputs), expected)
 
 
 # weight_loader: a checkpoint's tensors in their places
@@ -280,14 +285,14 @@ def test_qkv_shards_are_loaded_in_their_places() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stored_weights_are_cast_to_the_models_type(dtype: torch.dtype) -> None:
-    layer, loaded = LinearBase(3, 2), torch.randn(2, 3).to(dtype)
+    layer, loaded = ReplicatedLinear(3, 2), torch.randn(2, 3).to(dtype)
     layer.weight_loader(layer.weight, loaded, None)
     assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, loaded.float())
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3, 3), (4, 3), (1, 4), (12,), (3, 1), (1, 3, 4)])
 def test_misshapen_weights_are_refused(shape: tuple[int, ...]) -> None:
-    layer = LinearBase(4, 3)
+    layer = ReplicatedLinear(4, 3)
     layer.weight.data.zero_()
     with pytest.raises(ValueError, match=r"\(3, 4\)") as error:
         layer.weight_loader(layer.weight, torch.ones(shape), None)
@@ -329,7 +334,7 @@ def test_packing_a_tied_head_keeps_the_embedding(dtype: torch.dtype) -> None:
         assert logits.shape == (4, 259) and logits.dtype == dtype
         assert linear_error(logits, hidden, table) <= 1
         assert torch.equal(embedding(torch.arange(259)), table)
-        head.pack()
+        head.bind(BACKEND)
 
 
 def test_an_untied_head_has_its_own_weight() -> None:

@@ -1,15 +1,16 @@
 """Experts: feed-forward layers of which each token takes a few. T tokens, K experts of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 
-# One matrix for each expert: stacked, or a list of matrices in another layout.
-Weights = torch.Tensor | list[torch.Tensor]
+# One matrix for each expert: stacked, or a list of matrices in another form.
+Weights = torch.Tensor | Sequence[Any]
 
 
 def experts(
@@ -19,7 +20,7 @@ def experts(
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,
-    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+    linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 

@@ -1,0 +1,1 @@
+"""Weights: how matrices are stored in checkpoints, divided among ranks, and multiplied."""

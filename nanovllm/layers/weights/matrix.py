@@ -1,0 +1,76 @@
+"""Matrices in the form in which a layer multiplies by them: the fastest that the device has."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
+from nanovllm.kernels.table import Kernels
+from nanovllm.layers.weights.format import Weight
+
+
+class Matrix(ABC):
+    """A weight [N, K]. `operand` is what kernels read that fuse other operations with it.
+
+    It is None if there are none for this form.
+    """
+
+    operand: Any = None
+
+    @abstractmethod
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias` for x [T, K], written to `out` if given."""
+
+
+class DenseMatrix(Matrix):
+    """A tensor, multiplied by PyTorch."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.operand = weight
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is not None and bias is None:
+            return torch.mm(x, self.operand.t(), out=out)
+        return _to(out, F.linear(x, self.operand, bias))
+
+
+class PackedMatrix(Matrix):
+    """A copy of a tensor in oneDNN's blocked layout, on the CPU."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.packed = pack(weight)
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _to(out, packed_linear(x, self.packed, bias))
+
+
+class ArrangedMatrix(Matrix):
+    """A quantized weight in the layout of the kernels that multiply by it."""
+
+    def __init__(self, operand: Any, kernels: Kernels) -> None:
+        self.operand = operand
+        self.kernels = kernels
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _to(out, self.kernels.quantized_linear(x, self.operand, bias))
+
+
+def _to(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def matrix_of(weight: Weight, kernels: Kernels) -> Matrix:
+    """The fastest form of a weight [N, K] here. Peak memory: the weight is held twice."""
+    if not isinstance(weight, torch.Tensor):
+        return ArrangedMatrix(kernels.arrange(weight), kernels)
+    return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)
