@@ -29,6 +29,7 @@ from nanovllm.vllm_names import ENGINE
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 OTHER_DTYPES = {"half": "float16", "float": "float32"}  # PyTorch's own other names
+QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
@@ -99,6 +100,13 @@ class Config:
         "type of the weights and of computation; `auto` is the checkpoint's, or float32 on a CPU"
         " without instructions for it; `half` and `float` are names of float16 and float32",
         DTYPE,
+    )
+    quantization: str | None = option(
+        None,
+        "`fp8`, `int8` or `int4` quantizes plain weights while they are loaded; the methods of"
+        " quantized checkpoints are only checked",
+        one_of(*QUANTIZATIONS),
+        none="as the checkpoint is",
     )
     load_format: str = option(
         "auto",

@@ -18,10 +18,14 @@ from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
 from nanovllm.engine.warm_up import warm_up
 from nanovllm.engine.workers import Workers
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
+from nanovllm.layers.weights.scheme import ONLINE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import load_dummy, load_model
+from nanovllm.models.formats import Formats
+from nanovllm.models.loader import load_dummy, load_model, read_types
+from nanovllm.utils.checks import allowed_choices
 
 logger = logging.getLogger("nanovllm")
 
@@ -57,15 +61,16 @@ def load_shard(
 ) -> Shard:
     """Load this rank's part of the model. `config` is settled by the placement."""
     start = time.perf_counter()
-    model = build_model(config, model_config, placement)
+    formats = choose_formats(config, model_config, path)
+    model = build_model(config, model_config, placement, formats)
     with torch.no_grad():
         if config.load_format == "dummy":
             with torch.device("meta"):
-                whole = CausalLM(model_config, placement.max_positions)
+                whole = CausalLM(model_config, placement.max_positions, formats=formats)
             load_dummy(model, whole, config.seed)
         else:
             load_model(model, path, use_tqdm=placement.ranks.rank == 0)
-        num_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
+        num_bytes = weight_bytes(model)
         # Without graphs, launching few_rows takes the host longer than it saves the device.
         model.bind(placement.backend, few_rows=not config.enforce_eager)
     logger.info(
@@ -77,7 +82,39 @@ def load_shard(
     return Shard(model.eval(), model_config, placement, num_threads)
 
 
-def build_model(config: Config, model_config: ModelConfig, placement: Placement) -> CausalLM:
+def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
+    """How the layers' weights are stored; what option and checkpoint contradict is a ValueError."""
+    found = model_config.quantization
+    if config.quantization and found and config.quantization != found.method:
+        raise ValueError(
+            f"quantization={config.quantization!r}: the checkpoint is quantized already, by"
+            f" {found.method!r}; leave the option out"
+        )
+    if config.quantization and not found and config.quantization not in ONLINE:
+        raise ValueError(
+            f"quantization={config.quantization!r}: the checkpoint has plain weights, which can be"
+            f" quantized by {allowed_choices(tuple(ONLINE))}"
+        )
+    if found is None:
+        return Formats(online=config.quantization)
+    return Formats(found, files=None if config.load_format == "dummy" else read_types(path))
+
+
+def weight_bytes(model: CausalLM) -> int:
+    """The memory of the layers' tensors, before their layouts are changed."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+    tensors = {
+        id(tensor): tensor.nbytes
+        for layer in layers
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        if not tensor.is_meta
+    }
+    return sum(tensors.values())
+
+
+def build_model(
+    config: Config, model_config: ModelConfig, placement: Placement, formats: Formats
+) -> CausalLM:
     """The model with parameters that are not filled yet, on the placement's device."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(placement.dtype)
@@ -85,7 +122,7 @@ def build_model(config: Config, model_config: ModelConfig, placement: Placement)
         with placement.device, torch.inference_mode(False):
             return CausalLM(
                 model_config, placement.max_positions, placement.ranks,
-                config.enable_expert_parallel,
+                config.enable_expert_parallel, formats,
             )  # fmt: skip
     except (MemoryError, RuntimeError) as error:
         # The type and the text by which the allocators of GPU and CPU are known.

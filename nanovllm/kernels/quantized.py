@@ -1,6 +1,7 @@
 """QuantizedMatrix: a weight as codes and scales, whatever checkpoint format it came in."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,3 +34,25 @@ class QuantizedMatrix:
         assert list(self.scales.shape) == [*stack, *blocks], (self.codes.shape, self.scales.shape)
         assert self.zeros is None or self.zeros.shape == self.scales.shape
         assert self.codes.dtype in (torch.int8, torch.float8_e4m3fn)
+
+
+def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Matrices of one shape and kind as a stack [E, N, K]; `order` is then [E, K].
+
+    Peak memory: the matrices twice.
+    """
+    first = matrices[0]
+    assert all(other.block == first.block for other in matrices)
+
+    def stack(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [value for value in values if value is not None]
+        return torch.stack(there) if there else None
+
+    return replace(
+        first,
+        codes=torch.stack([matrix.codes for matrix in matrices]),
+        scales=torch.stack([matrix.scales for matrix in matrices]),
+        zeros=stack([matrix.zeros for matrix in matrices]),
+        order=stack([matrix.order for matrix in matrices]),
+        input_scale=stack([matrix.input_scale for matrix in matrices]),
+    )

@@ -15,6 +15,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.format import DENSE, WeightFormat
 from nanovllm.layers.weights.stored import Held
+from nanovllm.layers.weights.tensors import drop_tensors
 
 
 class VocabularyShard:
@@ -74,17 +75,20 @@ class ParallelLMHead(LinearBase):
         held = Held((vocab_size,), (rows,), hidden_size, slice(0, hidden_size))
         super().__init__(held, weight_format=weight_format)
         self.ranks, self.shard = ranks, shard
+        self.is_tied = False
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's table, of which a layout for the device is a copy."""
-        self.weight = embedding.weight
+        """Use the embedding's table. A layout for the device, or quantizing, makes a copy."""
+        drop_tensors(self, self.weight_format)
+        self.weight, self.is_tied = embedding.weight, True
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The parameters that the format reads. A table of the embedding's has rows of padding."""
-        tensors = super().stored_tensors()
-        if tensors.keys() == {"weight"}:
-            return {"weight": tensors["weight"][: self.held.num_rows]}
-        return tensors
+        """The tensors that the format reads. An embedding's table has rows of padding."""
+        if not self.is_tied:
+            return super().stored_tensors()
+        table = self.get_parameter("weight")[: self.held.num_rows]
+        quantize = self.weight_format.quantize
+        return quantize(table) if quantize else {"weight": table}
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits, written to `out` if given."""

@@ -1,22 +1,41 @@
 """Experts: parallel feed-forward layers, of which each token uses a few."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.plain.experts import experts as plain_experts
+from nanovllm.kernels.quantized import QuantizedMatrix, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer, Loaded, check_shape
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights.format import DENSE, WeightFormat
+from nanovllm.layers.weights.dummy import dummy_tensor
+from nanovllm.layers.weights.format import DENSE, Dense, Weight, WeightFormat, tensor_of
 from nanovllm.layers.weights.matrix import Matrix, matrix_of
 from nanovllm.layers.weights.stored import Held, StoredTensor
+from nanovllm.layers.weights.tensors import (
+    Rename,
+    drop_tensors,
+    load_tensor,
+    register_tensors,
+    tensors_of,
+)
 
 # The checkpoint's names for the projections of each expert that make up a matrix.
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _rename(matrix: str) -> Rename:
+    """From a tensor's name in the format to that of the stack, as files with stacks name it."""
+    return lambda leaf: (
+        matrix + (leaf.removeprefix("weight") if leaf.startswith("weight") else f"_{leaf}")
+    )
+
+
+RENAMES = {matrix: _rename(matrix) for matrix in PROJECTIONS}
 
 
 class Experts(Layer):
@@ -38,7 +57,7 @@ class Experts(Layer):
         intermediate_size: int,
         ranks: Ranks = ALONE,
         whole: bool = False,
-        weight_format: WeightFormat = DENSE,
+        formats: Mapping[str, WeightFormat] | None = None,
     ) -> None:
         super().__init__()
         self.ranks = ranks
@@ -55,10 +74,9 @@ class Experts(Layer):
             ),
             "down_proj": Held((hidden_size,), (everything,), intermediate_size, inner),
         }
-        self.weight_format = weight_format
+        self.formats = formats or dict.fromkeys(self.held, DENSE)
         for name, held in self.held.items():
-            for leaf, stored in weight_format.tensors.items():
-                self.register_parameter(_joined(name, leaf), held.new(stored, (self.num_held,)))
+            register_tensors(self, self.formats[name], held, (self.num_held,), RENAMES[name])
         self.matrices: tuple[list[Matrix], list[Matrix]] | None = None
         self.operands: tuple[Any, Any] | None = None
 
@@ -69,14 +87,16 @@ class Experts(Layer):
 
     def parts(self, name: str) -> list[str]:
         """The checkpoint's names for the tensors of each expert that make up `name`."""
-        matrix, leaf = next(
+        matrix, param = next(
             (matrix, leaf)
-            for matrix in PROJECTIONS
-            for leaf in self.weight_format.tensors
-            if _joined(matrix, leaf) == name
+            for matrix, each in self.formats.items()
+            for leaf in (["weight"] if each.quantize else each.tensors)
+            if RENAMES[matrix](leaf) == name
         )
+        leaf, projection = tensor_of(param)
         kinds = PROJECTIONS[matrix]
-        return [f"{i}.{kind}.{leaf}" for i in range(self.num_experts) for kind in kinds]
+        chosen = kinds if projection is None else kinds[projection : projection + 1]
+        return [f"{i}.{kind}.{leaf}" for i in range(self.num_experts) for kind in chosen]
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill an expert's part of `param`, or all of it from one stack of tensors.
@@ -84,19 +104,40 @@ class Experts(Layer):
         The tensor of an expert on another rank is not read; only its shape is checked.
         """
         assert isinstance(param, StoredTensor)
-        held, stored = param.held, param.stored
+        stored, held = param.stored, param.held
         if shard_id is None:
-            held.load(stored, param, loaded, None, (self.num_experts, self.experts))
+            shape = stored.shape((sum(held.sizes), held.in_features))
+            check_shape(loaded, (self.num_experts, *shape))
+            for expert in range(self.experts.start, self.experts.stop):
+                self._load_one(param, Item(loaded, expert), expert, None)
             return
-        expert, projection = divmod(shard_id, len(held.sizes))
+        described = held.projections(stored)
+        expert, number = divmod(shard_id, len(described))
+        projection = described[number]
         if self.experts.start <= expert < self.experts.stop:
-            held.load(stored, param[expert - self.experts.start], loaded, projection)
+            self._load_one(param, loaded, expert, projection)
         else:
-            check_shape(loaded, stored.shape(held.sizes[projection], held.in_features))
+            size = held.sizes[projection], held.in_features
+            check_shape(stored.spelt(loaded), stored.shape(size))
+
+    def _load_one(
+        self, param: StoredTensor, loaded: Loaded, expert: int, projection: int | None
+    ) -> None:
+        index = expert - self.experts.start
+        name = next(name for name, held in self.held.items() if held is param.held)
+        tensors = {leaf: stack[index] for leaf, stack in self.stored_tensors(name).items()}
+        load_tensor(param, param[index], loaded, projection, self.formats[name], tensors)
+
+    def dummy_values(
+        self, name: str, param: nn.Parameter, generator: torch.Generator
+    ) -> torch.Tensor | None:
+        assert isinstance(param, StoredTensor)
+        matrix = next(matrix for matrix, held in self.held.items() if held is param.held)
+        return dummy_tensor(name, param, self.formats[matrix], generator)
 
     def stored_tensors(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The parameters of the matrices `name`, stacked, by the format's names."""
-        return {leaf: getattr(self, _joined(name, leaf)) for leaf in self.weight_format.tensors}
+        """The tensors of the matrices `name`, stacked, by the format's names."""
+        return tensors_of(self, self.formats[name], RENAMES[name])
 
     def bind(self, backend: Backend) -> None:
         """Replace the checkpoint's tensors with what the kernels read. A second call does nothing.
@@ -112,25 +153,27 @@ class Experts(Layer):
 
     def _matrices(self, name: str) -> list[Matrix]:
         """A matrix for each expert. The parameters are dropped."""
+        weights = self._weights(name)
+        return [matrix_of(weight, self.kernels) for weight in weights]
+
+    def _weights(self, name: str) -> Iterator[Weight | list[Weight]]:
+        """The weight of each expert. The parameters are dropped."""
         stacks = self.stored_tensors(name)
-        self._drop(name)
-        return [
-            matrix_of(self._weight(name, {leaf: t[i] for leaf, t in stacks.items()}), self.kernels)
-            for i in range(self.num_held)
-        ]
+        drop_tensors(self, self.formats[name], RENAMES[name])
+        for i in range(self.num_held):
+            tensors = {leaf: stack[i] for leaf, stack in stacks.items()}
+            yield self.formats[name].weight(tensors, self.held[name])
 
     def _operand(self, name: str) -> Any:
         """What the kernels read for all experts. The parameters are dropped."""
-        weight = self._weight(name, self.stored_tensors(name))
-        self._drop(name)
-        return weight if isinstance(weight, torch.Tensor) else self.kernels.arrange(weight)
-
-    def _weight(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-        return self.weight_format.weight(tensors, self.held[name])
-
-    def _drop(self, name: str) -> None:
-        for leaf in self.weight_format.tensors:
-            setattr(self, _joined(name, leaf), None)
+        if isinstance(self.formats[name], Dense):
+            (stack,) = self.stored_tensors(name).values()
+            drop_tensors(self, self.formats[name], RENAMES[name])
+            return stack
+        weights = [weight for weight in self._weights(name) if isinstance(weight, QuantizedMatrix)]
+        if len(weights) < self.num_held:
+            raise ValueError(f"the projections of {name} are not quantized alike")
+        return self.kernels.arrange(stacked(weights))
 
     def forward(
         self, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor
@@ -151,6 +194,17 @@ class Experts(Layer):
         return self.ranks.all_reduce(out)
 
 
-def _joined(matrix: str, leaf: str) -> str:
-    """The parameter of a matrix for a tensor of the format, as files with stacks name it."""
-    return matrix + (leaf.removeprefix("weight") if leaf.startswith("weight") else f"_{leaf}")
+class Item:
+    """One tensor of a loaded stack."""
+
+    def __init__(self, stack: Loaded, index: int) -> None:
+        self._stack, self._index = stack, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._stack.shape)[1:]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        inside = index if isinstance(index, tuple) else (index,)
+        place = (self._index, *inside)
+        return self._stack[place]

@@ -8,6 +8,7 @@ from torch import nn
 from nanovllm.layers.backend import Backend
 
 WHOLE = slice(None)
+DUMMY_DEVIATION = 0.02  # of random weights
 
 
 class Loaded(Protocol):
@@ -35,6 +36,21 @@ class Layer(nn.Module):
         Their order gives `shard_id`. Empty if the checkpoint has the parameter as one tensor.
         """
         return []
+
+    def dummy_values(
+        self,
+        name: str,
+        param: nn.Parameter,
+        generator: torch.Generator,
+    ) -> torch.Tensor | None:
+        """Random values for the whole parameter `name`, of which `param` has the size.
+
+        None leaves it as it is: norm weights are ones and biases zeros already.
+        """
+        if name == "bias" or param.dim() == 1:
+            return None
+        values = torch.empty(param.shape, dtype=param.dtype, device=generator.device)
+        return values.normal_(0.0, DUMMY_DEVIATION, generator=generator)
 
     def bind(self, backend: Backend) -> None:
         """Set the kernels to call. Called once, after the weights are loaded."""

@@ -14,9 +14,16 @@ from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.weights.dummy import dummy_tensor
 from nanovllm.layers.weights.format import DENSE, ROWS, WeightFormat
 from nanovllm.layers.weights.matrix import DenseMatrix, Matrix, matrix_of
 from nanovllm.layers.weights.stored import Held, Stored, StoredTensor
+from nanovllm.layers.weights.tensors import (
+    drop_tensors,
+    load_tensor,
+    register_tensors,
+    tensors_of,
+)
 
 BIAS = Stored((ROWS,))
 
@@ -28,8 +35,7 @@ class LinearBase(Layer):
         super().__init__()
         self.held = held
         self.weight_format = weight_format
-        for name, stored in weight_format.tensors.items():
-            self.register_parameter(name, held.new(stored))
+        register_tensors(self, weight_format, held)
         self.bias: nn.Parameter | None = held.new(BIAS) if bias else None
         if self.bias is not None:
             self.bias.data.zero_()
@@ -38,11 +44,20 @@ class LinearBase(Layer):
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill the part of projection `shard_id`, or all if the checkpoint has them fused."""
         assert isinstance(param, StoredTensor)
-        param.held.load(param.stored, param, loaded, shard_id)
+        tensors = self.stored_tensors()
+        load_tensor(param, param, loaded, shard_id, self.weight_format, tensors)
+
+    def dummy_values(
+        self, name: str, param: nn.Parameter, generator: torch.Generator
+    ) -> torch.Tensor | None:
+        if name == "bias":
+            return None
+        assert isinstance(param, StoredTensor)
+        return dummy_tensor(name, param, self.weight_format, generator)
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The parameters that the format reads."""
-        return {name: self.get_parameter(name) for name in self.weight_format.tensors}
+        """The tensors that the format reads."""
+        return tensors_of(self, self.weight_format)
 
     def bind(self, backend: Backend) -> None:
         """Replace the checkpoint's tensors with the matrix. A second call does nothing.
@@ -51,8 +66,7 @@ class LinearBase(Layer):
         """
         if self.matrix is None:
             weight = self.weight_format.weight(self.stored_tensors(), self.held)
-            for name in self.weight_format.tensors:
-                setattr(self, name, None)
+            drop_tensors(self, self.weight_format)
             self.matrix = matrix_of(weight, backend.kernels)
 
     @property

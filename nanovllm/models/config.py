@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
+from nanovllm.models.quantization import Quantization, read_quantization
 from nanovllm.models.registry import DEFAULTS, get_architecture
 from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
 from nanovllm.models.windows import rotated_layers, sliding_windows
@@ -62,6 +63,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     rotated_layers: tuple[bool, ...]
     experts: ExpertsConfig | None = None
+    quantization: Quantization | None = None
 
     @property
     def longest_window(self) -> int | None:
@@ -169,6 +171,7 @@ class ModelConfig:
             sliding_windows=sliding_windows(file, raw, architecture),
             rotated_layers=rotated_layers(raw, architecture),
             experts=_experts(raw) if architecture.experts else None,
+            quantization=read_quantization(file),
         )
         config._refuse_huge()
         return config
@@ -239,11 +242,6 @@ def _heads(raw: Mapping[str, Any], default_head_dim: int | None) -> tuple[int, i
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {shorten(raw['hidden_act'])}")
-    if (quantization := raw.get("quantization_config")) is not None:
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        )
-        raise ValueError(f"quantization_config: quantized weights ({method!r}) are not supported")
 
 
 def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:

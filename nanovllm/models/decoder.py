@@ -3,6 +3,7 @@
 The T tokens of a step form one dimension, across all its sequences.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,20 +29,24 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
-from nanovllm.layers.weights.format import Dense
 from nanovllm.models.config import ExpertsConfig, ModelConfig
+from nanovllm.models.formats import FUSED, PLAIN_FORMATS, Formats
+from nanovllm.models.quantization import HEAD
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
-
-FLOAT32 = Dense(torch.float32)
 
 
 class SelfAttention(nn.Module):
     """Grouped-query attention, in some models with a norm on each query and key head."""
 
     def __init__(
-        self, config: ModelConfig, window: int | None, rotated: bool, ranks: Ranks
+        self,
+        config: ModelConfig,
+        window: int | None,
+        rotated: bool,
+        ranks: Ranks,
+        formats: Formats,
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -49,8 +54,11 @@ class SelfAttention(nn.Module):
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, config.head_dim, config.num_attention_heads,
             config.num_key_value_heads, bias=config.qkv_bias, ranks=ranks,
+            weight_format=formats.of("qkv_proj"),
         )  # fmt: skip
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, config.o_bias, ranks)
+        self.o_proj = RowParallelLinear(
+            q_size, config.hidden_size, config.o_bias, ranks, formats.of("o_proj")
+        )
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -69,11 +77,13 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """The gated feed-forward layer."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks, formats: Formats) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], bias, ranks)
-        self.down_proj = RowParallelLinear(inner, hidden, bias, ranks)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [inner, inner], bias, ranks, formats.of("gate_up_proj")
+        )
+        self.down_proj = RowParallelLinear(inner, hidden, bias, ranks, formats.of("down_proj"))
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,16 +95,24 @@ class SparseMLP(nn.Module):
     """Experts, and the router that selects K of them for each token, with a share for each."""
 
     def __init__(
-        self, hidden_size: int, config: ExpertsConfig, ranks: Ranks, whole_experts: bool
+        self,
+        hidden_size: int,
+        config: ExpertsConfig,
+        ranks: Ranks,
+        whole_experts: bool,
+        formats: Formats,
     ) -> None:
         super().__init__()
         self.per_token = config.per_token
         self.norm_topk_prob = config.norm_topk_prob
         # In float32 for every model type: rounding must not decide between experts.
-        self.gate = ReplicatedLinear(hidden_size, config.num_experts, weight_format=FLOAT32)
-        self.experts = Experts(
-            config.num_experts, hidden_size, config.intermediate_size, ranks, whole_experts
+        self.gate = ReplicatedLinear(
+            hidden_size, config.num_experts, weight_format=formats.in_float32("gate")
         )
+        self.experts = Experts(
+            config.num_experts, hidden_size, config.intermediate_size, ranks, whole_experts,
+            formats.of_experts(config.num_experts),
+        )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probabilities = self.gate(x.float()).softmax(dim=-1)  # [T, E]
@@ -108,16 +126,20 @@ class SparseMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Norm, attend, add; norm, feed forward, add. An add is done by the norm that follows it."""
 
-    def __init__(self, config: ModelConfig, index: int, ranks: Ranks, whole_experts: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, ranks: Ranks, whole_experts: bool, formats: Formats
+    ) -> None:
         super().__init__()
         self.self_attn = SelfAttention(
-            config, config.sliding_windows[index], config.rotated_layers[index], ranks
-        )
+            config, config.sliding_windows[index], config.rotated_layers[index], ranks,
+            formats.inside("self_attn"),
+        )  # fmt: skip
+        formats = formats.inside("mlp")
         self.mlp: nn.Module
         if config.experts and index in config.experts.layers:
-            self.mlp = SparseMLP(config.hidden_size, config.experts, ranks, whole_experts)
+            self.mlp = SparseMLP(config.hidden_size, config.experts, ranks, whole_experts, formats)
         else:
-            self.mlp = MLP(config, ranks)
+            self.mlp = MLP(config, ranks, formats)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -172,7 +194,12 @@ class Decoder(nn.Module):
     """The decoder: token ids and positions [T] -> hidden states [T, hidden], or those of `rows`."""
 
     def __init__(
-        self, config: ModelConfig, max_positions: int, ranks: Ranks, whole_experts: bool
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        ranks: Ranks,
+        whole_experts: bool,
+        formats: Formats,
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, ranks)
@@ -180,7 +207,7 @@ class Decoder(nn.Module):
             config.head_dim, max_positions, config.max_position_embeddings, config.rope_parameters
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, ranks, whole_experts)
+            DecoderLayer(config, index, ranks, whole_experts, formats.inside(f"layers.{index}"))
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -232,13 +259,7 @@ class CausalLM(nn.Module):
     `packed_modules_mapping` maps a checkpoint's module to a fused one and its index there.
     """
 
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, int]]] = {
-        "q_proj": ("qkv_proj", 0),
-        "k_proj": ("qkv_proj", 1),
-        "v_proj": ("qkv_proj", 2),
-        "gate_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-    }
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, int]]] = FUSED
 
     def __init__(
         self,
@@ -246,13 +267,16 @@ class CausalLM(nn.Module):
         max_positions: int,
         ranks: Ranks = ALONE,
         whole_experts: bool = False,
+        formats: Formats = PLAIN_FORMATS,
     ) -> None:
         super().__init__()
-        self.model = Decoder(config, max_positions, ranks, whole_experts)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks)
+        self.model = Decoder(config, max_positions, ranks, whole_experts, formats.inside("model"))
+        of_head = formats.of(HEAD)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks, of_head)
         # Other names of tensors; a checkpoint has one of the two, or both with the same values.
         self.tied_weights: dict[str, str] = {}
-        if config.tie_word_embeddings:
+        # A head that is stored quantized is not the embedding's table, whatever the config says.
+        if config.tie_word_embeddings and of_head.is_plain:
             self.lm_head.tie(self.model.embed_tokens)
             self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -270,9 +294,12 @@ class CausalLM(nn.Module):
 
     def bind(self, backend: Backend, few_rows: bool) -> None:
         """Set the kernels of all layers. `few_rows` allows those for decode steps of few rows."""
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, Layer):
-                module.bind(backend)
+                try:
+                    module.bind(backend)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
         if few_rows:
             self.model.bind_few_rows(backend.kernels)
 

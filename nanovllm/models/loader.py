@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.layer import Layer, Loaded
+from nanovllm.layers.weights.format import tensor_of
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
@@ -18,6 +19,7 @@ from nanovllm.utils.bar import make_bar
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
+TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
 CONFIG_FILES = ("config.json", "generation_config.json")
 
@@ -89,6 +91,11 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
             ) from error
 
 
+def read_types(path: Path) -> dict[str, str]:
+    """The types of a checkpoint's tensors by name. Reads no weights."""
+    return {name: tensor.dtype for file in read_weights(path) for name, tensor in file.items()}
+
+
 @dataclass(frozen=True)
 class Target:
     """Where a checkpoint's tensor is loaded: into a parameter, or into a part of a fused one."""
@@ -101,8 +108,8 @@ class Target:
 def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     """Fill `model` from the safetensors files in `path`.
 
-    Fills every parameter exactly once and uses every tensor of the files, except old models'
-    inverse frequencies. Otherwise it raises a ValueError that names the tensor. For a fused
+    Fills every parameter exactly once and uses every tensor of the files, except those that have no
+    effect. Otherwise it raises a ValueError that names the tensor. For a fused
     parameter, the files may hold the parts or the fused tensor; for a tied one either name, or both
     with the same values. A rank reads only what it holds.
 
@@ -121,8 +128,7 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
         name, tensor = item
         target = targets[name]
         try:
-            if tensor.dtype not in FLOATS:
-                raise ValueError(f"type {tensor.dtype}, a model needs one of {', '.join(FLOATS)}")
+            _check_type(tensor.dtype, model.get_parameter(target.param).dtype)
             if name in second:
                 _check_equal(model, target.param, tensor)
             else:
@@ -135,7 +141,7 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in read_weights(path):
-            used = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+            used = {n: t for n, t in tensors.items() if not _is_left_out(n, t, targets)}
             second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
             found |= tensors.keys()
             _mark_found(path, used, targets, missing)
@@ -146,6 +152,23 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
                 fill(item)
     if missing:
         raise _missing_error(path, missing.values() if is_fused else missing)
+
+
+def _is_left_out(name: str, tensor: InFile, targets: Mapping[str, Target]) -> bool:
+    """Whether a tensor has no effect: old inverse frequencies, and zeros as biases.
+
+    Some tools give each quantized layer a bias.
+    """
+    if name.endswith(".bias") and name not in targets:
+        return f"{name.removesuffix('bias')}qweight" in targets and not bool(tensor[...].any())
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _check_type(found: str, needed: torch.dtype) -> None:
+    """Raise unless values of the type `found` can fill a parameter: floats are converted."""
+    allowed = FLOATS if needed not in TYPES else (TYPES[needed],)
+    if found not in allowed:
+        raise ValueError(f"type {found}, a model needs one of {', '.join(allowed)}")
 
 
 def _missing_error(path: Path, missing: Iterable[str]) -> ValueError:
@@ -188,12 +211,16 @@ def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
     for name, _ in model.named_parameters():
         *above, parent, leaf = name.split(".")
         layer = _layer(model, ".".join([*above, parent]))
-        packed = model.packed_modules_mapping.items()
-        ends = [[part, leaf] for part, (fused, _) in packed if fused == parent]
-        ends += [[parent, part] for part in layer.parts(leaf)]
-        parts = tuple(".".join([*above, *end]) for end in ends)
-        targets[name] = Target(name, None, parts or (name,))
-        targets |= {part: Target(name, shard_id, (part,)) for shard_id, part in enumerate(parts)}
+        tensor, only = tensor_of(leaf)
+        fused = {
+            i: part for part, (whole, i) in model.packed_modules_mapping.items() if whole == parent
+        }
+        ends = {i: [part, tensor] for i, part in fused.items() if only in (None, i)}
+        ends |= {i: [parent, part] for i, part in enumerate(layer.parts(leaf))}
+        parts = {i: ".".join([*above, *end]) for i, end in ends.items()}
+        if only is None:
+            targets[name] = Target(name, None, tuple(parts.values()) or (name,))
+        targets |= {part: Target(name, shard_id, (part,)) for shard_id, part in parts.items()}
     targets |= {alias: targets[name] for alias, name in model.tied_weights.items()}
     return targets
 
@@ -230,11 +257,10 @@ def load_dummy(model: CausalLM, whole: CausalLM, seed: int) -> None:
     `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
     memory: what this rank holds, plus one whole matrix.
     """
-    for index, (name, shape) in enumerate((n, p.shape) for n, p in whole.named_parameters()):
-        if len(shape) == 1:  # norm weights are ones and biases zeros already
-            continue
-        param = model.get_parameter(name)
-        generator = torch.Generator(device=param.device).manual_seed(seed + index)
-        matrix = torch.empty(shape, dtype=param.dtype, device=param.device)
-        matrix.normal_(0.0, 0.02, generator=generator)
-        _fill(model, name, None, matrix)
+    device = model.model.embed_tokens.weight.device
+    for index, (name, param) in enumerate(whole.named_parameters()):
+        parent, _, leaf = name.rpartition(".")
+        generator = torch.Generator(device=device).manual_seed(seed + index)
+        values = _layer(whole, parent).dummy_values(leaf, param, generator)
+        if values is not None:
+            _fill(model, name, None, values)

@@ -17,6 +17,15 @@ def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> t
     return (values * _of_each(weight.scales, weight)).to(dtype)
 
 
+def dense_matrix(weight: QuantizedMatrix, size_in: int) -> torch.Tensor:
+    """The matrix [N, K] in float32, with its columns in the order of the `size_in` inputs."""
+    values = dequantize(weight)
+    if weight.order is None:
+        return values
+    dense = values.new_zeros(len(values), size_in)
+    return dense.index_add_(1, weight.order, values)
+
+
 def quantized_linear(
     x: torch.Tensor, weight: QuantizedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

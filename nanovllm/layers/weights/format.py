@@ -1,28 +1,47 @@
 """WeightFormat: which tensors of a checkpoint describe a matrix, and what matrix that is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from nanovllm.kernels.plain.quantized_linear import dense_matrix
 from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.layers.weights.stored import Axis, Held, Stored
 
 ROWS, COLUMNS = Axis(of_rows=True), Axis(of_rows=False)
+OF_PROJECTION = "_of_projection_"
 Weight = torch.Tensor | QuantizedMatrix  # what kernels multiply by
 
 
 class WeightFormat(ABC):
-    """How a checkpoint stores the matrices of a layer. It has no state: layers have the tensors."""
+    """How a layer's matrices are stored. A format has no state: layers have the tensors.
+
+    `quantize`, if there is one, makes the tensors of a plain matrix [N, K]: then the checkpoint has
+    a plain `weight`, of which a layer keeps only those.
+    """
+
+    quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
+    scheme: Scheme | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint has plain weights."""
+        return self.scheme is None or self.quantize is not None
 
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of a matrix, by their names in the checkpoint's module."""
+        """The tensors of a matrix, by name: that of a checkpoint's module if it has them."""
 
     @abstractmethod
-    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> Weight:
-        """The matrix [N, K] of a rank that holds these parts of the tensors, or a stack of them."""
+    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> Weight | list[Weight]:
+        """The matrix [N, K] of a rank that holds these parts of the tensors.
+
+        Or those of its projections, if one cannot describe all of them.
+        """
 
 
 class Dense(WeightFormat):
@@ -37,6 +56,54 @@ class Dense(WeightFormat):
 
     def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> torch.Tensor:  # noqa: ARG002
         return tensors["weight"]
+
+
+class Unlike(WeightFormat):
+    """A format for each projection of a fused layer, where a checkpoint treats them differently."""
+
+    def __init__(self, formats: Sequence[WeightFormat]) -> None:
+        self.formats = formats
+        self._tensors = {
+            f"{name}{OF_PROJECTION}{i}": replace(stored, projection=i)
+            for i, each in enumerate(formats)
+            for name, stored in each.tensors.items()
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        return self._tensors
+
+    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> list[Weight]:
+        weights = []
+        for i, each in enumerate(self.formats):
+            own = {name: tensors[f"{name}{OF_PROJECTION}{i}"] for name in each.tensors}
+            weight = each.weight(own, held.only(i))
+            weights += weight if isinstance(weight, list) else [weight]
+        return weights
+
+
+class Float32(WeightFormat):
+    """Weights of any format, multiplied as plain ones in float32: for small layers that decide."""
+
+    def __init__(self, stored_as: WeightFormat) -> None:
+        self.stored_as = stored_as
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        return self.stored_as.tensors
+
+    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> torch.Tensor:
+        weight = self.stored_as.weight(tensors, held)
+        assert not isinstance(weight, list), "such layers are not fused"
+        if isinstance(weight, torch.Tensor):
+            return weight.float()
+        return dense_matrix(weight, held.num_columns)
+
+
+def tensor_of(param: str) -> tuple[str, int | None]:
+    """The name of a checkpoint's tensor, and the projection that it is of if there is only one."""
+    name, _, projection = param.partition(OF_PROJECTION)
+    return name, int(projection) if projection else None
 
 
 DENSE = Dense()

@@ -65,12 +65,27 @@ class ArrangedMatrix(Matrix):
         return _to(out, self.kernels.quantized_linear(x, self.operand, bias))
 
 
+class JoinedMatrix(Matrix):
+    """The matrices of projections that have no common form: one product for each."""
+
+    def __init__(self, matrices: list[Matrix]) -> None:
+        self.matrices = matrices
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        joined = torch.cat([matrix.linear(x) for matrix in self.matrices], dim=1)
+        return _to(out, joined if bias is None else joined + bias)
+
+
 def _to(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     return result if out is None else out.copy_(result)
 
 
-def matrix_of(weight: Weight, kernels: Kernels) -> Matrix:
+def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
     """The fastest form of a weight [N, K] here. Peak memory: the weight is held twice."""
+    if isinstance(weight, list):
+        return JoinedMatrix([matrix_of(part, kernels) for part in weight])
     if not isinstance(weight, torch.Tensor):
         return ArrangedMatrix(kernels.arrange(weight), kernels)
     return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)

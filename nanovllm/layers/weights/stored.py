@@ -4,6 +4,7 @@ A tensor has axes. Along one, an element belongs to a number of rows or columns 
 one for plain weights, to 128 for scales of blocks, to 8 for 4-bit codes packed into 32 bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,13 +15,19 @@ from nanovllm.layers.layer import Loaded, copy_into
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor: an element belongs to `unit` rows (or columns)."""
+    """A dimension of a stored tensor: an element belongs to `unit` rows (or columns).
+
+    Of an axis that is `whole`, every rank holds all elements.
+    """
 
     of_rows: bool
     unit: int = 1
+    whole: bool = False
 
-    def units(self, part: slice) -> slice:
-        """The elements that the rows or columns `part` need, or share with others."""
+    def units(self, part: slice, size: int) -> slice:
+        """The elements that belong to the rows or columns `part` of `size`, if only in part."""
+        if self.whole:
+            part = slice(0, size)
         return slice(part.start // self.unit, -(-part.stop // self.unit))
 
 
@@ -28,11 +35,13 @@ class Axis(NamedTuple):
 class Stored:
     """A tensor that describes a matrix. An int axis has that size in every matrix.
 
-    A tensor without an axis of rows is stored once for each projection of a fused layer.
+    A tensor without an axis of rows is stored once for each projection of a fused layer. One with a
+    `projection` describes only that one.
     """
 
     axes: tuple[Axis | int, ...]
     dtype: torch.dtype | None = None  # None: that of the model
+    projection: int | None = None
 
     @property
     def rows_dim(self) -> int | None:
@@ -40,18 +49,22 @@ class Stored:
         dims = (i for i, a in enumerate(self.axes) if isinstance(a, Axis) and a.of_rows)
         return next(dims, None)
 
-    def index(self, rows: slice, columns: slice) -> tuple[slice, ...]:
-        """Which elements belong to these rows and columns of the matrix."""
-        parts = {True: rows, False: columns}
+    def index(self, rows: slice, columns: slice, size: tuple[int, int]) -> tuple[slice, ...]:
+        """Which elements belong to these rows and columns of a matrix [N, K] = `size`."""
         return tuple(
-            axis.units(parts[axis.of_rows]) if isinstance(axis, Axis) else slice(0, axis)
+            slice(0, axis) if isinstance(axis, int)
+            else axis.units(rows, size[0]) if axis.of_rows
+            else axis.units(columns, size[1])
             for axis in self.axes
-        )
+        )  # fmt: skip
 
-    def shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
-        """The shape of the tensor for a matrix of this size."""
-        index = self.index(slice(0, num_rows), slice(0, num_columns))
-        return tuple(part.stop for part in index)
+    def spelt(self, loaded: Loaded) -> Loaded:
+        """The tensor; some files have scalars as vectors of one element."""
+        return loaded[0] if not self.axes and tuple(loaded.shape) == (1,) else loaded
+
+    def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """The shape of the tensor for a matrix [N, K] = `size`."""
+        return tuple(map(_size, self.index(slice(0, size[0]), slice(0, size[1]), size)))
 
 
 @dataclass(frozen=True)
@@ -68,9 +81,10 @@ class Held:
     columns: slice
 
     @classmethod
-    def whole(cls, out_features: int, in_features: int) -> "Held":
-        """All of a matrix."""
-        return cls((out_features,), (slice(0, out_features),), in_features, slice(0, in_features))
+    def whole(cls, out_features: int, in_features: int, columns: slice | None = None) -> "Held":
+        """All rows of a matrix, and all of its columns or some."""
+        columns = slice(0, in_features) if columns is None else columns
+        return cls((out_features,), (slice(0, out_features),), in_features, columns)
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +101,7 @@ class Held:
 
         Those without rows are stacked.
         """
-        shapes = [tuple(map(_size, stored.index(rows, self.columns))) for rows in self.rows]
+        shapes = [tuple(map(_size, self._index(stored, i))) for i in self.projections(stored)]
         dim = stored.rows_dim
         if dim is None:
             return (len(shapes), *shapes[0])
@@ -106,9 +120,22 @@ class Held:
         dim = stored.rows_dim
         if dim is None:
             return tensor.unbind(-1 - len(stored.axes))
-        sizes = [index[dim] for index in (stored.index(r, self.columns) for r in self.rows)]
-        from_end = dim - len(stored.axes)
-        return torch.split(tensor, list(map(_size, sizes)), from_end)
+        sizes = [_size(self._index(stored, i)[dim]) for i in self.projections(stored)]
+        return torch.split(tensor, sizes, dim - len(stored.axes))
+
+    def projections(self, stored: Stored) -> Sequence[int]:
+        """The projections that the tensor describes."""
+        return range(len(self.sizes)) if stored.projection is None else [stored.projection]
+
+    def only(self, projection: int) -> "Held":
+        """The part of one projection."""
+        i = projection
+        return Held((self.sizes[i],), (self.rows[i],), self.in_features, self.columns)
+
+    def _index(self, stored: Stored, projection: int) -> tuple[slice, ...]:
+        """Which elements of a projection's tensor this rank holds."""
+        size = self.sizes[projection], self.in_features
+        return stored.index(self.rows[projection], self.columns, size)
 
     def load(
         self,
@@ -116,23 +143,18 @@ class Held:
         target: torch.Tensor,
         loaded: Loaded,
         projection: int | None,
-        stack: tuple[int, slice] | None = None,
     ) -> None:
-        """Fill a projection's part of `target`, or all if the checkpoint has them as one tensor.
-
-        With `stack`, the checkpoint's tensor is a stack of so many, of which a slice is held.
-        """
-        chosen = range(len(self.sizes)) if projection is None else [projection]
-        parts = self.split(stored, target)
-        whole = stored.shape(sum(self.sizes[i] for i in chosen), self.in_features)
-        above = () if stack is None else (stack[0],)
-        first = 0
+        """Fill a projection's part of `target`, or all if the checkpoint has them as one tensor."""
+        described = self.projections(stored)
+        chosen = described if projection is None else [projection]
+        parts = dict(zip(described, self.split(stored, target), strict=True))
+        loaded = stored.spelt(loaded)
+        size = sum(self.sizes[i] for i in chosen), self.in_features
+        shape, first = stored.shape(size), 0
         for i in chosen:
             rows = slice(first + self.rows[i].start, first + self.rows[i].stop)
-            index = stored.index(rows, self.columns)
-            if stack is not None:
-                index = (stack[1], *index)
-            copy_into(parts[i], loaded, (*above, *whole), index)
+            index = stored.index(rows, self.columns, size)
+            copy_into(parts[i], loaded, shape, index)
             first += self.sizes[i]
 
 

@@ -1,0 +1,37 @@
+"""The format of each scheme."""
+
+from collections.abc import Callable, Sequence
+
+from nanovllm.layers.weights.format import DENSE, Unlike, WeightFormat
+from nanovllm.layers.weights.packed import Awq, CompressedTensors, Gptq, Own
+from nanovllm.layers.weights.quantize import QUANTIZERS
+from nanovllm.layers.weights.scaled import ScaledCodes
+from nanovllm.layers.weights.scheme import Scheme
+
+FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
+    "fp8": ScaledCodes,
+    "int8": ScaledCodes,
+    "packed": CompressedTensors,
+    "awq": Awq,
+    "gptq": Gptq,
+    "own": Own,
+}
+
+
+def format_of(scheme: Scheme | None) -> WeightFormat:
+    """The format of weights that are quantized by `scheme`, or of plain ones."""
+    return DENSE if scheme is None else FORMATS[scheme.storage](scheme)
+
+
+def joined_format(schemes: Sequence[Scheme | None]) -> WeightFormat:
+    """The format of a fused layer whose projections have these schemes."""
+    if all(scheme == schemes[0] for scheme in schemes):
+        return format_of(schemes[0])
+    return Unlike([format_of(scheme) for scheme in schemes])
+
+
+def quantizing_format(scheme: Scheme) -> WeightFormat:
+    """The format of plain weights that are quantized by `scheme` while they are loaded."""
+    made = FORMATS[scheme.storage](scheme)
+    made.quantize = QUANTIZERS[scheme.storage]
+    return made

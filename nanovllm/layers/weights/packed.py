@@ -1,0 +1,231 @@
+"""Formats with several codes in a 32-bit word: compressed-tensors' pack-quantized, GPTQ, AWQ, ours.
+
+A weight is `(code - zero) * scale`, with unsigned codes, and scales of each output or of groups of
+its columns.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.layers.weights.blocks import places, quantized_matrix, take, unpack
+from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat
+from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.layers.weights.stored import Axis, Held, Stored
+
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # which codes of a word its 8 outputs have
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class PackedCodes(WeightFormat):
+    """What the formats share: a subclass names its tensors, and unpacks them."""
+
+    order_name: str
+    scheme: Scheme
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self.per_word = 32 // scheme.bits
+        self.groups: Axis | int = 1
+        if scheme.columns is not None:
+            self.groups = Axis(False, scheme.columns, whole=scheme.ordered)
+        self._tensors = self.make_tensors()
+        if scheme.ordered:
+            self._tensors[self.order_name] = Stored((COLUMNS,), torch.int32)
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        return self._tensors
+
+    @abstractmethod
+    def make_tensors(self) -> dict[str, Stored]:
+        """The tensors of the format, except the order of columns."""
+
+    @abstractmethod
+    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        """The codes [..., N, K] of the rows and columns held."""
+
+    @abstractmethod
+    def scales(self, tensors: Tensors) -> torch.Tensor:
+        """The scales [..., N, groups]."""
+
+    @abstractmethod
+    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        """The zero points [..., N, groups]."""
+
+    def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
+        if self._orders_differ(tensors):
+            parts = {name: held.split(self.tensors[name], t) for name, t in tensors.items()}
+            return [
+                self._matrix(
+                    {
+                        name: part[i] if self.tensors[name].rows_dim is not None else part[i][None]
+                        for name, part in parts.items()
+                    },
+                    held.only(i),
+                )
+                for i in range(len(held.sizes))
+            ]
+        return self._matrix(tensors, held)
+
+    def _orders_differ(self, tensors: Tensors) -> bool:
+        """Whether projections assign their columns to groups differently."""
+        if not self.scheme.ordered:
+            return False
+        orders = tensors[self.order_name]
+        return not bool((orders == orders[:1]).all())
+
+    def _matrix(self, tensors: Tensors, held: Held) -> QuantizedMatrix:
+        middle = 1 << (self.scheme.bits - 1)
+
+        def signed(values: torch.Tensor) -> torch.Tensor:
+            return (values ^ middle).view(torch.int8) if middle == 128 else values.char() - middle
+
+        codes = signed(self.codes(tensors, held))
+        zeros = signed(self.zeros(tensors, held)) if self.scheme.zeros else None
+        rows = torch.arange(held.num_rows, device=codes.device)
+        columns = self._groups_of_columns(tensors, held, codes.device)
+        scales = _narrowest(self.scales(tensors))
+        return quantized_matrix(codes, scales, zeros, rows, columns, self.scheme.bits)
+
+    def _groups_of_columns(
+        self, tensors: Tensors, held: Held, device: torch.device
+    ) -> torch.Tensor:
+        """Which scale each of the columns held has."""
+        size = self.scheme.columns
+        if size is None:
+            return torch.zeros(held.num_columns, dtype=torch.long, device=device)
+        if not self.scheme.ordered:
+            return places([held.columns], size, device) // size
+        first = tensors[self.order_name][0].long()
+        num_groups = -(-held.in_features // size)
+        if bool((first < 0).any()) or bool((first >= num_groups).any()):
+            raise ValueError(
+                f"{self.order_name} has values from {int(first.min())} to {int(first.max())}, but"
+                f" there are {num_groups} groups of {size} columns"
+            )
+        return first
+
+
+class CompressedTensors(PackedCodes):
+    """compressed-tensors' "pack-quantized": codes are packed along columns, zeros along rows."""
+
+    order_name = "weight_g_idx"
+
+    def make_tensors(self) -> dict[str, Stored]:
+        tensors = {
+            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32),
+            "weight_scale": Stored((ROWS, self.groups), torch.float32),
+            "weight_shape": Stored((2,), torch.int64),
+        }
+        if self.scheme.zeros:
+            axes = (Axis(True, self.per_word), self.groups)
+            tensors["weight_zero_point"] = Stored(axes, torch.int32)
+        return tensors
+
+    def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
+        shapes = tensors["weight_shape"]
+        needed = shapes.new_tensor([[size, held.in_features] for size in held.sizes])
+        if not bool((shapes == needed).all()):
+            raise ValueError(
+                f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}"
+            )
+        return super().weight(tensors, held)
+
+    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
+
+    def scales(self, tensors: Tensors) -> torch.Tensor:
+        return tensors["weight_scale"]
+
+    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.rows)
+
+
+class Own(PackedCodes):
+    """What we quantize to 4 bits while loading: zero points have a byte each."""
+
+    def make_tensors(self) -> dict[str, Stored]:
+        return {
+            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32),
+            "weight_scale": Stored((ROWS, self.groups), torch.bfloat16),
+            "weight_zero_point": Stored((ROWS, self.groups), torch.uint8),
+        }
+
+    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
+
+    def scales(self, tensors: Tensors) -> torch.Tensor:
+        return tensors["weight_scale"]
+
+    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:  # noqa: ARG002
+        return tensors["weight_zero_point"]
+
+
+class Gptq(PackedCodes):
+    """GPTQ: the transposed matrix, packed along columns. Zeros of version 1 are one too low."""
+
+    order_name = "g_idx"
+
+    def make_tensors(self) -> dict[str, Stored]:
+        return {
+            "qweight": Stored((Axis(False, self.per_word), ROWS), torch.int32),
+            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32),
+            "scales": Stored((self.groups, ROWS), torch.float32),
+        }
+
+    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _unpacked(tensors["qweight"], self.scheme.bits, -2, [held.columns]).mT
+
+    def scales(self, tensors: Tensors) -> torch.Tensor:
+        return tensors["scales"].mT
+
+    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        """The offset is added to whole words: a zero of 0 is stored as one below it."""
+        ones = sum(1 << shift for shift in range(0, 32, self.scheme.bits))
+        words = tensors["qzeros"] + self.scheme.zero_offset * ones
+        return _unpacked(words, self.scheme.bits, -1, held.rows).mT
+
+
+class Awq(PackedCodes):
+    """AWQ's GEMM layout: the transposed matrix, packed along rows, mixed within a word."""
+
+    def make_tensors(self) -> dict[str, Stored]:
+        return {
+            "qweight": Stored((COLUMNS, Axis(True, self.per_word)), torch.int32),
+            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32),
+            "scales": Stored((self.groups, ROWS), torch.float32),
+        }
+
+    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _awq_unpacked(tensors["qweight"], held).mT
+
+    def scales(self, tensors: Tensors) -> torch.Tensor:
+        return tensors["scales"].mT
+
+    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _awq_unpacked(tensors["qzeros"], held).mT
+
+
+def _unpacked(
+    words: torch.Tensor, bits: int, dim: int, parts: list[slice] | tuple[slice, ...]
+) -> torch.Tensor:
+    """The codes of the rows or columns `parts`, whose words are joined along `dim`."""
+    return take(unpack(words, bits, dim), dim, places(parts, 32 // bits, words.device))
+
+
+def _awq_unpacked(words: torch.Tensor, held: Held) -> torch.Tensor:
+    mixed = unpack(words, 4, -1).view(*words.shape, 8)
+    codes = mixed[..., torch.tensor(AWQ_ORDER, device=words.device)].flatten(-2)
+    return take(codes, -1, places(held.rows, 8, words.device))
+
+
+def _narrowest(scales: torch.Tensor) -> torch.Tensor:
+    """The scales in 16 bits if that loses nothing. Syncs."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scales.to(dtype).float(), scales.float()):
+            return scales.to(dtype)
+    return scales

@@ -1,0 +1,58 @@
+"""Formats with an element for each weight: FP8 and 8-bit integers."""
+
+from collections.abc import Mapping
+
+import torch
+
+from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.layers.weights.blocks import places, quantized_matrix
+from nanovllm.layers.weights.format import COLUMNS, ROWS, WeightFormat
+from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.layers.weights.stored import Axis, Held, Stored
+
+TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class ScaledCodes(WeightFormat):
+    """Codes times a scale: one for each matrix, each output, or each block."""
+
+    scheme: Scheme
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+        axes: tuple[Axis | int, ...] = ()
+        if scheme.rows is not None:
+            of_columns = 1 if scheme.columns is None else Axis(False, scheme.columns)
+            axes = (Axis(True, scheme.rows), of_columns)
+        self._tensors = {
+            "weight": Stored((ROWS, COLUMNS), TYPES[scheme.storage]),
+            scheme.scale_name: Stored(axes, torch.float32),
+        }
+        if scheme.zeros:
+            self._tensors["weight_zero_point"] = Stored(axes, torch.int8)
+        if scheme.inputs == "static":
+            self._tensors[scheme.input_scale_name] = Stored((), torch.float32)
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        return self._tensors
+
+    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> QuantizedMatrix:
+        scheme, codes = self.scheme, tensors["weight"]
+        scales, zeros = tensors[scheme.scale_name], tensors.get("weight_zero_point")
+        rows = torch.arange(len(held.rows), device=codes.device)  # of scales: a projection's
+        if scheme.rows is None:
+            sizes = torch.tensor([part.stop - part.start for part in held.rows])
+            rows = rows.repeat_interleave(sizes.to(codes.device))
+            scales = scales[..., None]
+            zeros = None if zeros is None else zeros[..., None]
+        else:
+            rows = places(held.rows, scheme.rows, codes.device) // scheme.rows
+        columns = torch.zeros(held.num_columns, dtype=torch.long, device=codes.device)
+        if scheme.columns is not None:
+            columns = places([held.columns], scheme.columns, codes.device) // scheme.columns
+        input_scale = tensors.get(scheme.input_scale_name)
+        return quantized_matrix(
+            codes, scales, zeros, rows, columns, scheme.bits, scheme.inputs != "float",
+            None if input_scale is None else input_scale.amax(dim=-1),
+        )  # fmt: skip

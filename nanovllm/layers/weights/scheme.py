@@ -1,0 +1,60 @@
+"""Scheme: how the weights of a linear layer are quantized. Plain data, no PyTorch."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Storage = Literal["fp8", "int8", "packed", "awq", "gptq", "own"]
+NAMES = {
+    "fp8": "FP8", "int8": "8-bit", "packed": "{bits}-bit, packed", "awq": "{bits}-bit, AWQ",
+    "gptq": "{bits}-bit, GPTQ", "own": "{bits}-bit",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a checkpoint's tensors mean.
+
+    `storage` says how codes are stored. A scale belongs to `rows` x `columns` weights of a matrix
+    [out, in]; None is all of them. Inputs are multiplied as they are, or may be rounded to the type
+    of the codes, with a "static" scale of the checkpoint, or "dynamic" ones.
+    """
+
+    storage: Storage
+    bits: int
+    rows: int | None
+    columns: int | None
+    zeros: bool = False  # whether there are zero points; else codes are symmetric
+    inputs: Literal["float", "static", "dynamic"] = "float"
+    ordered: bool = False  # whether a tensor assigns the columns to groups
+    zero_offset: int = 0  # what must be added to stored zero points
+    scale_name: str = "weight_scale"
+    input_scale_name: str = "input_scale"
+
+    @property
+    def description(self) -> str:
+        """In words, for people."""
+        if self.rows is None:
+            scales = "a scale for each matrix"
+        elif self.columns is None:
+            scales = "a scale for each output"
+        elif self.rows == 1:
+            scales = f"groups of {self.columns}"
+        else:
+            scales = f"blocks of {self.rows} x {self.columns}"
+        zeros = " with zero points" if self.zeros else ""
+        inputs = "" if self.inputs == "float" else f", {self.inputs} inputs"
+        return f"{NAMES[self.storage].format(bits=self.bits)}, {scales}{zeros}{inputs}"
+
+    def num_bytes(self, num_weights: int, size_in: int) -> int:
+        """About the memory of so many weights with `size_in` inputs, in the kernels' layout."""
+        columns = self.columns or size_in
+        of_scale = (4 if self.columns is None or self.rows != 1 else 2) + self.zeros
+        scales = num_weights * of_scale // (columns * (self.rows or 1))
+        return num_weights * self.bits // 8 + scales
+
+
+FP8 = Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic")
+INT8 = Scheme("int8", 8, rows=1, columns=None)
+INT4 = Scheme("own", 4, rows=1, columns=128, zeros=True)
+# What `quantization=` makes of plain weights: those of the layers, and those of the head.
+ONLINE = {"fp8": (FP8, replace(FP8, inputs="float")), "int8": (INT8, INT8), "int4": (INT4, INT8)}

@@ -1,0 +1,122 @@
+"""Formats: how the weights of each linear layer of a model are stored.
+
+The checkpoint's config decides, together with the types of the tensors in its files; or plain
+weights are quantized while they are loaded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nanovllm.layers.experts import PROJECTIONS
+from nanovllm.layers.weights.choice import format_of, joined_format, quantizing_format
+from nanovllm.layers.weights.format import DENSE, Float32, WeightFormat
+from nanovllm.layers.weights.scheme import ONLINE, Scheme
+from nanovllm.models.quantization import FIELD, HEAD, Quantization
+
+# A checkpoint's module, the layer of ours that it is a part of, and its place there.
+FUSED: Mapping[str, tuple[str, int]] = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Chooses a format for each linear layer inside the module `name`.
+
+    `files` maps the names of a checkpoint's tensors to their types; None if there are no files.
+    """
+
+    quantization: Quantization | None = None
+    online: str | None = None
+    files: Mapping[str, str] | None = None
+    name: str = ""
+
+    def inside(self, name: str) -> "Formats":
+        """The formats of a module's layers."""
+        return replace(self, name=f"{self.name}{name}.")
+
+    def of(self, layer: str) -> WeightFormat:
+        """The format of a linear layer."""
+        if self.online:
+            return quantizing_format(ONLINE[self.online][layer == HEAD])
+        parts = [part for part, (fused, _) in FUSED.items() if fused == layer]
+        if not parts or self._has(layer):
+            return format_of(self._scheme(layer))
+        return joined_format([self._scheme(part) for part in parts])
+
+    def in_float32(self, layer: str) -> WeightFormat:
+        """The format of a small layer that is multiplied in float32, and never quantized by us."""
+        return Float32(DENSE) if self.online else Float32(format_of(self._scheme(layer)))
+
+    def of_experts(self, num_experts: int) -> dict[str, WeightFormat]:
+        """The formats of the experts' matrices; all experts have the same."""
+        if self.online:
+            return dict.fromkeys(PROJECTIONS, quantizing_format(ONLINE[self.online][0]))
+        return {
+            matrix: joined_format([self._of_experts(num_experts, part) for part in parts])
+            for matrix, parts in PROJECTIONS.items()
+        }
+
+    def _of_experts(self, num_experts: int, projection: str) -> Scheme | None:
+        schemes = [self._scheme(f"experts.{i}.{projection}") for i in range(num_experts)]
+        for i, scheme in enumerate(schemes):
+            if scheme != schemes[0]:
+                raise ValueError(
+                    f"{self.name}experts.0.{projection} has {_described(schemes[0])}, that of"
+                    f" expert {i} has {_described(scheme)}; all experts must be quantized alike"
+                )
+        return schemes[0]
+
+    def _has(self, layer: str) -> bool:
+        """Whether the files have the layer as one module."""
+        start = f"{self.name}{layer}."
+        return self.files is not None and any(name.startswith(start) for name in self.files)
+
+    def _scheme(self, layer: str) -> Scheme | None:
+        """The scheme of one layer of the checkpoint."""
+        if self.quantization is None:
+            return None
+        name = f"{self.name}{layer}"
+        scheme = self.quantization.scheme(name)
+        if self.files is None:
+            return scheme
+        there = self._is_quantized(name)
+        if scheme is None and there:
+            raise ValueError(f"{name} is quantized in the files, but {FIELD} excludes it")
+        if scheme is None or (self.quantization.files_decide and not there):
+            return None
+        return self._spelt(name, scheme)
+
+    def _type(self, name: str, tensor: str) -> str | None:
+        """The type of a layer's tensor in the files, alone or in a stack of all experts'."""
+        assert self.files is not None
+        above, _, kind = name.rpartition(".")
+        module = above.rpartition(".")[0]
+        stack = "down_proj" if kind == "down_proj" else "gate_up_proj"
+        suffix = tensor.removeprefix("weight") if tensor.startswith("weight") else f"_{tensor}"
+        return self.files.get(f"{name}.{tensor}", self.files.get(f"{module}.{stack}{suffix}"))
+
+    def _is_quantized(self, name: str) -> bool:
+        codes = (self._type(name, tensor) for tensor in ("weight", "weight_packed", "qweight"))
+        return any(dtype in ("F8_E4M3", "I8", "I32") for dtype in codes)
+
+    def _spelt(self, name: str, scheme: Scheme) -> Scheme:
+        """The scheme with the optional tensors, and the names of tensors, that the files have."""
+        if scheme.storage == "gptq":
+            return replace(scheme, ordered=self._type(name, "g_idx") is not None)
+        if scheme.storage == "fp8" and self._type(name, "weight_scale_inv"):
+            scheme = replace(scheme, scale_name="weight_scale_inv")
+        if scheme.inputs == "static" and self._type(name, "activation_scale"):
+            scheme = replace(scheme, input_scale_name="activation_scale")
+        return scheme
+
+
+PLAIN_FORMATS = Formats()
+
+
+def _described(scheme: Scheme | None) -> str:
+    return "plain weights" if scheme is None else scheme.description

@@ -1,0 +1,272 @@
+"""Quantization: what a checkpoint's `quantization_config` says of each linear layer.
+
+It reads only JSON. A method, a type or a layout that is not supported is a ValueError that names
+it, and what is supported. Layers are known by their names in the checkpoint.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
+
+HEAD = "lm_head"
+FIELD = "quantization_config"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The scheme of the layers for which `pattern` matches the beginning of the name."""
+
+    pattern: str
+    scheme: Scheme | None  # None: plain weights
+
+    def matches(self, name: str) -> bool:
+        """Whether this rule is for the layer."""
+        return re.match(self.pattern, name) is not None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The rules of a checkpoint, of which the first that matches holds; without one, none does.
+
+    With `files_decide`, layers that no rule excludes may have plain weights too: the tools that
+    write such checkpoints leave layers alone without a word in the config.
+    """
+
+    method: str
+    rules: tuple[Rule, ...]
+    files_decide: bool
+    kv_cache: bool = False  # whether the checkpoint asks for an FP8 KV cache
+
+    def scheme(self, name: str) -> Scheme | None:
+        """The scheme of a linear layer, by its name in the checkpoint."""
+        return next((rule.scheme for rule in self.rules if rule.matches(name)), None)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All schemes that occur."""
+        return list(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme))
+
+
+def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
+    """The quantization of a checkpoint; None if its weights are plain."""
+    config = raw.get(FIELD, raw.get("compression_config"))
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise TypeError(f"{FIELD} must be an object, got {shorten(config)}")
+    default = "compressed-tensors" if "config_groups" in config else None
+    method = config.get("quant_method", default)
+    try:
+        if method not in METHODS:
+            raise _refusal("quant_method", method, METHODS)
+        return METHODS[method](config)
+    except KeyError as error:
+        raise ValueError(f"{FIELD} has no field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{FIELD}: {error}") from None
+
+
+def _refusal(name: str, value: Any, supported: Any) -> ValueError:
+    return ValueError(
+        f"{name}={shorten(value)} is not supported; supported: {', '.join(map(repr, supported))}"
+    )
+
+
+def _only(config: Mapping[str, Any], name: str, *supported: Any) -> None:
+    """Raise unless a field, if it is there, has one of these values."""
+    value = config.get(name, supported[0])
+    if value not in supported:
+        raise _refusal(name, value, supported)
+
+
+def _names(config: Mapping[str, Any], *fields: str) -> list[str]:
+    """The names in the first of these fields that is there and not null."""
+    given = (config[field] for field in fields if config.get(field) is not None)
+    value: Any = next(given, [])
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{fields[0]} must be a list of names, got {shorten(value)}")
+    return value
+
+
+def _excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Rule, ...]:
+    """The scheme for all layers, except those whose names contain one of `names` as whole words.
+
+    Words are separated by dots. The head is plain unless it is included.
+    """
+    excluded = [rf"(.*\.)?{re.escape(name)}(\.|$)" for name in names]
+    if not head:
+        excluded.append(f"{HEAD}$")
+    return (*(Rule(pattern, None) for pattern in excluded), Rule("", scheme))
+
+
+def _fp8(config: Mapping[str, Any]) -> Quantization:
+    _only(config, "fmt", "e4m3", None)
+    _only(config, "scale_fmt", "float", None)
+    _only(config, "expert_dtype", "fp8", None)
+    _only(config, "modules_to_convert", [], None)
+    inputs: Literal["static", "dynamic"] = check_choice(
+        "activation_scheme", config.get("activation_scheme", "dynamic"), ("static", "dynamic")
+    )  # type: ignore[assignment]
+    block = config.get("weight_block_size")
+    if block is None:
+        scheme = Scheme("fp8", 8, rows=None, columns=None, inputs=inputs)
+    else:
+        rows, columns = _block(block)
+        if inputs != "dynamic":
+            raise _refusal("activation_scheme", inputs, ["dynamic"])
+        scheme = Scheme("fp8", 8, rows, columns, inputs=inputs, scale_name="weight_scale_inv")
+    names = _names(config, "modules_to_not_convert", "ignored_layers")
+    return Quantization("fp8", _excluding(names, scheme), files_decide=True)
+
+
+def _block(value: Any) -> tuple[int, int]:
+    """The rows and columns of a block: a list of two numbers, or a text like "128x128"."""
+    sizes = value.split("x") if isinstance(value, str) else value
+    if not isinstance(sizes, list) or len(sizes) != 2:
+        raise ValueError(f"the block of weights must have 2 sizes, got {shorten(value)}")
+    rows, columns = (check_int("size of a block", int(size), 16) for size in sizes)
+    return rows, columns
+
+
+def _awq(config: Mapping[str, Any]) -> Quantization:
+    _only(config, "bits", 4)
+    _only(config, "zero_point", True)
+    version = str(config.get("version", config.get("format", "gemm"))).lower()
+    if version != "gemm":
+        raise _refusal("version", version, ["gemm"])
+    scheme = Scheme("awq", 4, rows=1, columns=_group_size(config), zeros=True)
+    names = _names(config, "modules_to_not_convert")
+    return Quantization("awq", _excluding(names, scheme), files_decide=True)
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
+    layout = config.get("checkpoint_format", config.get("format", "gptq"))
+    if layout not in ("gptq", "gptq_v2"):
+        raise _refusal("checkpoint_format", layout, ["gptq", "gptq_v2"])
+    _only(config, "is_marlin_format", False, None)
+    _only(config, "pack_dtype", "int32", None)
+    has_head = check_bool("lm_head", config.get("lm_head") or False)
+
+    def scheme(config: Mapping[str, Any]) -> Scheme:
+        _only(config, "bits", 4, 8)
+        return Scheme(
+            "gptq", config["bits"], rows=1, columns=_group_size(config), zeros=True,
+            ordered=check_bool("desc_act", config.get("desc_act", False)),
+            zero_offset=1 if layout == "gptq" else 0,
+        )  # fmt: skip
+
+    overrides = config.get("dynamic") or {}
+    rules = tuple(
+        Rule(
+            key[2:] if key[:2] in ("+:", "-:") else key,
+            None if key.startswith("-:") else scheme({**config, **values}),
+        )
+        for key, values in overrides.items()
+    )
+    names = _names(config, "modules_to_not_convert")
+    rules += _excluding(names, scheme(config), has_head)
+    return Quantization("gptq", rules, files_decide=True)
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    size = config["group_size"]
+    return None if size == -1 else check_int("group_size", size, 8)
+
+
+PACKED = "pack-quantized"
+LAYOUTS = ("float-quantized", "naive-quantized", "int-quantized", PACKED)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
+    sparsity = config.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _refusal("sparsity_config", sparsity["format"], ["dense"])
+    if config.get("transform_config"):
+        raise ValueError("transform_config is not supported")
+    rules = [Rule(_target(name), None) for name in _names(config, "ignore")]
+    groups = config["config_groups"]
+    if not isinstance(groups, dict):
+        raise TypeError(f"config_groups must be an object, got {shorten(groups)}")
+    found = [rule for group in groups.values() for rule in _group_rules(config, group)]
+    rules += sorted(found, key=lambda rule: rule.pattern == "")  # classes of layers come last
+    kv_cache = config.get("kv_cache_scheme")
+    if kv_cache is not None and (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
+        raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
+    return Quantization(
+        "compressed-tensors", tuple(rules), files_decide=False, kv_cache=kv_cache is not None
+    )
+
+
+def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[Rule]:
+    layout = group.get("format") or config.get("format")
+    if group.get("weights") is None:
+        raise ValueError("config_groups without weights are not supported")
+    scheme = _compressed_scheme(group["weights"], group.get("input_activations"), layout)
+    if group.get("output_activations") is not None:
+        raise ValueError("output_activations are not supported")
+    for name in group["targets"]:
+        yield Rule(_target(name), scheme)
+
+
+def _target(name: str) -> str:
+    """The pattern of a target: a class of layers, "re:" and a pattern, or a layer's name."""
+    if name.startswith("re:"):
+        return name.removeprefix("re:")
+    return "" if name == "Linear" else f"{re.escape(name)}$"
+
+
+def _compressed_scheme(
+    weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None
+) -> Scheme:
+    """The scheme of compressed-tensors' arguments for weights and for inputs."""
+    bits, kind = weights["num_bits"], weights.get("type", "int")
+    is_packed = layout == PACKED or (layout in (None, "mixed-precision") and inputs is None)
+    if not is_packed and layout not in (*LAYOUTS, None, "mixed-precision"):
+        raise _refusal("format", layout, LAYOUTS)
+    if (bits, kind) not in ([(4, "int"), (8, "int")] if is_packed else [(8, "int"), (8, "float")]):
+        raise _refusal("weights", f"{bits}-bit {kind}", ["4-bit int", "8-bit int", "8-bit float"])
+    rows, columns = _scale_block(weights, is_packed)
+    scheme = Scheme(
+        "packed" if is_packed else "int8" if kind == "int" else "fp8", bits, rows, columns,
+        zeros=not check_bool("symmetric", weights.get("symmetric", True)),
+        ordered=weights.get("actorder") in (True, "group", "dynamic"),
+    )  # fmt: skip
+    if kind == "float" and scheme.zeros:
+        raise _refusal("symmetric", False, [True])
+    return scheme if inputs is None else replace(scheme, inputs=_inputs(inputs, kind, is_packed))
+
+
+def _scale_block(weights: Mapping[str, Any], is_packed: bool) -> tuple[int | None, int | None]:
+    """The rows and columns of which a scale is; None for all."""
+    size, strategy = weights.get("group_size"), weights.get("strategy")
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if strategy == "channel":
+        return 1, None
+    if strategy == "tensor" and not is_packed:
+        return None, None
+    if strategy == "group" and is_packed:
+        return 1, check_int("group_size", size, 8)
+    if strategy == "block" and not is_packed:
+        return _block(weights["block_structure"])
+    supported = ["channel", "group"] if is_packed else ["tensor", "channel", "block"]
+    raise _refusal("strategy", strategy, supported)
+
+
+def _inputs(inputs: Mapping[str, Any], kind: str, is_packed: bool) -> Literal["static", "dynamic"]:
+    """How the inputs are rounded."""
+    given = inputs.get("num_bits"), inputs.get("type", "int")
+    if given != (8, kind) or is_packed:
+        raise _refusal("input_activations", f"{given[0]}-bit {given[1]}", ["none", f"8-bit {kind}"])
+    if not inputs.get("symmetric", True):
+        raise _refusal("symmetric of input_activations", False, [True])
+    return "dynamic" if inputs.get("dynamic", False) else "static"
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
+}  # fmt: skip

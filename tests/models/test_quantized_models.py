@@ -1,0 +1,88 @@
+"""Quantized checkpoints: every weight of every format, and what engines generate with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantization_variants import MOE, ODD, VARIANTS
+from quantized_checkpoints import DEQUANTIZED, write_quantized
+
+from nanovllm.config import Config
+from nanovllm.engine.startup import choose_formats
+from nanovllm.kernels.plain.quantized_linear import dense_matrix
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS: dict[str, dict[str, Any]] = {"Qwen3": {}, "odd sizes": ODD, "experts": MOE}
+
+
+def load(path: Path, ranks: Ranks = ALONE, whole_experts: bool = False) -> CausalLM:
+    """A rank's model, not bound yet."""
+    config = ModelConfig.from_dir(path)
+    formats = choose_formats(Config(str(path)), config, path)
+    model = CausalLM(config, 64, ranks, whole_experts, formats)
+    load_model(model, path)
+    return model
+
+
+def dense(weight: Any, size_in: int) -> torch.Tensor:
+    if isinstance(weight, list):
+        return torch.cat([dense(part, size_in).float() for part in weight])
+    return weight if isinstance(weight, torch.Tensor) else dense_matrix(weight, size_in)
+
+
+def weights(model: CausalLM) -> dict[str, torch.Tensor]:
+    """The plain matrices of a model by our names, of experts by their numbers."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            weight = layer.weight_format.weight(layer.stored_tensors(), layer.held)
+            found[f"{name}.weight"] = dense(weight, layer.held.num_columns)
+        elif isinstance(layer, Experts):
+            for matrix, held in layer.held.items():
+                stacks = layer.stored_tensors(matrix)
+                for i in range(layer.num_held):
+                    own = {leaf: stack[i] for leaf, stack in stacks.items()}
+                    weight = layer.formats[matrix].weight(own, held)
+                    found[f"{name}.{i}.{matrix}"] = dense(weight, held.num_columns)
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_are_those_that_the_checkpoint_stands_for(
+    name: str, model: str, tmp_path: Path
+) -> None:
+    path = write_quantized(tmp_path / "model", VARIANTS[name], shards=True, **MODELS[model])
+    found = weights(load(path))
+    expected = weights(load(path / DEQUANTIZED))
+    assert found.keys() == expected.keys()
+    wrong = [name for name in found if not torch.equal(found[name].float(), expected[name])]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ranks_hold_parts_of_the_same_weights(
+    name: str, size: int, whole_experts: bool, tmp_path: Path
+) -> None:
+    """Parts that begin and end within the blocks and groups of a format."""
+    model = dict(num_attention_heads=8, num_key_value_heads=2)
+    path = write_quantized(
+        tmp_path / "model", VARIANTS[name], **(MOE if whole_experts else {}) | model
+    )
+    for rank in range(size):
+        ranks = Ranks(rank, size)
+        found = weights(load(path, ranks, whole_experts))
+        expected = weights(load(path / DEQUANTIZED, ranks, whole_experts))
+        assert found.keys() == expected.keys()
+        for name in found:
+            assert torch.equal(found[name].float(), expected[name]), name
