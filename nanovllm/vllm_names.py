@@ -29,7 +29,6 @@ ENGINE = {
         (None,), "see `num_kvcache_blocks` and `gpu_memory_utilization`"
     ),
     "kv_cache_dtype": OtherName(("auto",), "the KV cache has the type of the model"),
-    "quantization": OtherName((None,), NOT_HERE),
     "speculative_config": OtherName((None,), NOT_HERE),
     "enable_lora": OtherName((False,), NOT_HERE),
     "enable_sleep_mode": OtherName((False,), NOT_HERE),
