@@ -127,12 +127,11 @@ class CompressedTensors(PackedCodes):
         return tensors
 
     def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
-        shapes = tensors["weight_shape"]
+        shapes = tensors["weight_shape"]  # of each projection, or of them all as one tensor
         needed = shapes.new_tensor([[size, held.in_features] for size in held.sizes])
-        if not bool((shapes == needed).all()):
-            raise ValueError(
-                f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}"
-            )
+        fused = shapes.new_tensor([sum(held.sizes), held.in_features])
+        if not bool((shapes == needed).all() or (shapes == fused).all()):
+            raise ValueError(f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}")
         return super().weight(tensors, held)
 
     def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
