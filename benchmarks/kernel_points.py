@@ -97,8 +97,8 @@ def store_kvcache_point(num_tokens: int) -> Point:
         k, v = normal(num_tokens, 4 * KVH, D)[:, 2 * KVH :].split(KVH, dim=1)
         k_cache, v_cache, slots = empty_caches(num_tokens)
 
-        def stored(store: Callable[..., None], *caches: torch.Tensor) -> Any:
-            store(k, v, *caches, slots)
+        def stored(store: Callable[..., Any], *caches: torch.Tensor) -> Any:
+            store(k, v, KVLayer(*caches, SCALE), slots)
             return caches
 
         twin = plain_store.store_kvcache
@@ -293,7 +293,7 @@ def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
             q, k, v = qkv.split((num_heads, KVH, KVH), dim=1)
             q, k = (F.rms_norm(x, (D,), w, EPS) for x, w in zip((q, k), norms, strict=True))
             q, k = rotate(q, rope), rotate(k, rope)
-            store_kvcache(k, v, *twin_caches, slots)
+            store_kvcache(k, v, KVLayer(*twin_caches, SCALE), slots)
             return q, k, v, *twin_caches
 
         return {"ours": ours, "twin": twin}

@@ -28,7 +28,6 @@ from nanovllm.utils.option import (
 from nanovllm.vllm_names import ENGINE
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-OTHER_DTYPES = {"half": "float16", "float": "float32"}  # PyTorch's own other names
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
@@ -50,10 +49,14 @@ def _check_device(name: str, value: Any) -> str:
     return str(value)
 
 
-def _check_dtype(name: str, value: Any) -> str:
-    """Accept torch.dtype objects too."""
-    text = str(value).removeprefix("torch.")
-    return check_choice(name, OTHER_DTYPES.get(text, text), DTYPES)
+def _type_of(choices: tuple[str, ...], others: dict[str, str]) -> Rule:
+    """One of the `choices`, or another name of one; torch.dtype objects too."""
+
+    def check(name: str, value: Any) -> str:
+        text = str(value).removeprefix("torch.")
+        return check_choice(name, others.get(text, text), choices)
+
+    return Rule(check, allowed_choices(choices), choices)
 
 
 def _check_revision(name: str, value: Any) -> str:
@@ -64,7 +67,8 @@ def _check_revision(name: str, value: Any) -> str:
 
 PATH = Rule(_check_path, A_PATH)
 DEVICE = Rule(_check_device, DEVICES)
-DTYPE = Rule(_check_dtype, allowed_choices(DTYPES), DTYPES)
+DTYPE = _type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
+KV_DTYPE = _type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
 REVISION = Rule(_check_revision, A_REVISION)
 # Callers may give them to the engine by mistake.
 SAMPLING_FIELDS = {
@@ -163,6 +167,12 @@ class Config:
         "size of the KV pool in blocks; replaces `gpu_memory_utilization` and `cpu_kvcache_gib`",
         int_range(1),
         none="as many as these allow",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of the KV cache; `auto` is `dtype`; `fp8` is e4m3 with a scale for each token and"
+        " head, half of a 16-bit type's memory; `fp8_e4m3` is another name of it",
+        KV_DTYPE,
     )
     attention_backend: str = option(
         "auto",

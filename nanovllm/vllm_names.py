@@ -28,7 +28,6 @@ ENGINE = {
     "kv_cache_memory_bytes": OtherName(
         (None,), "see `num_kvcache_blocks` and `gpu_memory_utilization`"
     ),
-    "kv_cache_dtype": OtherName(("auto",), "the KV cache has the type of the model"),
     "speculative_config": OtherName((None,), NOT_HERE),
     "enable_lora": OtherName((False,), NOT_HERE),
     "enable_sleep_mode": OtherName((False,), NOT_HERE),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from conftest import LogitRecorder
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
@@ -81,14 +81,34 @@ def load_reference(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path).float().eval()
 
 
+def as_fp8(x: torch.Tensor) -> torch.Tensor:
+    """What an fp8 cache holds of heads [..., D]: e4m3 codes times a scale.
+
+    The scale is the least bfloat16 with which no code is larger than e4m3's largest number.
+    """
+    exact = x.abs().amax(-1, keepdim=True) / 448
+    scale = exact.bfloat16()
+    above = torch.nextafter(scale, torch.full_like(scale, torch.inf))
+    scale = torch.where(scale < exact, above, scale).float()
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+class Fp8Cache(DynamicCache):
+    """transformers' cache with keys and values that went through `as_fp8`."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update(as_fp8(key_states), as_fp8(value_states), *args, **kwargs)
+
+
 @torch.inference_mode()
-def reference_logits(model: Any, prompts: list[list[int]]) -> torch.Tensor:
+def reference_logits(model: Any, prompts: list[list[int]], fp8: bool = False) -> torch.Tensor:
     """Logits [prompts, NUM_STEPS, vocab] of the greedy continuations."""
     longest = max(map(len, prompts))
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache, steps = None, []
+    cache: Any = Fp8Cache(config=model.config) if fp8 else None
+    steps = []
     for _ in range(NUM_STEPS):
         out = model(
             ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
@@ -101,9 +121,9 @@ def reference_logits(model: Any, prompts: list[list[int]]) -> torch.Tensor:
     return torch.stack(steps, dim=1)
 
 
-def make_case(path: Path, prompts: list[list[int]]) -> Case:
+def make_case(path: Path, prompts: list[list[int]], fp8: bool = False) -> Case:
     """Compute the reference of a model directory, and keep the prompts that decide something."""
-    logits = reference_logits(load_reference(path), prompts)
+    logits = reference_logits(load_reference(path), prompts, fp8)
     best = logits.topk(2, dim=-1).values
     margins = (best[..., 0] - best[..., 1]).amin(dim=1)
     kept = [index for index, margin in enumerate(margins.tolist()) if margin > MIN_MARGIN]

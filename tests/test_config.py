@@ -31,6 +31,15 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         [("float8", ValueError), ("int8", ValueError), (16, ValueError), (None, ValueError)],
     ),
     "load_format": ("'auto', 'dummy'", [("gguf", ValueError), (None, ValueError)]),
+    "kv_cache_dtype": (
+        "'auto', 'fp8'",
+        [
+            ("fp8_e5m2", ValueError),
+            ("int8", ValueError),
+            ("bfloat16", ValueError),
+            (None, ValueError),
+        ],
+    ),
     "attention_backend": (
         "'auto', 'flash_attn', 'triton', 'cpu', 'torch'",
         [("flash", ValueError), (None, ValueError)],
@@ -208,7 +217,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "load_format": "auto", "max_num_batched_tokens": 16384, "max_num_seqs": 512,
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
-        "kvcache_block_size": None, "num_kvcache_blocks": None, "attention_backend": "auto",
+        "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",
+        "attention_backend": "auto",
         "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None, "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected
@@ -220,3 +230,8 @@ def test_a_copy_with_a_settled_field_is_checked_again() -> None:
     assert (settled.num_kvcache_blocks, settled.kvcache_block_size) == (7, 16)
     with pytest.raises(ValueError, match="num_kvcache_blocks"):
         dataclasses.replace(config(), num_kvcache_blocks=0)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("fp8_e4m3", "fp8"), ("fp8", "fp8"), ("auto", "auto")])
+def test_vllms_name_of_an_fp8_cache_is_known(given: str, kept: str) -> None:
+    assert config(kv_cache_dtype=given).kv_cache_dtype == kept

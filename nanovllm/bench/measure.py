@@ -15,7 +15,8 @@ from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
 from nanovllm.bench.roofline import Machine
 from nanovllm.bench.workload import Workload
-from nanovllm.engine.device import resolve_dtype
+from nanovllm.engine.device import resolve_dtype, resolve_kv_dtype
+from nanovllm.kernels.kv_layer import head_bytes
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -46,15 +47,18 @@ def describe(plan: Plan) -> dict[str, Any]:
             "input_tokens": sum(map(len, plan.workload.prompts)),
             "output_tokens": sum(plan.workload.output_lens),
         },
-        "roofline": _roofline(plan, measure_machine(device, dtype, num_ranks), dtype.itemsize),
+        "roofline": _roofline(plan, measure_machine(device, dtype, num_ranks), dtype),
         "options": options,
     }
 
 
-def _roofline(plan: Plan, machine: Machine, itemsize: int) -> dict[str, Any]:
+def _roofline(plan: Plan, machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
     """The machine's rates, and the least time of the workload with them."""
     input_lens, output_lens = list(map(len, plan.workload.prompts)), plan.workload.output_lens
-    floor = roofline.floor(plan.model, itemsize, input_lens, output_lens, machine)
+    floor = roofline.floor(
+        plan.model, dtype.itemsize, input_lens, output_lens, machine,
+        head_bytes(plan.model.head_dim, resolve_kv_dtype(plan.config.kv_cache_dtype, dtype)),
+    )  # fmt: skip
     return {
         "copy_bytes_per_second": machine.bytes_per_second,
         "matmul_flops_per_second": machine.flops_per_second,

@@ -92,11 +92,9 @@ def step_weight_bytes(config: ModelConfig, itemsize: int, rows: int) -> float:
     return (decoder_params(config, touched) + head_params(config)) * itemsize
 
 
-def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of one token in the KV cache, all layers together."""
-    return (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
-    )  # fmt: skip
+def kv_bytes_per_token(config: ModelConfig, head_bytes: int) -> int:
+    """Bytes of one token in the KV cache, all layers together; a key has `head_bytes`."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_bytes
 
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
@@ -125,10 +123,10 @@ def seen_keys(before: int, num_queries: int, window: int | None) -> int:
 
 
 def decode_kv_bytes(
-    config: ModelConfig, itemsize: int, input_lens: Sequence[int], output_lens: Sequence[int]
+    config: ModelConfig, head_bytes: int, input_lens: Sequence[int], output_lens: Sequence[int]
 ) -> int:
     """Bytes of KV that decode reads; prefill generates the first token of each request."""
-    per_layer = kv_bytes_per_token(config, itemsize) // config.num_hidden_layers
+    per_layer = kv_bytes_per_token(config, head_bytes) // config.num_hidden_layers
     return per_layer * sum(
         seen_keys(num_in, num_out - 1, window)
         for window in config.sliding_windows
@@ -142,14 +140,18 @@ def floor(
     input_lens: Sequence[int],
     output_lens: Sequence[int],
     machine: Machine,
+    kv_head_bytes: int,
 ) -> Floor:
-    """The least time for requests of these lengths; weights and KV have `itemsize` bytes each."""
+    """The least time for requests of these lengths.
+
+    A weight has `itemsize` bytes, a token's key or value of one head `kv_head_bytes`.
+    """
 
     def weight_seconds(rows: int) -> float:
         return step_weight_bytes(config, itemsize, rows) / machine.bytes_per_second
 
     row_seconds = 2 * (decoder_params(config) + head_params(config)) / machine.flops_per_second
-    kv_bytes = decode_kv_bytes(config, itemsize, input_lens, output_lens)
+    kv_bytes = decode_kv_bytes(config, kv_head_bytes, input_lens, output_lens)
     return Floor(
         prefill_seconds=max(
             weight_seconds(sum(input_lens)),

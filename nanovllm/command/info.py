@@ -40,7 +40,8 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     """Describe a model from its config and this machine; figures are for the whole model."""
     from nanovllm.bench import roofline
     from nanovllm.config import Config
-    from nanovllm.engine.device import resolve_device, resolve_dtype
+    from nanovllm.engine.device import resolve_device, resolve_dtype, resolve_kv_dtype
+    from nanovllm.kernels.kv_layer import head_bytes
     from nanovllm.models.config import ModelConfig
     from nanovllm.models.loader import CONFIG_FILES, resolve_model
 
@@ -51,7 +52,8 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     model = ModelConfig.from_dir(path)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
-    backend, refusal = _backend(config, model, device, dtype)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    backend, refusal = _backend(config, model, device, dtype, kv_dtype)
     return {
         "model": config.model,
         "architecture": model.architecture,
@@ -69,15 +71,17 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
-        **_memory(config, model, dtype.itemsize),
+        **_memory(config, model, dtype.itemsize, head_bytes(model.head_dim, kv_dtype)),
     }
 
 
-def _memory(config: "Config", model: "ModelConfig", itemsize: int) -> dict[str, Any]:
+def _memory(
+    config: "Config", model: "ModelConfig", itemsize: int, kv_head_bytes: int
+) -> dict[str, Any]:
     """Bytes of weights and KV, and the KV tokens that fit beside the weights by size of memory."""
     from nanovllm.bench import roofline
 
-    kv_bytes = roofline.kv_bytes_per_token(model, itemsize)
+    kv_bytes = roofline.kv_bytes_per_token(model, kv_head_bytes)
     weight_bytes = roofline.num_params(model) * itemsize
     return {
         "weight_bytes": weight_bytes,
@@ -90,7 +94,11 @@ def _memory(config: "Config", model: "ModelConfig", itemsize: int) -> dict[str, 
 
 
 def _backend(
-    config: "Config", model: "ModelConfig", device: "torch.device", dtype: "torch.dtype"
+    config: "Config",
+    model: "ModelConfig",
+    device: "torch.device",
+    dtype: "torch.dtype",
+    kv_dtype: "torch.dtype",
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend on `device`, or the reason why there is none."""
     from nanovllm.layers.attention.base import AttentionSpec
@@ -98,7 +106,7 @@ def _backend(
 
     spec = AttentionSpec(
         device, dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
-        config.kvcache_block_size, not config.enforce_eager,
+        config.kvcache_block_size, not config.enforce_eager, kv_dtype,
     )  # fmt: skip
     try:
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from nanovllm.kernels.cpu.packed_linear import cpu_computes
+from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.ranks import ALONE, Ranks
 
 
@@ -33,6 +34,11 @@ def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.d
     if dtype == "auto" and device.type == "cpu" and not cpu_computes(resolved):
         return torch.float32
     return resolved
+
+
+def resolve_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Resolve `Config.kv_cache_dtype` for a model of type `dtype`."""
+    return dtype if kv_cache_dtype == "auto" else CODES
 
 
 @contextmanager

@@ -24,6 +24,7 @@ class EngineConfig:
     enforce_eager: bool
     kvcache_block_size: int
     num_kvcache_blocks: int
+    kv_cache_dtype: str
     attention_backend: str
     enable_prefix_caching: bool
     scheduling: str

@@ -1,4 +1,4 @@
-"""The KV pool: one tensor with the keys and values of all layers, in blocks.
+"""The KV pool: one tensor with the keys and values of all layers, in blocks, or two with scales.
 
 It knows the size of a block and which layers read it; `sizing` finds how many blocks fit.
 """
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.block_manager import longest_sequence, most_held
+from nanovllm.kernels.kv_layer import CODES, SCALES, head_bytes
 from nanovllm.layers.attention.layer import Attention
 
 logger = logging.getLogger("nanovllm")
@@ -19,7 +20,10 @@ CACHE_LINE = 64
 
 
 class KVPool:
-    """`[2, layers, blocks, block_size, kv_heads, head_dim]`; each attention layer has its slice."""
+    """`[2, layers, blocks, block_size, kv_heads, head_dim]`; each attention layer has its slice.
+
+    A quantized one also has scales, `[2, layers, blocks, kv_heads, block_size]`.
+    """
 
     def __init__(
         self,
@@ -34,49 +38,49 @@ class KVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
-        self.cache: torch.Tensor | None = None
+        self.release()
 
     @property
     def block_bytes(self) -> int:
         """The size of one block, all layers together."""
-        return math.prod(self._shape(num_blocks=1)) * self.dtype.itemsize
+        num_heads = 2 * len(self.layers) * self.block_size * self.layers[0].num_kv_heads
+        return num_heads * head_bytes(self.head_dim, self.dtype)
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the tensor, zeroed (masked keys are multiplied by 0), and hand out its slices."""
+        """Make the tensors, zeroed (masked keys are multiplied by 0), and hand out their slices."""
+        shape = (2, len(self.layers), num_blocks)
+        of_block = (self.block_size, self.layers[0].num_kv_heads)
         try:
-            self.cache = self._zeros(self._shape(num_blocks))
+            self.cache = self._zeros((*shape, *of_block, self.head_dim), self.dtype)
+            self.tensors = [self.cache]
+            if self.dtype == CODES:
+                self.tensors.append(self._zeros((*shape, *reversed(of_block)), SCALES))
         except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
             raise MemoryError(
                 f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / GIB:.1f}"
                 f" GiB, more than {self.device} has free; lower num_kvcache_blocks, cpu_kvcache_gib"
                 " or gpu_memory_utilization"
             ) from error
-        for layer, k_cache, v_cache in zip(self.layers, *self.cache, strict=True):
-            layer.set_cache(k_cache, v_cache)
+        for index, layer in enumerate(self.layers):
+            layer.set_cache(*(part[index] for both in self.tensors for part in both))
 
     def copy(self, source: int, target: int) -> None:
         """Copy one block to another, in all layers: `block_bytes` read and written."""
-        assert self.cache is not None
-        self.cache[:, :, target] = self.cache[:, :, source]
+        for tensor in self.tensors:
+            tensor[:, :, target] = tensor[:, :, source]
 
     def release(self) -> None:
-        """Free the memory; the layers have no cache until the next `allocate`."""
-        self.cache = None
-        for layer in self.layers:
-            layer.drop_cache()
+        """Free the memory: the layers have no blocks until the next `allocate`."""
+        self.allocate(0)
 
-    def _shape(self, num_blocks: int) -> tuple[int, ...]:
-        num_kv_heads = self.layers[0].num_kv_heads
-        return (2, len(self.layers), num_blocks, self.block_size, num_kv_heads, self.head_dim)
-
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory; on the CPU the system provides pages when they are first written."""
         if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        num_bytes = math.prod(shape) * self.dtype.itemsize
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        num_bytes = math.prod(shape) * dtype.itemsize
         memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
         start = -memory.ctypes.data % CACHE_LINE
-        return torch.from_numpy(memory[start : start + num_bytes]).view(self.dtype).view(shape)
+        return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def settle_length(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype
+from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype, resolve_kv_dtype
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.ranks import Ranks
@@ -20,6 +20,7 @@ class Placement:
     ranks: Ranks
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     backend: Backend
     max_positions: int
     uses_graphs: bool  # whether decode steps are CUDA graphs
@@ -45,6 +46,7 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     """Resolve device, type, backend and length; an option that does not fit is a ValueError."""
     device = resolve_device(config.device, ranks)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     longest = max_rope_positions(model_config.rope_parameters, model_config.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(
@@ -54,10 +56,10 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     spec = AttentionSpec(
         device, dtype, model_config.num_attention_heads // ranks.size,
         max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
-        config.kvcache_block_size, not config.enforce_eager,
+        config.kvcache_block_size, not config.enforce_eager, kv_dtype,
     )  # fmt: skip
     with computing_on(device):
         backend = choose_backend(config.attention_backend, spec)
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
-    return Placement(ranks, device, dtype, backend, max_positions, uses_graphs)
+    return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs)

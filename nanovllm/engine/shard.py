@@ -50,8 +50,9 @@ class Shard:
         self.ranks, self.device = placement.ranks, placement.device
         self.backend, self.block_size = placement.backend, placement.block_size
         self.pool = KVPool(
-            model.attentions, self.block_size, model_config.head_dim, placement.dtype, self.device
-        )
+            model.attentions, self.block_size, model_config.head_dim, placement.kv_dtype,
+            self.device,
+        )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
         self.graphs: DecodeGraphs | None = None
         self._num_threads = num_threads

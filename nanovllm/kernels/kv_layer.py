@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+CODES, SCALES = torch.float8_e4m3fn, torch.bfloat16  # the types of a quantized cache
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
@@ -12,14 +14,26 @@ class KVLayer:
     The caches are [blocks, block_size, KVH, D]. Before the KV pool exists they have no elements:
     the warm-up that measures memory runs without them. With a window, a query attends to the last
     `window` keys up to its own; without one (None), to all of them.
+
+    A quantized cache has codes, and a scale for each head of a token: [blocks, KVH, block_size]. A
+    value is code * scale. The scale is computed from the head's values, or it is `fixed_scales`,
+    one for keys and one for values.
     """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     scale: float
     window: int | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+    fixed_scales: tuple[float, float] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no cache yet."""
         return self.k_cache.numel() == 0
+
+
+def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a token's key, or value, of one head in a cache of this type."""
+    return head_dim * dtype.itemsize + (SCALES.itemsize if dtype == CODES else 0)

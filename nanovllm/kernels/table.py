@@ -45,7 +45,7 @@ class Kernels:
         [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, KVLayer, Tensor],
         tuple[Tensor, Tensor, Tensor],
     ]
-    store_kvcache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    store_kvcache: Callable[[Tensor, Tensor, KVLayer, Tensor], tuple[Tensor, Tensor]]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
@@ -15,6 +14,7 @@ from nanovllm.layers.attention.choice import (
     check_needs,
     fastest_first,
     in_short,
+    one_block,
     refusal_on_error,
 )
 from nanovllm.layers.attention.torch_backend import TorchBackend
@@ -111,10 +111,10 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
 
 
 def _try_attention_inputs(kernels: Kernels, spec: AttentionSpec) -> None:
-    """Rotate a token, without a cache."""
+    """Rotate a token, and store nothing."""
     options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
     qkv = torch.zeros(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, **options)
     angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
     no_slot = torch.full((1,), -1, device=spec.device)
-    empty = KVLayer(qkv.new_empty(0), qkv.new_empty(0), 1.0, None)
-    kernels.norm_rope_store(qkv, spec.num_kv_heads, (angles, angles), None, 0.0, empty, no_slot)
+    kv = one_block(spec, 1)
+    kernels.norm_rope_store(qkv, spec.num_kv_heads, (angles, angles), None, 0.0, kv, no_slot)

@@ -23,6 +23,7 @@ from nanovllm.bench.roofline import Machine
 from nanovllm.bench.shapes import SHAPES, write_shape
 from nanovllm.bench.workload import Lengths, draw_workload
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.kernels.kv_layer import CODES, head_bytes
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 
 BENCH = Path(__file__).parents[2] / "bench.py"
@@ -80,7 +81,8 @@ class TestCounts:
     def test_bytes_count_weights_and_kv(self) -> None:
         assert roofline.step_weight_bytes(self.config, itemsize=2, rows=1) == 2 * (360 + 40)
         # K and V of one head of two, in three layers, two bytes each
-        assert roofline.kv_bytes_per_token(self.config, itemsize=2) == 2 * 3 * 1 * 2 * 2
+        assert roofline.kv_bytes_per_token(self.config, head_bytes=4) == 2 * 3 * 1 * 2 * 2
+        assert [head_bytes(128, x) for x in (torch.float32, CODES)] == [512, 128 + 2]
 
     def test_prefill_flops(self) -> None:
         # Of the last layer two tokens need no more than keys and values, each 4 x 2.
@@ -95,13 +97,13 @@ class TestCounts:
         assert roofline.decode_batches([4, 1, 2]) == [2, 1, 1]
         assert roofline.decode_batches([1]) == []
         # Three steps attend to 6, 7 and 8 tokens; none; one attends to 4.
-        read = roofline.decode_kv_bytes(self.config, 2, [5, 9, 3], [4, 1, 2])
+        read = roofline.decode_kv_bytes(self.config, 4, [5, 9, 3], [4, 1, 2])
         assert read == 24 * (6 + 7 + 8 + 4)
 
     def test_only_windows_are_read(self) -> None:
         """One of three layers sees 7 tokens, another one 2."""
         config = dataclasses.replace(self.config, sliding_windows=(None, 7, 2))
-        read = roofline.decode_kv_bytes(config, 2, [5, 9, 3], [4, 1, 2])
+        read = roofline.decode_kv_bytes(config, 4, [5, 9, 3], [4, 1, 2])
         assert read == 8 * ((6 + 7 + 8 + 4) + (6 + 7 + 7 + 4) + 4 * 2)
         pairs = (1 + 2 + 3 + 4) + (1 + 2 + 3 + 4) + 2
         linear = 2 * (360 * 4 - 3 * 104) + 2 * 40
@@ -118,20 +120,20 @@ class TestCounts:
     def test_a_decode_step_is_bound_by_bytes_or_by_flops(
         self, machine: Machine, gemm: float
     ) -> None:
-        floor = roofline.floor(self.config, 2, [5, 9, 3], [4, 1, 2], machine)
+        floor = roofline.floor(self.config, 2, [5, 9, 3], [4, 1, 2], machine, 4)
         assert floor.decode_gemm_seconds == pytest.approx(gemm)
 
     def test_the_floor_is_the_sum_of_its_parts(self) -> None:
         machine = Machine(bytes_per_second=10.0, flops_per_second=5.0)
-        floor = roofline.floor(self.config, 2, [3, 1], [2, 1], machine)
-        assert floor.decode_kv_seconds == 4 * 24 / 10
+        floor = roofline.floor(self.config, 2, [3, 1], [2, 1], machine, 8)
+        assert floor.decode_kv_seconds == 4 * 48 / 10, "a key has 8 bytes, two weights 4"
         assert floor.prefill_seconds == roofline.prefill_flops(self.config, [3, 1]) / 5
         assert floor.seconds == pytest.approx(
             floor.prefill_seconds + floor.decode_gemm_seconds + floor.decode_kv_seconds
         )
 
     def test_a_short_prefill_still_reads_the_weights(self) -> None:
-        floor = roofline.floor(self.config, 2, [1], [1], Machine(1.0, 1e12))
+        floor = roofline.floor(self.config, 2, [1], [1], Machine(1.0, 1e12), 4)
         assert floor.prefill_seconds == 800
 
 
@@ -157,7 +159,7 @@ class TestExperts:
             expected = 2 * (rest + touched * self.expert)
             assert roofline.step_weight_bytes(self.config, 2, rows) == pytest.approx(expected)
         # Two steps of decode: with two rows, and with one.
-        floor = roofline.floor(self.config, 2, [5, 9], [3, 2], Machine(1.0, 1e12))
+        floor = roofline.floor(self.config, 2, [5, 9], [3, 2], Machine(1.0, 1e12), 4)
         touched = 2.0 + 5 * (1 - 0.6**2)
         expected = 2 * (2 * rest + touched * self.expert)
         assert floor.decode_gemm_seconds == pytest.approx(expected)
@@ -210,7 +212,9 @@ class TestWorkload:
         """Figures that were computed independently, for one H200, in bfloat16."""
         prompts, output_lens = draw()
         input_lens = [len(prompt) for prompt in prompts]
-        floor = roofline.floor(shape(name, tmp_path), 2, input_lens, output_lens, H200)
+        floor = roofline.floor(
+            shape(name, tmp_path), 2, input_lens, output_lens, H200, kv_head_bytes=256
+        )
         assert floor.seconds == pytest.approx(seconds, rel=0.02)
         assert sum(output_lens) / floor.seconds == pytest.approx(tokens_per_second, rel=0.02)
         if name == "qwen3-0.6b":

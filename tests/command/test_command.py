@@ -300,6 +300,8 @@ def test_info_needs_no_weights(capsys: Any, tmp_path: Path) -> None:
     assert info["kv_bytes_per_token"] == 2 * 4 * 2 * 64 * 4
     free = int(8 * 2**30 * 0.9) - info["weight_bytes"]
     assert info["kv_tokens_by_gib"]["8"] == free // info["kv_bytes_per_token"]
+    info = json.loads(in_process(capsys, *argv, "--json", "--kv-cache-dtype", "fp8")[1])
+    assert info["kv_bytes_per_token"] == 2 * 4 * 2 * (64 + 2)
     status, text, _ = in_process(capsys, *argv, "--enable-expert-parallel")
     assert status == 1 and "not supported: enable_expert_parallel=True" in text
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Other"]}))

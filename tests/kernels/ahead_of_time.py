@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -68,15 +68,21 @@ def projected(heads: Heads, tokens: int = TOKENS) -> list[torch.Tensor]:
     return list(qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1))
 
 
-def caches(heads: Heads, block_size: int = BLOCK_SIZE) -> torch.Tensor:
-    return bf16(2, BLOCKS, block_size, heads[1], heads[2])
+def layer(
+    heads: Heads, block_size: int = BLOCK_SIZE, window: int | None = None, codes: bool = False
+) -> KVLayer:
+    caches = torch.empty(
+        2, BLOCKS, block_size, heads[1], heads[2], dtype=CODES if codes else torch.bfloat16
+    )
+    scales = torch.empty(2, BLOCKS, heads[1], block_size, dtype=SCALES) if codes else (None, None)
+    return KVLayer(*caches, 0.125, window, *scales)
 
 
-def store_kvcache(heads: Heads) -> None:
+def store_kvcache(heads: Heads, codes: bool = False) -> None:
     from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     _, k, v = projected(heads)
-    store_kvcache(k, v, *caches(heads), torch.empty(TOKENS, dtype=torch.long))
+    store_kvcache(k, v, layer(heads, codes=codes), torch.empty(TOKENS, dtype=torch.long))
 
 
 def read_table(rows: int, width: int) -> None:
@@ -126,7 +132,9 @@ def few_rows(
         few.add(bf16(rows, inner), *layer(hidden, inner), x, bf16(hidden), EPS)
 
 
-def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None = None) -> None:
+def norm_rope_store(
+    heads: Heads, norm: bool, tokens: int, rotated: int | None = None, codes: bool = False
+) -> None:
     from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
 
     num_heads, num_kv_heads, head_dim = heads
@@ -134,23 +142,25 @@ def norm_rope_store(heads: Heads, norm: bool, tokens: int, rotated: int | None =
     cos, sin = torch.empty(tokens, 2, (rotated or head_dim) // 2).unsqueeze(2).unbind(1)
     norms = (bf16(head_dim), bf16(head_dim)) if norm else None
     slots = torch.empty(tokens, dtype=torch.long)
-    kv = KVLayer(*caches(heads), 1.0)
+    kv = layer(heads, codes=codes)
     norm_rope_store(qkv, num_kv_heads, (cos, sin), norms, EPS, kv, slots)
 
 
 def decode_attention(
-    heads: Heads, block_size: int, window: int | None = None, eager: bool = False
-) -> None:
+    heads: Heads, block_size: int, window: int | None = None, eager: bool = False,
+    codes: bool = False,
+) -> None:  # fmt: skip
     from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
     q = bf16(ROWS, heads[0], heads[2])
     plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1], copies_tiles=not eager)
-    decode_attention(q, KVLayer(*caches(heads, block_size), 0.125, window), plan)
+    decode_attention(q, layer(heads, block_size, window, codes), plan)
 
 
 def prefill_attention(
-    heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS
-) -> None:
+    heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS,
+    codes: bool = False,
+) -> None:  # fmt: skip
     """With block size 0, no part of a sequence is in the cache."""
     from nanovllm.kernels.triton.prefill_attention import (
         plan_prefill,
@@ -163,7 +173,7 @@ def prefill_attention(
     ends = int32(ROWS + 1)
     queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
     plan = plan_prefill(ends, ends, tables, tokens, queries)
-    prefill_attention(q, k, v, KVLayer(*caches(heads, block_size), 0.125, window), plan)
+    prefill_attention(q, k, v, layer(heads, block_size, window, codes), plan)
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
@@ -189,6 +199,30 @@ def draw(dtype: torch.dtype) -> None:
 # A case for each binary: sizes that make no new one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
+    "store_kvcache, Qwen3-0.6B, codes": partial(store_kvcache, QWEN3_SMALL, codes=True),
+    **{
+        f"norm_rope_store, Qwen3-8B, {tokens} tokens, codes": partial(
+            norm_rope_store, QWEN3_8B, True, tokens, codes=True
+        )
+        for tokens in (ROWS, 8 * TOKENS)
+    },
+    **{
+        f"{call.__name__}, {name}, codes, block size {size}": partial(
+            call, ATTENTION_HEADS[name], size, codes=True
+        )
+        for name in (*HEADS, "head_dim 64", "head_dim 256", "G 16")
+        for call in (decode_attention, prefill_attention)
+        for size in (16, 64)
+    },
+    **{
+        f"{call.__name__}, Mistral's window, codes, block size 64": partial(
+            call, QWEN3_8B, 64, 4096, codes=True
+        )
+        for call in (decode_attention, prefill_attention)
+    },
+    "decode_attention, Qwen3-8B, codes, eager, block size 64": partial(
+        decode_attention, QWEN3_8B, 64, eager=True, codes=True
+    ),
     **{f"rms_norm, hidden {n}": partial(rms_norm, n) for n in (1024, 4096)},
     "silu_and_mul": partial(silu_and_mul, 3072),
     **{

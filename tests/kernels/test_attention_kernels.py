@@ -7,6 +7,7 @@ precision: the difference is the kernel's own error.
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
+from nanovllm.kernels.plain.kv_codes import dequantize, quantize
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SETTINGS = kernel_settings(25)
@@ -52,6 +54,8 @@ class Shape:
     programs: int = 7  # of each key head, in decode
     window: int | None = None
     copies_tiles: bool = True
+    quantized: bool = False
+    converted: bool = False  # codes, by the GPU's own conversion
     seed: int = 0
 
     @property
@@ -97,12 +101,36 @@ class Paged:
                 self.tables[row, : max(0, n - new + 1 - shape.window) // size] = order[-1]
             if shape.queries:
                 self.k[end - new : end], self.v[end - new : end] = keys_values[:, n - new :]
+        if shape.quantized:
+            self._quantize()
         self.tables = self.tables.to(device)
         self.lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
         self.cu_q, self.cu_k = (
             torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device)
             for n in (asking, shape.contexts)
         )
+
+    def _quantize(self) -> None:
+        """Make codes and scales of the caches, which become what those stand for."""
+        unowned = self.caches.isnan()
+        quantized = [quantize(x.flatten(0, 1)) for x in self.caches.nan_to_num()]
+        self.codes, scales = (torch.stack(x) for x in zip(*quantized, strict=True))
+        size, kv_heads = self.shape.block_size, self.shape.kv_heads
+        self.scales = scales.view(2, -1, size, kv_heads)
+        self.codes = self.codes.view(self.caches.shape)
+        self.caches = dequantize(self.codes, self.scales, FP32)
+        self.codes.view(torch.uint8)[unowned] = 0x7F  # NaN
+        self.scales[unowned[..., 0]] = torch.nan
+        self.scales = self.scales.transpose(2, 3).contiguous()
+        self.caches[unowned] = torch.nan
+
+    def kernel_layer(self) -> KVLayer:
+        """The cache as kernels get it."""
+        if not self.shape.quantized:
+            return self.layer(*self.caches)
+        k_scales, v_scales = self.scales
+        kv = self.layer(*self.codes)
+        return replace(kv, k_scales=k_scales, v_scales=v_scales)
 
     def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
         return KVLayer(k_cache, v_cache, self.shape.scale, self.shape.window)
@@ -121,7 +149,8 @@ class Paged:
         assert len(plan.starts) == self.shape.programs
         outs = []
         for _ in range(2):
-            outs.append(kernels.decode_attention(self.q, self.layer(*self.caches), plan))
+            with self.conversion(kernels):
+                outs.append(kernels.decode_attention(self.q, self.kernel_layer(), plan))
             assert not plan.arrivals.any(), "the counters are not reset for the next layer"
         assert not outs[0].isnan().any(), "it read unowned memory, or did not write a result"
         assert torch.equal(*outs), "the second layer differs from the first"
@@ -137,13 +166,24 @@ class Paged:
         plan = kernels.plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
-            keys = (unread, unread, self.layer(*self.caches))
+            keys = (unread, unread, self.kernel_layer())
         else:
             assert self.shape.queries == self.shape.contexts
             keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
         if not use_cache and can_copy_tiles(self.q.device):  # however few tokens there are
             plan.copies_tiles = self.shape.copies_tiles
-        return kernels.prefill_attention(self.q, *keys, plan)
+        with self.conversion(kernels):
+            return kernels.prefill_attention(self.q, *keys, plan)
+
+    @contextmanager
+    def conversion(self, kernels: Any) -> Iterator[None]:
+        """Read codes as the shape says, where the device can."""
+        from nanovllm.kernels.triton.common import capability
+
+        can = self.device == "cpu" or capability(self.q.device) >= 89
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "converts_codes", lambda device: self.shape.converted and can)
+            yield
 
     # The twins.
 
@@ -220,6 +260,8 @@ HEADS = dict(
     seed=st.integers(0, 2**31),
 )
 
+QUANTIZED = HEADS | dict(quantized=st.just(True), converted=st.booleans())
+
 # Decode
 
 CONTEXT = st.one_of(st.integers(0, 5), AROUND_TILES, st.integers(0, 200))
@@ -239,6 +281,16 @@ def batches(draw: st.DrawFn) -> list[int]:
 @SETTINGS
 @given(st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **HEADS))
 def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
+    assert_decodes_as_its_twin(shape, kernel_device)
+
+
+@pytest.mark.slow
+@SETTINGS
+@given(st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 3, 8]), **QUANTIZED))
+@example(Shape([130, 0, 64, 500, 63], head_dim=128, block_size=64, dtype=BF16, quantized=True))
+@example(Shape([130, 0, 64, 500], block_size=64, dtype=FP16, quantized=True, window=100))
+@example(Shape([130, 64, 500], block_size=256, dtype=BF16, quantized=True, converted=True))
+def test_decode_of_codes_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
 
 
@@ -381,9 +433,9 @@ def test_any_number_of_programs_covers_the_batch(kernel_device: str, kv_heads: i
 
 
 @st.composite
-def prefills(draw: st.DrawFn, fresh: bool) -> Shape:
+def prefills(draw: st.DrawFn, fresh: bool, heads: dict[str, Any] = HEADS) -> Shape:
     """Sequences of a few tiles; a tile has more queries if fewer heads share a key head."""
-    shape = draw(st.builds(Shape, contexts=st.just([]), **HEADS | {"kv_heads": st.integers(1, 2)}))
+    shape = draw(st.builds(Shape, contexts=st.just([]), **heads | {"kv_heads": st.integers(1, 2)}))
     block_q = TILE // (1 << (shape.group - 1).bit_length())
     full_tiles = st.sampled_from([block_q - 1, block_q, block_q + 1, 2 * block_q + 1])
     asking = st.one_of(st.just(1), full_tiles, st.integers(1, 3 * block_q)).map(lambda n: n or 1)
@@ -410,6 +462,16 @@ def test_fresh_prefill_equals_its_twin(kernel_device: str, shape: Shape) -> None
 @example(Shape([63, 130, 190], [1, 68, 64], group=1))  # a first query before the last key of a tile
 @example(Shape([64, 65, 127, 128, 129, 130], [1, 2, 63, 64, 1, 66], group=16))
 def test_prefill_from_the_cache_equals_its_twin(kernel_device: str, shape: Shape) -> None:
+    assert_prefills_as_its_twin(shape, True, kernel_device)
+
+
+@pytest.mark.slow
+@SETTINGS
+@given(prefills(fresh=False, heads=QUANTIZED))
+@example(Shape([500, 129, 65], [1, 65, 64], block_size=64, dtype=BF16, quantized=True))
+@example(Shape([500, 129], [1, 65], dtype=FP16, quantized=True, window=70))
+@example(Shape([500, 129], [1, 65], dtype=BF16, quantized=True, converted=True))
+def test_prefill_from_codes_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, True, kernel_device)
 
 

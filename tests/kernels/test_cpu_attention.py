@@ -34,7 +34,7 @@ class Compiled(Paged):
 
     def decode(self) -> torch.Tensor:
         plan = plan_decode(self.lens, self.tables, *self.heads())
-        out = decode_attention(self.q, self.layer(*self.caches), plan)
+        out = decode_attention(self.q, self.kernel_layer(), plan)
         assert not out.isnan().any(), "it read unowned memory, or did not write a result"
         return out
 
@@ -43,7 +43,7 @@ class Compiled(Paged):
         plan = plan_prefill(self.cu_q, self.cu_k, tables, *self.heads())
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
-            keys = (unread, unread, self.layer(*self.caches))
+            keys = (unread, unread, self.kernel_layer())
         else:
             keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
         return prefill_attention(self.q, *keys, plan)
@@ -57,6 +57,7 @@ HEADS = dict(
     dtype=st.sampled_from([FP32, FP32, BF16]),
     strided=st.booleans(),
     window=st.none() | st.integers(1, 40) | st.integers(1, 300),
+    quantized=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 SPLITS = st.sampled_from([5, 32, 100, 1024])
@@ -70,6 +71,8 @@ SPLITS = st.sampled_from([5, 32, 100, 1024])
 @example(Shape([700, 0, 40, 31, 33], window=33, block_size=1), 1024)
 @example(Shape([700, 64, 65], group=24, window=1, block_size=7), 32)
 @example(Shape([700, 64, 65], group=2, window=100), 32)
+@example(Shape([700, 0, 64, 65], group=2, head_dim=128, dtype=BF16, quantized=True), 1024)
+@example(Shape([700, 0, 64, 65], group=24, head_dim=40, block_size=7, quantized=True), 32)
 def test_decode_equals_its_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SPLIT_KEYS", split)
@@ -83,7 +86,8 @@ def prefills(draw: st.DrawFn, cached: bool) -> Shape:
     prefix = st.integers(0, 20) | st.integers(0, 150)
     before = [draw(prefix) if cached else 0 for _ in queries]
     contexts = [old + new for old, new in zip(before, queries, strict=True)]
-    return draw(st.builds(Shape, contexts=st.just(contexts), queries=st.just(queries), **HEADS))
+    heads = HEADS if cached else HEADS | {"quantized": st.just(False)}
+    return draw(st.builds(Shape, contexts=st.just(contexts), queries=st.just(queries), **heads))
 
 
 @SETTINGS
@@ -103,6 +107,7 @@ def test_fresh_prefill_equals_its_twin(shape: Shape) -> None:
 @example(Shape([200], [16], group=1, window=2), 5)  # parts of which a query sees nothing
 @example(Shape([40], [8], group=2), 5)  # the most rows without a tile
 @example(Shape([40], [9], group=2), 5)
+@example(Shape([97, 200, 31, 33], [1, 200, 16, 17], head_dim=128, quantized=True), 32)
 def test_chunks_and_prefixes_equal_their_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SPLIT_KEYS", split)

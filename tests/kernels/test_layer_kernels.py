@@ -3,7 +3,8 @@
 Triton's kernels run on a device, or interpreted where there is none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from conftest import kernel_settings
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.plain.paged import gather_blocks
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 
 pytestmark = [
@@ -187,6 +189,7 @@ class Heads:
     dtype: torch.dtype = torch.bfloat16
     strided: bool = False
     scale: float = 1.0
+    quantized: bool = False
     many: bool = False  # take the grid of a step with many tokens
     seed: int = 0
 
@@ -203,6 +206,7 @@ HEADS = st.builds(
     dtype=st.sampled_from(DTYPES),
     strided=st.booleans(),
     scale=st.sampled_from([1e-3, 1.0, 100.0]),
+    quantized=st.booleans(),
     many=st.booleans(),
     seed=st.integers(0, 2**31),
 ).filter(lambda shape: shape.kv_heads * shape.group <= 32)
@@ -226,28 +230,34 @@ def assert_norms_rotates_and_stores_as_its_twin(
     rope = cos, sin = table.unsqueeze(2).unbind(1)
     norms = [make_weight(head_dim, shape.dtype, device) for _ in range(2)]
     weights = (norms[0], norms[1]) if shape.norm else None
-    options = {"dtype": shape.dtype, "device": device}
-    slots = torch.full((tokens,), -1)
-    caches = torch.empty(2, 2, 0, **options)
+    slots, blocks = torch.full((tokens,), -1), 0
     if cached:
         blocks = tokens // shape.block_size + 3
-        caches = torch.randn(2, 1 + blocks + 1, shape.block_size, num_kv, head_dim).to(**options)
         slots = torch.randperm(blocks * shape.block_size)[:tokens]
         slots[~torch.tensor(shape.has_slot)] = -1
+    caches = torch.randn(2, 1 + blocks + 1, shape.block_size, num_kv, head_dim)
+    caches = caches.to(device, CODES if shape.quantized else shape.dtype)
+    scales = torch.rand(2, 1 + blocks + 1, num_kv, shape.block_size).to(device, SCALES)
     slots = slots.to(device)
-    # Without a cache, its tensors have no elements.
     inputs = (qkv, cos, sin, *norms, slots)
-    before, expected_caches = [t.clone() for t in inputs], caches.clone()
+    before = [t.clone() for t in inputs]
+    expected_caches, expected_scales = caches.clone(), scales.clone()
 
-    def call(function: object, caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call(
+        function: Any, caches: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         k_cache, v_cache = caches[:, 1:-1]
-        return function(qkv, num_kv, rope, weights, EPS, KVLayer(k_cache, v_cache, 1.0), slots)  # type: ignore
+        kv = KVLayer(k_cache, v_cache, 1.0)
+        if shape.quantized:
+            kv = replace(kv, k_scales=scales[0, 1:-1], v_scales=scales[1, 1:-1])
+        q, k, v = function(qkv, num_kv, rope, weights, EPS, kv, slots)
+        return q, k, v
 
     with pytest.MonkeyPatch.context() as patch:
         if shape.many and tested.kernels.name == "Triton":
             patch.setattr("nanovllm.kernels.triton.norm_rope_store.FEW_TOKENS", 0)
-        q, k, v = call(tested.kernels.norm_rope_store, caches)
-    twins = call(PLAIN.norm_rope_store, expected_caches)
+        q, k, v = call(tested.kernels.norm_rope_store, caches, scales)
+    twins = call(PLAIN.norm_rope_store, expected_caches, expected_scales)
 
     # Rounding of a pair's norms, then of their products; sums that cancel leave it as it was.
     eps = torch.finfo(shape.dtype).eps if shape.norm else FLOAT32_SLACK
@@ -255,16 +265,42 @@ def assert_norms_rotates_and_stores_as_its_twin(
         turned, rest = twin.float().tensor_split([rotated], dim=2)
         pair = turned.unflatten(2, (2, -1)).norm(dim=2)
         slack = max(eps, FLOAT32_SLACK) * 2 * torch.cat([pair, pair, rest.abs()], dim=2)
-        assert_rounded_alike(out, twin, slack)
-    assert v.data_ptr() == qkv[:, num_q + num_kv :].data_ptr(), "values are copied"
+        if shape.quantized and out is k:  # rarely another code, or another scale
+            step = 2.0**-3 * twin.float().abs() + 2.0**-14 * twin.float().abs().amax(-1, True)
+            assert bool(((out.float() - twin.float()).abs() <= step + slack).all())
+            assert float((out != twin).float().mean()) <= 0.02 + 8 / out.numel() + eps * 8
+        else:
+            assert_rounded_alike(out, twin, slack)
+    if not shape.quantized:
+        assert v.data_ptr() == qkv[:, num_q + num_kv :].data_ptr(), "values are copied"
     assert torch.equal(v, twins[2])
     if cached:
-        rows = expected_caches[:, 1:-1].flatten(1, 2)
         kept = slots >= 0
-        assert torch.equal(rows[1][slots[kept]], v[kept]), "the twin itself stores no values"
-        rows[0][slots[kept]] = k[kept]  # attention and the cache get the same keys
-    assert torch.equal(caches[0], expected_caches[0]), "stored keys differ"
-    assert torch.equal(caches[1], expected_caches[1]), "stored values differ"
+        stored = slots[kept]
+        held = gather_blocks(
+            KVLayer(*expected_caches, 1.0, None, *(expected_scales if shape.quantized else ())),
+            torch.arange(blocks + 2, device=device)[None, 1:-1], shape.dtype,
+        )  # fmt: skip
+        assert torch.equal(held[1][0].transpose(0, 1)[stored], v[kept]), "the twin stores no values"
+        # Attention and the cache get the same keys.
+        if shape.quantized:
+            kv = KVLayer(*caches, 1.0, None, *scales)
+            rows = torch.arange(blocks + 2, device=device)[None, 1:-1]
+            keys = gather_blocks(kv, rows, shape.dtype)[0][0].transpose(0, 1)
+            assert torch.equal(keys[stored], k[kept])
+            at = stored // shape.block_size + 1, slice(None), stored % shape.block_size
+            expected_scales[0][at] = scales[0][at]
+            k_rows, expected_rows = (
+                x[0, 1:-1].flatten(0, 1).view(torch.uint8) for x in (caches, expected_caches)
+            )
+            expected_rows[stored] = k_rows[stored]
+        else:
+            expected_caches[0, 1:-1].flatten(0, 1)[stored] = k[kept]
+    same = [
+        torch.equal(*(x[i].view(torch.uint8) for x in (caches, expected_caches))) for i in (0, 1)
+    ]
+    assert same == [True, True], "stored keys or values differ"
+    assert torch.equal(scales, expected_scales), "stored scales differ"
     assert all(map(torch.equal, before, inputs)), "inputs were changed"
 
 
@@ -277,6 +313,8 @@ def assert_norms_rotates_and_stores_as_its_twin(
 @example(Heads([True] * 3, 2, 2, 80, rotated=0.25, dtype=torch.float32), True)
 @example(Heads([False] * 5, 4, 7, 128, dtype=torch.float16, strided=True), True)
 @example(Heads([True, False] * 20, 1, 32, 256, dtype=torch.float32, many=True), True)
+@example(Heads([True, False] * 20, 8, 2, 128, quantized=True), True)
+@example(Heads([True] * 3, 2, 2, 128, norm=False, dtype=torch.float32, quantized=True), False)
 def test_norm_rope_store_equals_its_twin(
     tested: Implementation, shape: Heads, cached: bool
 ) -> None:

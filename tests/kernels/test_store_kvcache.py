@@ -1,6 +1,7 @@
 """The Triton store against its twin: on a device, or interpreted where there is none."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.kv_layer import SCALES, KVLayer
+from nanovllm.kernels.plain.kv_codes import quantize
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +64,13 @@ SHAPES = st.builds(
 )
 
 
+def layer(caches: torch.Tensor, scales: torch.Tensor | None = None, **options: Any) -> KVLayer:
+    """Without the first block and the last one, which show writes outside."""
+    k_cache, v_cache = caches[:, 1:-1]
+    k_scales, v_scales = (None, None) if scales is None else scales[:, 1:-1]
+    return KVLayer(k_cache, v_cache, 1.0, None, k_scales, v_scales, **options)
+
+
 def assert_stores_as_its_twin(inputs: Inputs) -> None:
     """Compares all of the memory: slots that are not named are unchanged."""
     from nanovllm.kernels.triton.store_kvcache import store_kvcache
@@ -68,8 +78,9 @@ def assert_stores_as_its_twin(inputs: Inputs) -> None:
     key, value, caches, slots = inputs
     expected = caches.clone()
     before = [x.clone() for x in (key, value, slots)]
-    store_kvcache(key, value, *caches[:, 1:-1], slots)
-    PLAIN.store_kvcache(key, value, *expected[:, 1:-1], slots)
+    k, v = store_kvcache(key, value, layer(caches), slots)
+    assert k is key and v is value
+    PLAIN.store_kvcache(key, value, layer(expected), slots)
     assert torch.equal(caches[0], expected[0]), "keys differ"
     assert torch.equal(caches[1], expected[1]), "values differ"
     assert all(map(torch.equal, before, (key, value, slots))), "inputs were changed"
@@ -123,7 +134,7 @@ def test_slots_beyond_32_bits_do_not_wrap_around(
     around = [1, 2, 4, num_slots - 18, num_slots - 15, num_slots - 2]
     rows[around] = 0
     # Keys and values go to one cache, to save memory.
-    store_kvcache(key, key, cache, cache, slots)
+    store_kvcache(key, key, KVLayer(cache, cache, 1.0), slots)
     kept = slots >= 0
     assert torch.equal(rows[slots[kept]], key[kept])
     assert not rows[around].any()
@@ -139,7 +150,7 @@ def test_slots_beyond_32_bits_do_not_wrap_around_in_a_real_cache() -> None:
     cache = torch.zeros(num_slots // 16, 16, heads, head_dim, dtype=torch.bfloat16, device="cuda")
     slots = torch.tensor([num_slots - 1, 0, -1, num_slots - 17], device="cuda")
     key = torch.randn(4, heads, head_dim, device="cuda").bfloat16()
-    store_kvcache(key, key, cache, cache, slots)
+    store_kvcache(key, key, KVLayer(cache, cache, 1.0), slots)
     kept = slots >= 0
     rows = cache.flatten(0, 1)
     assert torch.equal(rows[slots[kept]], key[kept])
@@ -150,11 +161,129 @@ def test_a_cache_that_is_not_contiguous_is_refused(kernel_device: str) -> None:
     from nanovllm.kernels.triton.store_kvcache import store_kvcache
 
     key, value, (k_cache, v_cache), slots = Shape([True] * 3, 2, 64).inputs(kernel_device)
-    for broken in (
+    for k, v, *caches in (
         (key.transpose(1, 2), value, k_cache, v_cache),
         (key, value.transpose(1, 2), k_cache, v_cache),
         (key, value, k_cache.transpose(0, 1), v_cache),
         (key, value, k_cache, v_cache.transpose(0, 1)),
     ):
         with pytest.raises(AssertionError):
-            store_kvcache(*broken, slots)
+            store_kvcache(k, v, KVLayer(*caches, 1.0), slots)
+
+
+# Codes
+
+
+@dataclass(frozen=True)
+class Codes(Shape):
+    """Heads of any size, some of them zeros, that go to a quantized cache."""
+
+    fixed_scales: tuple[float, float] | None = None
+    cached: bool = True
+
+    def store(self, function: Any, device: str) -> list[torch.Tensor]:
+        """What it returns, and all of the memory afterwards."""
+        key, value, caches, slots = self.inputs(device)
+        sizes = torch.tensor([0.0, 1e-9, 0.01, 1.0, 300.0])[torch.randint(5, (len(key), 1, 1))]
+        key, value = (x * sizes.to(x.device, x.dtype) for x in (key, value))
+        codes = torch.zeros(caches.shape, dtype=torch.uint8, device=device)
+        options: dict[str, Any] = dict(dtype=SCALES, device=device)
+        scales = torch.zeros(*codes.shape[:2], self.heads, self.block_size, **options)
+        if not self.cached:
+            codes, scales = codes[:, :2], scales[:, :2]
+        kv = layer(codes.view(torch.float8_e4m3fn), scales, fixed_scales=self.fixed_scales)
+        return [*function(key, value, kv, slots), codes, scales]
+
+
+@pytest.mark.slow
+@kernel_settings(40)
+@given(
+    st.builds(
+        Codes,
+        has_slot=st.lists(st.sampled_from([True, True, False]), min_size=1, max_size=20),
+        heads=st.integers(1, 8),
+        head_dim=st.sampled_from([64, 80, 128]),
+        block_size=st.sampled_from([1, 16, 48]),
+        dtype=st.sampled_from(DTYPES),
+        strided=st.booleans(),
+        fixed_scales=st.sampled_from([None, (0.01, 0.003)]),
+        cached=st.sampled_from([True, True, True, False]),
+        seed=st.integers(0, 2**31),
+    )
+)
+def test_the_kernel_stores_the_codes_of_its_twin(kernel_device: str, shape: Codes) -> None:
+    """To the last bit, and returns what it stores."""
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+
+    out = shape.store(store_kvcache, kernel_device)
+    assert all(map(torch.equal, out, shape.store(PLAIN.store_kvcache, kernel_device)))
+
+
+def exact_codes() -> torch.Tensor:
+    """All numbers of e4m3 from 0 upwards, in float64, made from their bits."""
+    bits = torch.arange(0x7F)
+    exponent, mantissa = bits // 8, (bits % 8).double() / 8
+    return torch.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - 7), mantissa * 2.0**-6)
+
+
+@pytest.mark.parametrize("room", ["plain", "triton"])
+def test_codes_are_the_nearest_and_scales_the_least(
+    room: str, request: pytest.FixtureRequest
+) -> None:
+    """By their definition: all numbers of e4m3, their midpoints and what is beside those."""
+    numbers = exact_codes()
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    eps = 2.0**-22
+    x = torch.cat([numbers, middle, middle * (1 + eps), middle * (1 - eps)])
+    x = torch.cat([x, -x]).float()
+    heads = torch.cat([x, torch.full((-len(x) % 64,), 448.0)]).view(1, -1, 64).clone()
+    heads[..., 0] = 448.0  # so that the scale is 1
+    device, store = "cpu", PLAIN.store_kvcache
+    if room == "triton":
+        from nanovllm.kernels.triton.store_kvcache import store_kvcache as store
+
+        device = request.getfixturevalue("kernel_device")
+    scales = torch.zeros(1, heads.shape[1], 16, dtype=SCALES, device=device)
+    cache = torch.zeros(1, 16, *heads.shape[1:], device=device).to(torch.float8_e4m3fn)
+    kv = KVLayer(cache, cache.clone(), 1.0, None, scales, scales.clone())
+    slot = torch.tensor([5], device=device)
+    for factor in (1.0, 2.0**-20, 2.0**30):
+        out, _ = store(heads.to(device) * factor, heads.to(device), kv, slot)
+        near = (heads.double()[..., None].abs() - numbers).abs()
+        # Of two that are as near, the one with an even last bit.
+        index = torch.where(near == near.amin(-1, keepdim=True), torch.arange(0x7F) % 2, 9).argmin(
+            -1
+        )
+        expected = numbers[index].copysign(heads.double()) * factor
+        assert torch.equal(out.double().cpu(), expected)
+        assert bool((scales[0, :, 5].float() == factor).all())
+        held = cache[0, 5].float() * scales[0, :, 5, None].float()
+        assert torch.equal(held, out[0])
+    for largest in (1.0, 3.0, 449.0, 1e-3, 5e4):
+        _, (scale,) = quantize(torch.full((1, 64), largest))
+        below = torch.nextafter(scale, torch.zeros_like(scale)).double()
+        assert float(below) * 448 < largest <= float(scale.double()) * 448 * (1 + 2.0**-24)
+
+
+@pytest.mark.parametrize("room", ["plain", "triton"])
+def test_nan_and_infinity_stay_in_their_head(room: str, request: pytest.FixtureRequest) -> None:
+    device, store = "cpu", PLAIN.store_kvcache
+    if room == "triton":
+        from nanovllm.kernels.triton.store_kvcache import store_kvcache as store
+
+        device = request.getfixturevalue("kernel_device")
+    key = torch.ones(3, 1, 64, device=device)
+    key[0, 0, 3], key[1, 0, 3] = torch.nan, torch.inf
+    empty = torch.zeros(0, 16, 1, 64, device=device).to(torch.float8_e4m3fn)
+    scales = torch.zeros(0, 1, 16, dtype=SCALES, device=device)
+    kv = KVLayer(empty, empty, 1.0, None, scales, scales)
+    out, _ = store(key, key, kv, torch.full((3,), -1, device=device))
+    assert bool(out[0].isnan().all()) and bool(out[1].isnan().any())
+    torch.testing.assert_close(out[2], key[2], rtol=2.0**-4, atol=0)
+
+
+def test_codes_of_fixed_scales_saturate() -> None:
+    codes, scales = quantize(torch.tensor([[1.0, 2.0, -1e9, 0.0]]), 2.0**-8)
+    assert codes.float().tolist() == [[256.0, 448.0, -448.0, 0.0]]
+    assert scales.tolist() == [2.0**-8]
+    assert quantize(torch.ones(1, 1, 1), 0.1)[1].item() == 0.10009765625, "rounded upwards"

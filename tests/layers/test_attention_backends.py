@@ -14,11 +14,13 @@ from conftest import make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
 from nanovllm.kernels.triton.common import can_copy_tiles
 from nanovllm.layers import backend as backend_module
 from nanovllm.layers.attention.base import AttentionSpec
+from nanovllm.layers.attention.cpu_backend import CpuBackend
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.attention.triton_backend import TritonBackend
 from nanovllm.layers.backend import Backend, choose_backend
@@ -32,7 +34,8 @@ def spec(device: str = "cpu", **changes: Any) -> AttentionSpec:
         device=torch.device(device), dtype=torch.float32, num_heads=4, num_kv_heads=2, head_dim=16,
         block_size=None, in_graphs=True,
     )  # fmt: skip
-    return AttentionSpec(**options | changes)
+    options |= changes
+    return AttentionSpec(**{"kv_dtype": options["dtype"]} | options)
 
 
 # The choice
@@ -110,6 +113,36 @@ def test_a_missing_flash_attn_is_explained(monkeypatch: pytest.MonkeyPatch) -> N
 def test_flash_attn_refuses_what_it_cannot_compute(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_backend("flash_attn", spec("cuda", **changes))
+
+
+def test_flash_attn_cannot_read_codes() -> None:
+    """And "auto" takes another backend."""
+    of_codes = dict(dtype=torch.bfloat16, kv_dtype=CODES)
+    with pytest.raises(ValueError, match="needs kv_cache_dtype='auto', it cannot read 'fp8'") as e:
+        choose_backend("flash_attn", spec("cuda", **of_codes))
+    assert "'triton' needs nothing more" in str(e.value)
+    assert choose_backend("auto", spec(**of_codes)).attention.name in ("cpu", "torch")
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+@pytest.mark.parametrize("what", ["norm_rope_store", "decode_attention", "prefill_attention"])
+def test_kernels_for_codes_are_tried_at_the_start(
+    what: str, name: str, kernel_device: str, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both that store codes and those that read them: one may not compile where others do."""
+    module = importlib.import_module(f"nanovllm.kernels.{name}.{what}")
+    real = getattr(module, what)
+
+    def checking(*args: Any) -> Any:
+        if any(isinstance(x, KVLayer) and x.k_scales is not None for x in args):
+            raise RuntimeError("no codes here")
+        return real(*args)
+
+    monkeypatch.setattr(module, what, checking)
+    monkeypatch.setattr(CpuBackend, what, staticmethod(checking), raising=False)
+    choose_backend(name, spec(kernel_device if name == "triton" else "cpu"))
+    with pytest.raises(ValueError, match="no codes here"):
+        choose_backend(name, spec(kernel_device if name == "triton" else "cpu", kv_dtype=CODES))
 
 
 def test_interpreted_kernels_are_refused_on_a_gpu(

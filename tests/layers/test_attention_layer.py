@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm.kernels.kv_layer import CODES, SCALES
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.attention.torch_backend import TorchBackend
@@ -43,30 +44,43 @@ def attend(
     rope: tuple[torch.Tensor, torch.Tensor] | None,
     norms: tuple[RMSNorm, RMSNorm] | None,
     cached: bool,
+    quantized: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of one sequence's prefill, and the cache after it; one token has no slot."""
+    """The output of one sequence's prefill, and the cache after it; one token has no slot.
+
+    A quantized one is returned as codes times scales.
+    """
     layer = Attention(KV_HEADS, HEAD_DIM)
     backend = TorchBackend(BLOCK_SIZE)
     layer.bind(Backend(backend, kernels))
     caches = qkv.new_zeros(2, 4, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    if cached:
-        layer.set_cache(*caches)
+    scales = qkv.new_zeros(2, 4, KV_HEADS, BLOCK_SIZE, dtype=SCALES)
+    if quantized:
+        caches = caches.to(CODES)
+    num_blocks = 4 if cached else 0
+    if cached or quantized:
+        both = scales[:, :num_blocks] if quantized else ()
+        layer.set_cache(*caches[:, :num_blocks], *both)
     slots = torch.tensor([3, 9, 0, -1, 5, 15, 1], device=qkv.device)
     ends = torch.tensor([0, TOKENS], dtype=torch.int32, device=qkv.device)
     context = Context(True, slots, cu_seqlens_q=ends, cu_seqlens_k=ends)
     backend.plan(context)
     set_context(context)
     try:
-        return layer(qkv, rope, norms), caches
+        out = layer(qkv, rope, norms)
+        if quantized:
+            caches = caches.float() * scales.transpose(2, 3)[..., None].float()
+        return out, caches
     finally:
         reset_context()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("with_norms", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_rope_equals_the_identity_rotation(
-    kernels: Kernels, dtype: torch.dtype, with_norms: bool, cached: bool
+    kernels: Kernels, dtype: torch.dtype, with_norms: bool, cached: bool, quantized: bool
 ) -> None:
     """Rotations by the angle 0 change nothing, so both paths compute the same."""
     torch.manual_seed(0)
@@ -74,10 +88,39 @@ def test_no_rope_equals_the_identity_rotation(
     qkv = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, HEAD_DIM).to(device, dtype)
     norms = make_norms(dtype, device) if with_norms else None
     one, zero = (f(TOKENS, 1, HEAD_DIM // 2, device=device) for f in (torch.ones, torch.zeros))
-    expected, expected_caches = attend(kernels, qkv, (one, zero), norms, cached)
-    out, caches = attend(kernels, qkv, None, norms, cached)
+    expected, expected_caches = attend(kernels, qkv, (one, zero), norms, cached, quantized)
+    out, caches = attend(kernels, qkv, None, norms, cached, quantized)
     # The fused Triton kernel adds up a norm's squares in another order.
     tolerance = torch.finfo(dtype).eps if with_norms and kernels.name == "Triton" else 0.0
+    if tolerance and quantized:
+        tolerance = 2.0**-4  # another code
     torch.testing.assert_close(out, expected, rtol=2 * tolerance, atol=2 * tolerance)
     torch.testing.assert_close(caches, expected_caches, rtol=2 * tolerance, atol=tolerance)
     assert bool(caches.any()) == cached, "nothing is stored, or something without a cache"
+
+
+def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
+    """On both paths: what is kept is a multiple of the scale, and large values saturate."""
+    device = device_of(kernels)
+    qkv = torch.linspace(-3, 3, TOKENS * 8 * HEAD_DIM, device=device).view(TOKENS, 8, HEAD_DIM)
+    layer = Attention(KV_HEADS, HEAD_DIM)
+    layer.fix_scales(2.0**-9, 2.0**-7)
+    caches = torch.zeros(2, 4, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device).to(CODES)
+    scales = torch.zeros(2, 4, KV_HEADS, BLOCK_SIZE, device=device, dtype=SCALES)
+    layer.set_cache(*caches, *scales)
+    layer.bind(Backend(TorchBackend(BLOCK_SIZE), kernels))
+    one, zero = (f(TOKENS, 1, HEAD_DIM // 2, device=device) for f in (torch.ones, torch.zeros))
+    slots = torch.arange(TOKENS, device=device)
+    for rope in ((one, zero), None):
+        if rope is None:
+            _, k, v = layer._norm_and_store(qkv, None, slots)
+        else:
+            _, k, v = kernels.norm_rope_store(qkv, KV_HEADS, rope, None, 0.0, layer.kv, slots)
+        for kept, x, scale in ((k, qkv[:, 4:6], 2.0**-9), (v, qkv[:, 6:], 2.0**-7)):
+            expected = (x / scale).clamp(-448, 448).to(CODES).float() * scale
+            assert torch.equal(kept, expected)
+            assert x.abs().max() > 448 * 2.0**-9
+        for held, scale in zip(scales, (2.0**-9, 2.0**-7), strict=True):
+            stored = held.transpose(1, 2).flatten(0, 1)[:TOKENS]
+            assert torch.equal(stored, torch.full_like(stored, scale))
+        scales.zero_()

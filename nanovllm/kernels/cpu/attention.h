@@ -14,11 +14,13 @@ namespace {
 
 // What all tasks share. Sequence s has the queries q_ends[s] .. q_ends[s + 1] - 1, which are the
 // last of its k_lens[s] tokens. Its rows are numbered query by query, G rows each.
-template <typename T>
+template <typename T, typename K>
 struct Step {
     const T* q;  // [tokens, H, D]
-    const T* k;  // [tokens, KVH, D], or the cache
-    const T* v;
+    const K* k;  // [tokens, KVH, D], or the cache
+    const K* v;
+    const bf16* k_scales;  // [blocks, KVH, block_size], of codes
+    const bf16* v_scales;
     T* out;  // [tokens, H, D]
     const int32_t* q_ends;
     const int32_t* k_lens;
@@ -45,10 +47,12 @@ struct Step {
         return int32_t(k_lens[seq] - num_queries(seq) + row / group() + 1);
     }
 
-    Context<T> context(int64_t seq, int64_t kv_head) const {
+    Context<K> context(int64_t seq, int64_t kv_head) const {
         const int64_t first = tables ? 0 : q_ends[seq], head = kv_head * head_dim;
         return {k + first * k_stride + head, v + first * v_stride + head, k_stride, v_stride,
-                tables ? tables + seq * table_stride : nullptr, block_size};
+                tables ? tables + seq * table_stride : nullptr, block_size,
+                k_scales + kv_head * block_size, v_scales + kv_head * block_size,
+                kv_heads * block_size};
     }
 
     void write(const State& state, int64_t seq, int64_t kv_head) const {
@@ -72,7 +76,7 @@ struct Step {
         State own;
         State& state = slot < 0 ? own : partial[slot * kv_heads + kv_head];
         state.clear(head_dim);
-        (rows <= 2 ? attend_few<2, T> : attend_few<4, T>)(
+        (rows <= 2 ? attend_few<2, K> : attend_few<4, K>)(
             state, queries, limits, window, rows, context(seq, kv_head), head_dim, task[2],
             task[3]);
         if (slot < 0) write(state, seq, kv_head);
@@ -101,8 +105,8 @@ struct Step {
     }
 };
 
-template <typename T>
-void attention(const Step<T>& step) {
+template <typename T, typename K = T>
+void attention(const Step<T, K>& step) {
     for_each(step.num_tasks * step.kv_heads, step.threads, [&](int64_t i) {
         const int32_t* task = step.tasks + i / step.kv_heads * 5;
         const bool few = step.num_rows(task[0]) <= FEW && step.head_dim % LANES == 0;

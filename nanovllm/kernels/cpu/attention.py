@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from nanovllm.kernels.cpu.library import address, constant, function
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import CODES, KVLayer
 
-MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
 # Keys of a task, where a sequence's queries fit one task: a long context is split, so that threads
 # share it. The splits depend on its own length alone, so that its sums are the same in any batch.
@@ -20,7 +19,8 @@ SPLIT_KEYS = 1024
 NO_WINDOW = 2**31 - 1  # longer than any context
 
 STEP_POINTERS = (
-    "q", "k", "v", "out", "q_ends", "k_lens", "tables", "tasks", "merges", "partial",
+    "q", "k", "v", "k_scales", "v_scales", "out", "q_ends", "k_lens", "tables", "tasks", "merges",
+    "partial",
 )  # fmt: skip
 STEP_INTEGERS = (
     "num_tasks", "num_merges", "q_stride", "k_stride", "v_stride", "table_stride", "block_size",
@@ -141,7 +141,9 @@ def attend(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k.shape[1]
     for x in (q, k, v):
-        assert x.dtype == q.dtype and x.stride(2) == 1 and x.stride(1) == head_dim
+        assert x.stride(2) == 1 and x.stride(1) == head_dim
+    codes = k.dtype == CODES
+    assert k.dtype == v.dtype == q.dtype or (codes and v.dtype == CODES)
     tables, reach = plan.block_tables, NO_WINDOW if kv.window is None else kv.window
     work = plan.tasks_of(reach)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -149,11 +151,12 @@ def attend(
         work.num_slots * num_kv_heads * constant("state_bytes"), dtype=torch.uint8
     )
     step = Step(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), plan.q_ends.data_ptr(),
-        plan.k_lens.data_ptr(), address(tables), work.tasks.data_ptr(), work.merges.data_ptr(),
-        partial.data_ptr(), len(work.tasks), len(work.merges), q.stride(0), k.stride(0),
-        v.stride(0), 0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads,
-        head_dim, reach, torch.get_num_threads(), kv.scale,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), address(kv.k_scales), address(kv.v_scales),
+        out.data_ptr(), plan.q_ends.data_ptr(), plan.k_lens.data_ptr(), address(tables),
+        work.tasks.data_ptr(), work.merges.data_ptr(), partial.data_ptr(), len(work.tasks),
+        len(work.merges), q.stride(0), k.stride(0), v.stride(0),
+        0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads, head_dim,
+        reach, torch.get_num_threads(), kv.scale,
     )  # fmt: skip
-    function("attention", q.dtype)(ctypes.addressof(step))
+    function("attention_codes" if codes else "attention", q.dtype)(ctypes.addressof(step))
     return out

@@ -4,16 +4,22 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "vector.h"
 
 namespace {
 
 // Addresses of KEYS keys and values, then of the next KEYS. After the last key, it is repeated.
+// Codes also have the places of their scales.
 template <typename T>
 struct Near {
     const T *keys[2 * KEYS], *values[2 * KEYS];
+    int64_t scales[2 * KEYS];
 };
+
+template <typename T>
+constexpr bool is_codes = std::is_same<T, e4m3>::value;
 
 // Prefetch the row KEYS after `row`: rows are too far apart for the hardware to predict.
 template <typename T>
@@ -28,20 +34,40 @@ struct Context {
     int64_t key_stride, value_stride;
     const int32_t* table;  // null: token i is row i
     int64_t block_size;
+    const bf16 *key_scales, *value_scales;  // of codes: a head's in the first block
+    int64_t scale_stride;                   // of blocks
 
-    // The addresses of KEYS tokens from `start` on.
-    void find(const T** k, const T** v, int64_t start, int64_t end) const {
+    // The addresses of KEYS tokens from `start` on, as the second half of `near`.
+    void find(Near<T>& near, int64_t start, int64_t end) const {
+        const T **k = near.keys + KEYS, **v = near.values + KEYS;
+        int64_t* scales = near.scales + KEYS;
         int64_t block = start / block_size, offset = start % block_size;
         for (int j = 0; j < KEYS; j++) {
             const int64_t token = table ? table[block] * block_size + offset : start + j;
             k[j] = keys + token * key_stride;
             v[j] = values + token * value_stride;
+            if constexpr (is_codes<T>) {
+                scales[j] = table[block] * scale_stride + offset;
+                if (j == 0 || offset == 0) {
+                    __builtin_prefetch(key_scales + scales[j]);
+                    __builtin_prefetch(value_scales + scales[j]);
+                }
+            }
             if (start + j + 1 < end && ++offset == block_size) block++, offset = 0;
             if (start + j + 1 >= end) {
                 std::fill(k + j, k + KEYS, k[j]);
                 std::fill(v + j, v + KEYS, v[j]);
+                if constexpr (is_codes<T>) std::fill(scales + j, scales + KEYS, scales[j]);
                 return;
             }
+        }
+    }
+
+    // The scales of the first KEYS keys and values, times `factor`.
+    void read_scales(const Near<T>& near, float factor, float* k, float* v) const {
+        for (int j = 0; j < KEYS; j++) {
+            k[j] = widen(key_scales[near.scales[j]]) * factor;
+            v[j] = widen(value_scales[near.scales[j]]) * factor;
         }
     }
 
@@ -51,12 +77,14 @@ struct Context {
     void go_through(int64_t first, int64_t end, const Work& work) const {
         if (first == end) return;
         Near<T> near;
-        find(near.keys + KEYS, near.values + KEYS, first, end);
+        find(near, first, end);
         for (int64_t start = first, next; start < end; start = next) {
             next = std::min(start / KEYS * KEYS + KEYS, end);
             std::copy(near.keys + KEYS, near.keys + 2 * KEYS, near.keys);
             std::copy(near.values + KEYS, near.values + 2 * KEYS, near.values);
-            find(near.keys + KEYS, near.values + KEYS, std::min(next, end - 1), end);
+            if constexpr (is_codes<T>)
+                std::copy(near.scales + KEYS, near.scales + 2 * KEYS, near.scales);
+            find(near, std::min(next, end - 1), end);
             work(near, start, int(next - start));
         }
     }

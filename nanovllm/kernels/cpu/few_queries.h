@@ -77,8 +77,10 @@ template <int R, typename T>
 void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* limits, int64_t window,
                 int64_t rows, const Context<T>& context, int64_t head_dim, int64_t first,
                 int64_t end) {
-    float scores[FEW][KEYS], shrink[FEW];
+    float scores[FEW][KEYS], shrink[FEW], key_scales[KEYS], value_scales[KEYS];
     context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
+        if constexpr (is_codes<T>)
+            context.read_scales(near, CODE_FACTOR, key_scales, value_scales);
         for (int64_t r = 0; r < rows; r += R) {
             for (int j = 0; j < count; j += 4)
                 dots<R>(q + r, near.keys + j, head_dim, (float (*)[KEYS])(scores[r] + j));
@@ -87,6 +89,8 @@ void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* lim
                 const int hidden = int(std::clamp<int64_t>(limits[i] - window - start, 0, count));
                 float* row = scores[i];
                 float top = state.top[i], total = 0;
+                if constexpr (is_codes<T>)
+                    for (int j = 0; j < KEYS; j++) row[j] *= key_scales[j];
                 std::fill(row, row + hidden, -INFINITY);
                 std::fill(row + seen, row + KEYS, -INFINITY);
 #pragma omp simd reduction(max : top)
@@ -96,6 +100,8 @@ void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* lim
                     row[j] = exp2_of(row[j] - top);
                     total += row[j];
                 }
+                if constexpr (is_codes<T>)
+                    for (int j = 0; j < KEYS; j++) row[j] *= value_scales[j];
                 shrink[i] = exp2_of(state.top[i] - top);
                 state.top[i] = top;
                 state.total[i] = state.total[i] * shrink[i] + total;

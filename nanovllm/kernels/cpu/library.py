@@ -1,6 +1,7 @@
 """The C++ library of this folder: its functions, called on tensors' addresses, and its constants.
 
-The first call compiles it, or raises a RuntimeError that says why it cannot.
+The first call compiles it, or raises a RuntimeError that says why it cannot. Functions of a
+quantized KV cache are in a second library.
 """
 
 import ctypes
@@ -15,6 +16,8 @@ from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.plain import noise
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+CODES_SOURCE = SOURCE.with_name("kv_codes.cpp")
+MAX_HEAD_DIM = 256  # MAX_HEAD_DIM of vector.h
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Arguments of each function: pointers, 64-bit integers, floats.
@@ -23,7 +26,9 @@ ARGUMENTS = {
     "rms_norm": "pipipppiifi",
     "silu_and_mul": "pipiii",
     "norm_rope_store": "pippippfpppppiiiiii",
+    "norm_rope_store_codes": "pippippfpppppppffipiiiiii",
     "attention": "p",
+    "attention_codes": "p",
     "sample": "pipppppiii",
     "read_table": "ppppppppppiiii",
 }
@@ -39,16 +44,17 @@ DEFINITIONS = (
 )
 
 
-def library() -> ctypes.CDLL:
+def library(source: Path = SOURCE) -> ctypes.CDLL:
     """The library; the first call loads it, and compiles it if that was never done here."""
-    return load(SOURCE, DEFINITIONS)
+    return load(source, DEFINITIONS)
 
 
 @functools.cache
 def function(name: str, dtype: torch.dtype | str = "any") -> Callable[..., None]:
     """A function of the library for tensors of `dtype`; "any" for one that has no tensor type."""
     symbol = f"{name}_{str(dtype).removeprefix('torch.')}"
-    address = ctypes.c_void_p.in_dll(library(), symbol).value
+    source = CODES_SOURCE if name.endswith("_codes") else SOURCE
+    address = ctypes.c_void_p.in_dll(library(source), symbol).value
     assert address is not None
     return ctypes.CFUNCTYPE(None, *(TYPES[kind] for kind in ARGUMENTS[name]))(address)
 

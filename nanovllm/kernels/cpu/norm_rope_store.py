@@ -1,9 +1,11 @@
 """From a step's projections to attention's inputs: norm, rotate, store."""
 
+from typing import Any
+
 import torch
 
-from nanovllm.kernels.cpu.library import address, function
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.cpu.library import MAX_HEAD_DIM, address, function
+from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 
 
@@ -18,13 +20,17 @@ def norm_rope_store(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D], as the twin's.
 
-    Reads qkv once; writes queries and values once, keys twice.
+    Reads qkv once; writes queries and values once, keys twice; codes of a quantized cache are
+    smaller, and values are then written twice.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     cos, sin = rope
     assert 2 * cos.shape[2] <= head_dim
     k_cache, v_cache = kv.k_cache, kv.v_cache
-    assert qkv.dtype == k_cache.dtype == v_cache.dtype or kv.is_empty
+    quantized = kv.k_scales is not None
+    of_cache = CODES if quantized else qkv.dtype
+    assert k_cache.dtype == v_cache.dtype == of_cache or kv.is_empty
+    assert head_dim <= MAX_HEAD_DIM
     assert cos.dtype == sin.dtype == torch.float32 and slots.dtype == torch.int64
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and slots.is_contiguous()
@@ -32,12 +38,20 @@ def norm_rope_store(
     num_q_heads = num_heads - 2 * num_kv_heads
     q = qkv.new_empty(num_tokens, num_q_heads, head_dim)
     k = qkv.new_empty(num_tokens, num_kv_heads, head_dim)
+    v = qkv[:, num_q_heads + num_kv_heads :]
     q_weight, k_weight = norms if norms is not None else (None, None)
     assert norms is None or norms[0].dtype == norms[1].dtype == qkv.dtype
-    function("norm_rope_store", qkv.dtype)(
+    name = "norm_rope_store"
+    k_address = None if kv.is_empty else k_cache.data_ptr()
+    caches: tuple[Any, ...] = (k_address, v_cache.data_ptr())
+    if quantized:
+        v = torch.empty_like(k)
+        scales = address(kv.k_scales), address(kv.v_scales), *(kv.fixed_scales or (0.0, 0.0))
+        name, caches = f"{name}_codes", (v.data_ptr(), *caches, *scales, k_cache.shape[1])
+    function(name, qkv.dtype)(
         qkv.data_ptr(), qkv.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
-        address(q_weight), address(k_weight), eps, q.data_ptr(), k.data_ptr(),
-        None if kv.is_empty else k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
-        num_tokens, num_q_heads, num_kv_heads, head_dim, cos.shape[2], torch.get_num_threads(),
+        address(q_weight), address(k_weight), eps, q.data_ptr(), k.data_ptr(), *caches,
+        slots.data_ptr(), num_tokens, num_q_heads, num_kv_heads, head_dim, cos.shape[2],
+        torch.get_num_threads(),
     )  # fmt: skip
-    return q, k, qkv[:, num_q_heads + num_kv_heads :]
+    return q, k, v

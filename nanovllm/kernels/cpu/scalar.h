@@ -1,4 +1,4 @@
-// Numbers: float and bf16 as each other, exponentials and logarithms.
+// Numbers: float, bf16 and e4m3 as each other, exponentials and logarithms.
 
 #pragma once
 
@@ -11,6 +11,10 @@ struct bf16 {
     uint16_t bits;
 };
 
+struct e4m3 {
+    uint8_t bits;
+};
+
 template <typename To, typename From>
 inline To bit_cast(From from) {
     static_assert(sizeof(To) == sizeof(From));
@@ -21,6 +25,12 @@ inline To bit_cast(From from) {
 
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+inline float widen(e4m3 x) {  // NaN, 0x7f and 0xff, becomes 480: the scales of NaNs are NaN
+    const uint32_t size = x.bits & 0x7f, sign = uint32_t(x.bits & 0x80) << 24;
+    const uint32_t normal = (size << 20) + (120 << 23);
+    const uint32_t subnormal = bit_cast<uint32_t>(float(int32_t(size)) * 0x1p-9f);
+    return bit_cast<float>((size < 8 ? subnormal : normal) | sign);
+}
 
 template <typename T>
 T narrow(float x);

@@ -42,12 +42,14 @@ void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], cons
     alignas(CACHE_LINE) float keys[KEYS * MAX_HEAD_DIM], values[KEYS * MAX_HEAD_DIM];
     alignas(CACHE_LINE) float scores[KEYS][TILE], shrink[TILE], top[TILE];
     std::fill(top, top + TILE, NO_SCORE);
+    float key_scales[KEYS], value_scales[KEYS];
     int32_t lows[TILE];
     for (int r = 0; r < TILE; r++) lows[r] = limits[r] - int32_t(window);
     const int32_t all_see = *std::min_element(limits, limits + TILE);
     const int32_t all_see_from = *std::max_element(lows, lows + TILE);
     context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
         const int padded = (count + BLOCK - 1) / BLOCK * BLOCK;
+        if constexpr (is_codes<T>) context.read_scales(near, 1.0f, key_scales, value_scales);
         for (int j = 0; j < padded; j++) {
             for (int64_t d = 0; d < head_dim; d += BLOCK) {
                 fetch_next(near.keys + j, d);
@@ -56,6 +58,10 @@ void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], cons
             for (int64_t d = 0; d < head_dim; d++) {
                 keys[j * head_dim + d] = widen(near.keys[j][d]);
                 values[j * head_dim + d] = widen(near.values[j][d]);
+                if constexpr (is_codes<T>) {
+                    keys[j * head_dim + d] *= key_scales[j];
+                    values[j * head_dim + d] *= value_scales[j];
+                }
             }
         }
         multiply<false>(scores, keys, head_dim, 1, q, padded, int(head_dim), nullptr);

@@ -72,7 +72,7 @@ def decode_attention(
             offsets = torch.arange(tables.shape[1] * block_size, device=q.device)
             positions = starts[:, None] + offsets
             hidden = (positions < first_keys) | (positions >= group.lens)
-        keys, values = (gather_blocks(x, tables) for x in (kv.k_cache, kv.v_cache))
+        keys, values = gather_blocks(kv, tables, q.dtype)
         mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
         attended = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask[:, None, None], scale=kv.scale

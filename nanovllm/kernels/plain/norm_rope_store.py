@@ -25,16 +25,15 @@ def norm_rope_store(
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
     Queries and keys are normalised with the weights `norms`, if given, and rotated. Keys and
-    values are also written to their slots of the cache, -1 for none. Values are returned as a view.
+    values are also written to their slots of the cache, -1 for none, and returned as the cache
+    holds them: values as a view, unless it is quantized.
     """
     heads = [qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
     q, k, v = torch.split(qkv, heads, dim=1)
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     q, k = rotate(q, rope), rotate(k, rope)
-    if not kv.is_empty:
-        store_kvcache(k, v, kv.k_cache, kv.v_cache, slots)
-    return q, k, v
+    return q, *store_kvcache(k, v, kv, slots)
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

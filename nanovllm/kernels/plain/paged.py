@@ -8,6 +8,9 @@ import math
 
 import torch
 
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.kv_codes import dequantize
+
 # Lengths within this ratio share a group: padding costs less than another call per layer.
 GROUP_RATIO = 1.5
 SMALLEST_GROUP = 64
@@ -42,8 +45,14 @@ def seen_blocks(
     return tables.gather(1, torch.minimum(columns, lasts).long()), firsts * block_size
 
 
-def gather_blocks(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Copy blocks of `cache` [N, block_size, KVH, D] into rows: [B, KVH, K, D]."""
-    num_kv_heads, head_dim = cache.shape[2:]
-    rows = cache.flatten(1).index_select(0, tables.flatten())
-    return rows.view(len(tables), -1, num_kv_heads, head_dim).transpose(1, 2)
+def gather_blocks(
+    kv: KVLayer, tables: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy blocks of the caches into rows: keys and values [B, KVH, K, D] of the type `dtype`."""
+    found, blocks = [], tables.flatten()
+    for cache, scales in ((kv.k_cache, kv.k_scales), (kv.v_cache, kv.v_scales)):
+        rows = cache.flatten(1).index_select(0, blocks).view(-1, *cache.shape[1:])
+        if scales is not None:
+            rows = dequantize(rows, scales[blocks].transpose(1, 2), dtype)
+        found.append(rows.view(len(tables), -1, *cache.shape[2:]).transpose(1, 2))
+    return found[0], found[1]

@@ -108,7 +108,7 @@ def prefill_attention(
                     tables, group.k_lens, group.q_starts + 1 - window,
                     window - 1 + queries.shape[2], kv.k_cache.shape[1],
                 )  # fmt: skip
-            keys, values = (gather_blocks(x, tables) for x in (kv.k_cache, kv.v_cache))
+            keys, values = gather_blocks(kv, tables, q.dtype)
         else:
             # Padding follows the real keys, and the causal mask hides it.
             keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))

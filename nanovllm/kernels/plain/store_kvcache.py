@@ -2,20 +2,24 @@
 
 import torch
 
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.kv_codes import store_codes
+
 
 def store_kvcache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Write key, value [T, KVH, D] to slots [T] of the caches [blocks, block_size, KVH, D].
+    key: torch.Tensor, value: torch.Tensor, kv: KVLayer, slot_mapping: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write key, value [T, KVH, D] to slots [T] of the caches, if there are any.
 
-    Slot -1 writes nothing. Syncs where the device is not the CPU.
+    Slot -1 writes nothing. Returns keys and values as the cache holds them: the same tensors,
+    unless the cache is quantized. Syncs where the device is not the CPU.
     """
+    kept: slice | torch.Tensor = slice(None)
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         kept = slot_mapping >= 0
-        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    k_cache.flatten(0, 1)[slot_mapping] = key
-    v_cache.flatten(0, 1)[slot_mapping] = value
+    if kv.k_scales is not None:
+        return store_codes(key, value, kv, slot_mapping, kept)
+    if not kv.is_empty:
+        kv.k_cache.flatten(0, 1)[slot_mapping[kept]] = key[kept]
+        kv.v_cache.flatten(0, 1)[slot_mapping[kept]] = value[kept]
+    return key, value

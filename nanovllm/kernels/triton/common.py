@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.triton.kv_codes import operand
+
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
+CONVERTS_CODES = 89  # the compute capability from which GPUs convert e4m3
 ROOM = 128  # rows of the largest tile of `few_rows`
 TILE = 64  # keys of a tile, at most
 TILE_BYTES = 1 << 14  # of its K and of its V: shared memory holds two or three of each
@@ -62,6 +65,11 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def converts_codes(device: torch.device) -> bool:
+    """Whether kernels there read codes with the GPU's own conversion."""
+    return capability(device) >= CONVERTS_CODES
+
+
 def early(device: torch.device) -> dict[str, bool]:
     """Options that let a kernel start while the kernel before it ends.
 
@@ -100,7 +108,10 @@ def dot(a, b):  # type: ignore[no-untyped-def]
 
 
 def tile_keys(block_d: int, dtype: torch.dtype) -> int:
-    """Keys of a tile, for rows of `block_d` elements: a power of two that divides TILE."""
+    """Keys of a tile, for rows of `block_d` elements: a power of two that divides TILE.
+
+    `dtype` is that of queries: codes have it when they are multiplied.
+    """
     return max(16, min(TILE, TILE_BYTES // (block_d * dtype.itemsize)))
 
 
@@ -111,27 +122,40 @@ def cache_offsets(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Offsets of the keys `first_key + [0, BLOCK_N)` of one head in the paged cache, in 64 bits.
 
-    `first_key` is a multiple of BLOCK_N, so a tile is in one block if BLOCK_N divides its size.
+    Those of the first elements, and those of the scales. `first_key` is a multiple of BLOCK_N, so a
+    tile is in one block if BLOCK_N divides its size.
     """
     key = first_key + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
     else:
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
-    return ((block * BLOCK_SIZE + key % BLOCK_SIZE) * num_kv_heads + kv_head) * D
+    at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * num_kv_heads + kv_head) * D
+    return at, (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
 
 
 @triton.jit
 def attend(  # type: ignore[no-untyped-def]
-    q, k, v, visible, scale_log2, top, total, acc, MASKED: tl.constexpr,
+    q, k, v, k_scale, v_scale, visible, scale_log2, top, total, acc,
+    MASKED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc)."""
+    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc).
+
+    With QUANTIZED they are codes, and the scales [N] belong to them.
+    """
+    if QUANTIZED:
+        k = operand(k, q.dtype, CONVERTED)
     scores = dot(q, tl.trans(k)) * scale_log2
+    if QUANTIZED:
+        scores *= k_scale[None, :]
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, axis=1)
+    if QUANTIZED:
+        weights *= v_scale[None, :]
+        v = operand(v, q.dtype, CONVERTED)
     acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
     return new_top, total, acc

@@ -28,6 +28,7 @@ from nanovllm.kernels.triton.common import (
     await_inputs,
     cache_offsets,
     can_copy_tiles,
+    converts_codes,
     early,
     let_next_begin,
     num_multiprocessors,
@@ -35,10 +36,15 @@ from nanovllm.kernels.triton.common import (
     tile_keys,
     tiles_of,
 )
+from nanovllm.kernels.triton.kv_codes import as_bytes, load_scales
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
 MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
 BLOCK_B = 512  # rows that the plan reads together
+# Of codes: keys of a tile, at most, and the stages with which two tiles of half the size are in
+# flight.
+CODES_TILE = 64
+CODES_STAGES = 5
 
 
 @dataclass(slots=True)
@@ -92,12 +98,13 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr,
-    partial_ptr, lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size,
-    num_kv_heads,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr,
+    starts_ptr, arrivals_ptr, out_ptr, partial_ptr, lse_ptr, scale_log2, q_row_stride,
+    q_head_stride, table_stride, batch_size, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
+    QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
@@ -132,23 +139,40 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if COPIED:  # whole tiles only: memory after a context's end may be NaN
             whole_end = tl.maximum(begin_key, end_key // BLOCK_N * BLOCK_N)
             for key in range(begin_key, whole_end, BLOCK_N):
-                at = tl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
+                block = tl.load(table + key // BLOCK_SIZE)
+                at = block * BLOCK_SIZE + key % BLOCK_SIZE
                 k = k_tiles.load([at, kv_head * D])
                 v = v_tiles.load([at, kv_head * D])
                 inside = key + n >= length - WINDOW
+                k_scale, v_scale = scale_log2, scale_log2
+                if QUANTIZED:
+                    head_at = (block.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE
+                    scale_at = head_at + key % BLOCK_SIZE + n
+                    k_scale = load_scales(k_scales_ptr, scale_at, n < BLOCK_N, q.dtype)
+                    v_scale = load_scales(v_scales_ptr, scale_at, n < BLOCK_N, q.dtype)
                 top, total, acc = attend(
-                    q, k, v, inside[None, :], scale_log2, top, total, acc, WINDOW > 0
-                )
+                    q, k, v, k_scale, v_scale, inside[None, :], scale_log2, top, total, acc,
+                    WINDOW > 0, QUANTIZED, CONVERTED,
+                )  # fmt: skip
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
-            at = cache_offsets(table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N)
+            at, scale_at = cache_offsets(
+                table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
+            )
             inside = key + n < end_key
             if WINDOW:
                 inside &= key + n >= length - WINDOW
             loaded = inside[:, None] & (d < D)[None, :]
-            k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
-            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
-            top, total, acc = attend(q, k, v, inside[None, :], scale_log2, top, total, acc, True)
+            k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
+            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
+            k_scale, v_scale = scale_log2, scale_log2
+            if QUANTIZED:
+                k_scale = load_scales(k_scales_ptr, scale_at, inside, q.dtype)
+                v_scale = load_scales(v_scales_ptr, scale_at, inside, q.dtype)
+            top, total, acc = attend(
+                q, k, v, k_scale, v_scale, inside[None, :], scale_log2, top, total, acc, True,
+                QUANTIZED, CONVERTED,
+            )  # fmt: skip
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = acc / safe_total[:, None]
         out_row = wide_row * num_kv_heads * G + kv_head * G
@@ -246,7 +270,7 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     window, shares of equal size are unequal work, so its layers are less well balanced.
     """
     batch_size, num_heads, head_dim = q.shape
-    k_cache, v_cache = kv.k_cache, kv.v_cache
+    k_cache, v_cache = as_bytes(kv.k_cache), as_bytes(kv.v_cache)
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     group = num_heads // num_kv_heads
@@ -255,26 +279,30 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     partial = q.new_empty(parts, head_dim, dtype=torch.float32)
     lse = q.new_empty(parts, dtype=torch.float32)
     block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
-    block_n = tile_keys(block_d, k_cache.dtype)
+    block_n = tile_keys(block_d, q.dtype)
     narrow = block_n == TILE  # heads of at most 256 bytes
+    quantized = kv.k_scales is not None
+    if quantized:
+        block_n = min(block_n, CODES_TILE)
     copied = (
         plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
-        and k_cache.dtype.itemsize == 2 and block_g <= 32
+        and q.dtype.itemsize == 2 and block_g <= 32
     )  # fmt: skip
     k_tiles, v_tiles = (
-        tiles_of(cache.view(-1, num_kv_heads * head_dim), TILE, head_dim) if copied else None
+        tiles_of(cache.view(-1, num_kv_heads * head_dim), block_n, head_dim) if copied else None
         for cache in (k_cache, v_cache)
     )
     _decode_kernel[(num_kv_heads, len(plan.starts))](
-        q, k_cache, v_cache, k_tiles, v_tiles, plan.block_tables, plan.context_lens, plan.starts,
-        plan.arrivals, out, partial, lse, kv.scale * LOG2E, q.stride(0), q.stride(1),
-        plan.block_tables.stride(0), batch_size, num_kv_heads,
+        q, k_cache, v_cache, kv.k_scales, kv.v_scales, k_tiles, v_tiles, plan.block_tables,
+        plan.context_lens, plan.starts, plan.arrivals, out, partial, lse, kv.scale * LOG2E,
+        q.stride(0), q.stride(1), plan.block_tables.stride(0), batch_size, num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
         BLOCK_N=block_n, TILE=TILE,
         MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
-        WINDOW=kv.window or 0, COPIED=copied,
+        WINDOW=kv.window or 0, COPIED=copied, QUANTIZED=quantized,
+        CONVERTED=converts_codes(q.device),
         num_warps=2 if copied or (narrow and block_g < 16) else 4,
-        num_stages=2,
+        num_stages=CODES_STAGES if quantized else 2,
         **early(q.device),
     )  # fmt: skip
     return out

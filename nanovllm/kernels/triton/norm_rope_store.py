@@ -11,6 +11,14 @@ import triton.language as tl
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
+from nanovllm.kernels.triton.kv_codes import (
+    as_bytes,
+    codes_of,
+    fixed_scales,
+    largest_of,
+    scale_of,
+    values_of,
+)
 
 FEW_TOKENS = 128  # up to this many, several programs share a token's heads, to fill the device
 
@@ -18,9 +26,11 @@ FEW_TOKENS = 128  # up to this many, several programs share a token's heads, to 
 @triton.jit
 def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr,
-    k_cache_ptr, v_cache_ptr, slots_ptr, eps, qkv_stride, rope_stride,
+    k_cache_ptr, v_cache_ptr, slots_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_fixed, v_fixed,
+    eps, qkv_stride, rope_stride, block_size,
     H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr,
-    STORE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+    STORE: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program takes some heads of one token, each as two halves: the elements of each pair.
 
@@ -60,6 +70,21 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + token * rope_stride + d, mask=turns, other=0.0)[None, :]
     out1 = (x1 * cos - x2 * sin).to(raw1.dtype)
     out2 = (x2 * cos + x1 * sin).to(raw1.dtype)
+    k1, k2, v1, v2 = out1, out2, raw1, raw2
+    if QUANTIZED:
+        kv1 = tl.where(is_k[:, None], out1, raw1).to(tl.float32)
+        kv2 = tl.where(is_k[:, None], out2, raw2).to(tl.float32)
+        largest = largest_of(tl.maximum(tl.abs(kv1), tl.abs(kv2), tl.PropagateNan.ALL), 1)
+        head_scale = scale_of(largest, tl.where(is_k, k_fixed, v_fixed))
+        k1, k2 = codes_of(kv1, head_scale[:, None]), codes_of(kv2, head_scale[:, None])
+        v1, v2 = k1, k2
+        kept1 = values_of(k1, head_scale[:, None]).to(raw1.dtype)
+        kept2 = values_of(k2, head_scale[:, None]).to(raw1.dtype)
+        v_at = v_ptr + token * KVH * D + (head - H - KVH)[:, None] * D
+        tl.store(v_at + d1[None, :], kept1, mask=is_v[:, None] & inside[None, :])
+        tl.store(v_at + d2[None, :], kept2, mask=is_v[:, None] & inside[None, :])
+        out1 = tl.where(is_q[:, None], out1, kept1)
+        out2 = tl.where(is_q[:, None], out2, kept2)
 
     q_at = q_ptr + token * H * D + head[:, None] * D
     tl.store(q_at + d1[None, :], out1, mask=is_q[:, None] & inside[None, :])
@@ -70,11 +95,17 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_ptr + token).to(tl.int64) if STORE else -1
     if slot >= 0:
         k_to = k_cache_ptr + slot * KVH * D + (head - H)[:, None] * D
-        tl.store(k_to + d1[None, :], out1, mask=is_k[:, None] & inside[None, :])
-        tl.store(k_to + d2[None, :], out2, mask=is_k[:, None] & inside[None, :])
+        tl.store(k_to + d1[None, :], k1, mask=is_k[:, None] & inside[None, :])
+        tl.store(k_to + d2[None, :], k2, mask=is_k[:, None] & inside[None, :])
         v_to = v_cache_ptr + slot * KVH * D + (head - H - KVH)[:, None] * D
-        tl.store(v_to + d1[None, :], raw1, mask=is_v[:, None] & inside[None, :])
-        tl.store(v_to + d2[None, :], raw2, mask=is_v[:, None] & inside[None, :])
+        tl.store(v_to + d1[None, :], v1, mask=is_v[:, None] & inside[None, :])
+        tl.store(v_to + d2[None, :], v2, mask=is_v[:, None] & inside[None, :])
+        if QUANTIZED:
+            scale_at = slot // block_size * KVH * block_size + slot % block_size
+            k_scale_to = k_scales_ptr + scale_at + (head - H) * block_size
+            v_scale_to = v_scales_ptr + scale_at + (head - H - KVH) * block_size
+            tl.store(k_scale_to, head_scale.to(tl.bfloat16), mask=is_k)
+            tl.store(v_scale_to, head_scale.to(tl.bfloat16), mask=is_v)
 
 
 def norm_rope_store(
@@ -89,11 +120,13 @@ def norm_rope_store(
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
     Queries and keys are normalised with the weights `norms`, if given, and rotated. Keys and
-    values are also written to their slots of the cache, -1 for none. Values are returned as a view.
-    Bytes moved: qkv read once; queries written once, values once, keys twice.
+    values are also written to their slots of the cache, -1 for none, and returned as the cache
+    holds them: values as a view, unless it is quantized. Bytes moved: qkv read once; queries
+    written once, values once, keys twice; with a quantized cache, also values twice.
     """
     num_tokens, num_heads, head_dim = qkv.shape
-    k_cache, v_cache = (qkv, qkv) if kv.is_empty else (kv.k_cache, kv.v_cache)
+    quantized = kv.k_scales is not None
+    k_cache, v_cache = (qkv, qkv) if kv.is_empty else (as_bytes(kv.k_cache), as_bytes(kv.v_cache))
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
     assert kv.is_empty or (k_cache.is_contiguous() and v_cache.is_contiguous())
     num_q_heads = num_heads - 2 * num_kv_heads
@@ -101,13 +134,15 @@ def norm_rope_store(
     assert cos.stride() == sin.stride() and cos.stride(2) == 1
     q = qkv.new_empty(num_tokens, num_q_heads, head_dim)
     k = qkv.new_empty(num_tokens, num_kv_heads, head_dim)
+    v = torch.empty_like(k) if quantized else qkv[:, num_q_heads + num_kv_heads :]
     q_weight, k_weight = norms if norms is not None else (qkv, qkv)
     block_h = 4 if num_tokens <= FEW_TOKENS else 16
     _norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
         qkv, q_weight, k_weight, cos, sin, q, k, k_cache, v_cache, slots,
-        eps, qkv.stride(0), cos.stride(0),
+        v, kv.k_scales, kv.v_scales, *fixed_scales(kv),
+        eps, qkv.stride(0), cos.stride(0), k_cache.shape[1],
         H=num_q_heads, KVH=num_kv_heads, D=head_dim, R=2 * cos.shape[2],
-        NORM=norms is not None, STORE=not kv.is_empty, BLOCK_H=block_h,
+        NORM=norms is not None, STORE=not kv.is_empty, QUANTIZED=quantized, BLOCK_H=block_h,
         BLOCK_D=triton.next_power_of_2(head_dim // 2), num_warps=4, **early(qkv.device),
     )  # fmt: skip
-    return q, k, qkv[:, num_q_heads + num_kv_heads :]
+    return q, k, v

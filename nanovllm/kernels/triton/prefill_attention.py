@@ -20,9 +20,11 @@ from nanovllm.kernels.triton.common import (
     attend,
     cache_offsets,
     can_copy_tiles,
+    converts_codes,
     tile_keys,
     tiles_of,
 )
+from nanovllm.kernels.triton.kv_codes import as_bytes, load_scales
 
 MANY_TOKENS = 4096  # of a step: enough work to hide the launch of kernels with copied tiles
 
@@ -42,25 +44,31 @@ class PrefillPlan:
 
 @triton.jit
 def _fold_tiles(  # type: ignore[no-untyped-def]
-    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles, v_tiles,
-    table_ptr, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
-    num_kv_heads, scale_log2,
+    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_scales_ptr,
+    v_scales_ptr, k_tiles, v_tiles, table_ptr, first_key, kv_head, k_row_stride, k_head_stride,
+    v_row_stride, v_head_stride, num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold in the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
+        k_scale, v_scale = scale_log2, scale_log2
         if COPIED and not MASKED:
             k = k_tiles.load([first_key + key, kv_head * D])
             v = v_tiles.load([first_key + key, kv_head * D])
         else:
             if BLOCK_SIZE:
-                k_at = cache_offsets(
+                k_at, scale_at = cache_offsets(
                     table_ptr, key, end, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
                 )
                 v_at = k_at
+                if QUANTIZED:
+                    inside = (key + n < end) & (key + n >= begin)
+                    k_scale = load_scales(k_scales_ptr, scale_at, inside, q.dtype)
+                    v_scale = load_scales(v_scales_ptr, scale_at, inside, q.dtype)
             else:
                 row = (first_key + key).to(tl.int64)
                 k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
@@ -71,26 +79,29 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
                 loaded = (key + n < end)[:, None] & (d < D)[None, :]
                 if WINDOW:  # keys before the window may be in a block that has a new owner
                     loaded &= (key + n >= begin)[:, None]
-                k = tl.load(k_at, mask=loaded, other=0.0)
-                v = tl.load(v_at, mask=loaded, other=0.0)
+                k = tl.load(k_at, mask=loaded, other=0)
+                v = tl.load(v_at, mask=loaded, other=0)
             else:
                 k = tl.load(k_at)
                 v = tl.load(v_at)
         visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
         if WINDOW:
             visible &= (key + n)[None, :] > position[:, None] - WINDOW
-        top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED)
+        top, total, acc = attend(
+            q, k, v, k_scale, v_scale, visible, scale_log2, top, total, acc, MASKED,
+            QUANTIZED, CONVERTED,
+        )  # fmt: skip
     return top, total, acc
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr,
-    tile_ends_ptr, out_ptr, scale_log2, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
-    v_row_stride, v_head_stride, table_stride, num_seqs, num_kv_heads,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, tables_ptr, cu_q_ptr,
+    cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, out_ptr, scale_log2, q_row_stride, q_head_stride,
+    k_row_stride, k_head_stride, v_row_stride, v_head_stride, table_stride, num_seqs, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, COPIED: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. BLOCK_SIZE 0: K and V are the step's own, one row for each token."""
     kv_head = tl.program_id(0) % num_kv_heads
@@ -127,16 +138,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         table = tables_ptr + seq.to(tl.int64) * table_stride
         position = num_keys - num_queries + query
         top, total, acc = _fold_tiles(
-            start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
-            v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
-            v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
-            COPIED, False,
+            start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
+            k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, table, first_key, kv_head, k_row_stride,
+            k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE,
+            BLOCK_D, BLOCK_N, WINDOW, COPIED, QUANTIZED, CONVERTED, False,
         )  # fmt: skip
         top, total, acc = _fold_tiles(
-            seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles,
-            v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride,
-            v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW,
-            COPIED, True,
+            seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
+            k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, table, first_key, kv_head, k_row_stride,
+            k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE,
+            BLOCK_D, BLOCK_N, WINDOW, COPIED, QUANTIZED, CONVERTED, True,
         )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
@@ -189,10 +200,10 @@ def prefill_attention(
     paged = plan.block_tables is not None
     if paged:
         assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
-        k, v = kv.k_cache.flatten(0, 1), kv.v_cache.flatten(0, 1)
+        k, v = (as_bytes(cache).flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
     tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
     group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
-    block_n = tile_keys(block_d, k.dtype)
+    block_n = tile_keys(block_d, q.dtype)
     # Tiles in flight: the fastest number, or what shared memory holds.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
     # With a window, all tiles may be masked, and masked tiles are not copied.
@@ -202,12 +213,15 @@ def prefill_attention(
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
-        q, k, v, k_tiles, v_tiles, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, plan.tile_seqs,
-        plan.tile_ends, out, kv.scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1), tables.stride(0), len(plan.tile_ends), num_kv_heads,
+        q, k, v, kv.k_scales, kv.v_scales, k_tiles, v_tiles, tables, plan.cu_seqlens_q,
+        plan.cu_seqlens_k, plan.tile_seqs, plan.tile_ends, out, kv.scale * LOG2E, q.stride(0),
+        q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), tables.stride(0),
+        len(plan.tile_ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
         BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
-        BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied, num_warps=4, num_stages=stages,
+        BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,
+        QUANTIZED=paged and kv.k_scales is not None, CONVERTED=converts_codes(q.device),
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 

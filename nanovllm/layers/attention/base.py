@@ -27,6 +27,7 @@ class AttentionSpec:
     head_dim: int
     block_size: int | None  # None: what the backend prefers
     in_graphs: bool  # whether decode steps are CUDA graphs, which hide how long launches take
+    kv_dtype: torch.dtype  # of the cache: `dtype`, or that of codes
 
 
 class AttentionBackend(ABC):

@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import subprocess
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP, MAX_HEAD_DIM
-from nanovllm.kernels.cpu.library import DTYPES
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP
+from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.layers.attention.cpu_backend import CpuBackend
 from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
@@ -99,6 +100,8 @@ def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
         )
     if spec.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{refusal} needs dtype 'float16' or 'bfloat16', got {dtype!r}; {instead}")
+    if spec.kv_dtype != spec.dtype:
+        raise ValueError(f"{refusal} needs kv_cache_dtype='auto', it cannot read 'fp8'; {instead}")
     if spec.block_size is not None and spec.block_size % FlashAttnBackend.preferred_block_size:
         raise ValueError(
             f"{refusal} needs kvcache_block_size to be a multiple of 256, got {spec.block_size};"
@@ -125,14 +128,25 @@ BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
 }
 
 
+def one_block(spec: AttentionSpec, block_size: int) -> KVLayer:
+    """A layer with a cache of one block, to try kernels with."""
+    options: dict[str, Any] = {"device": spec.device}
+    cache = torch.zeros(
+        1, block_size, spec.num_kv_heads, spec.head_dim, dtype=spec.kv_dtype, **options
+    )
+    scales = None
+    if spec.kv_dtype == CODES:
+        scales = torch.zeros(1, spec.num_kv_heads, block_size, dtype=SCALES, **options)
+    return KVLayer(cache, cache, 1.0, k_scales=scales, v_scales=scales)
+
+
 def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:
     """One token from the step's own keys, one from the cache, and one to decode. Syncs."""
     q, k = (
         torch.zeros(1, heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
         for heads in (spec.num_heads, spec.num_kv_heads)
     )
-    cache = k.new_zeros(1, backend.block_size, spec.num_kv_heads, spec.head_dim)
-    kv = KVLayer(cache, cache, 1.0, None)
+    kv = one_block(spec, backend.block_size)
     ends = torch.tensor([0, 1], dtype=torch.int32, device=spec.device)
     # As aligned as the engine's tensors, as kernels are compiled for an alignment.
     slots, tables, lens = ends[:1].long(), ends[None, :1].clone(), ends[1:].clone()

@@ -33,13 +33,21 @@ class Attention(Layer):
     def bind(self, backend: Backend) -> None:
         self.attention_backend, self.kernels = backend
 
-    def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """Use these caches [blocks, block_size, KVH, D]."""
-        self.kv = replace(self.kv, k_cache=k_cache, v_cache=v_cache)
+    def set_cache(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Use these caches [blocks, block_size, KVH, D], with scales if they are quantized."""
+        self.kv = replace(
+            self.kv, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales
+        )
 
-    def drop_cache(self) -> None:
-        """Hold no cache, so that its memory can be freed."""
-        self.set_cache(torch.empty(0), torch.empty(0))
+    def fix_scales(self, k_scale: float, v_scale: float) -> None:
+        """Use these scales in a quantized cache for all tokens and heads."""
+        self.kv = replace(self.kv, fixed_scales=(k_scale, v_scale))
 
     def forward(
         self, qkv: torch.Tensor, rope: Rope | None, norms: Norms | None = None
@@ -67,9 +75,7 @@ class Attention(Layer):
         q, k, v = torch.split(qkv, heads, dim=1)
         if norms:
             q, k = self._norm(q, norms[0]), self._norm(k, norms[1])
-        if not self.kv.is_empty:
-            self.kernels.store_kvcache(k, v, self.kv.k_cache, self.kv.v_cache, slots)
-        return q, k, v
+        return q, *self.kernels.store_kvcache(k, v, self.kv, slots)
 
     def _norm(self, heads: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """Each head of [T, heads, D], which is copied to rows for the kernel."""

@@ -131,7 +131,9 @@ class CompressedTensors(PackedCodes):
         needed = shapes.new_tensor([[size, held.in_features] for size in held.sizes])
         fused = shapes.new_tensor([sum(held.sizes), held.in_features])
         if not bool((shapes == needed).all() or (shapes == fused).all()):
-            raise ValueError(f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}")
+            raise ValueError(
+                f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}"
+            )
         return super().weight(tensors, held)
 
     def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
