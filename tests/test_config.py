@@ -30,6 +30,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         "'auto', 'float32', 'float16', 'bfloat16'",
         [("float8", ValueError), ("int8", ValueError), (16, ValueError), (None, ValueError)],
     ),
+    "quantization": ("one of 'fp8', 'int8', 'int4'", [("fp6", ValueError), (8, ValueError)]),
     "load_format": ("'auto', 'dummy'", [("gguf", ValueError), (None, ValueError)]),
     "kv_cache_dtype": (
         "'auto', 'fp8'",
@@ -214,6 +215,7 @@ def test_defaults_are_the_documented_ones() -> None:
     expected = {
         "model": "some/model", "tokenizer": None, "revision": None, "download_dir": None,
         "device": "auto", "dtype": "auto",
+        "quantization": None,
         "load_format": "auto", "max_num_batched_tokens": 16384, "max_num_seqs": 512,
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,

@@ -64,7 +64,9 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
         self.rotated = rotated
-        self.attn = Attention(self.qkv_proj.num_kv_heads, config.head_dim, window)
+        self.attn = Attention(
+            self.qkv_proj.num_kv_heads, config.head_dim, window, formats.has_kv_scales()
+        )
 
     def attend(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Attend between the two projections: [T, (H + 2 * KVH) * D] -> [T, H * D]."""

@@ -4,12 +4,15 @@ The checkpoint's config decides, together with the types of the tensors in its f
 weights are quantized while they are loaded.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from nanovllm.layers.experts import PROJECTIONS
 from nanovllm.layers.weights.choice import format_of, joined_format, quantizing_format
-from nanovllm.layers.weights.format import DENSE, Float32, WeightFormat
+from nanovllm.layers.weights.format import Dense, Float32, WeightFormat
 from nanovllm.layers.weights.scheme import ONLINE, Scheme
 from nanovllm.models.quantization import FIELD, HEAD, Quantization
 
@@ -21,6 +24,16 @@ FUSED: Mapping[str, tuple[str, int]] = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+
+
+ATTENTION = "attn"  # the module of ours that has scales of keys and values
+KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
+
+
+def stored_name(name: str) -> str:
+    """The name that we give to a checkpoint's tensor: scales of keys and values have several."""
+    match = KV_SCALE.fullmatch(name)
+    return f"{match[1]}.{ATTENTION}.{match[2] or match[3]}_scale" if match else name
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,14 @@ class Formats:
 
     def in_float32(self, layer: str) -> WeightFormat:
         """The format of a small layer that is multiplied in float32, and never quantized by us."""
-        return Float32(DENSE) if self.online else Float32(format_of(self._scheme(layer)))
+        scheme = None if self.online else self._scheme(layer)
+        return Dense(torch.float32) if scheme is None else Float32(format_of(scheme))
+
+    def has_kv_scales(self) -> bool:
+        """Whether the files have scales for a quantized KV cache in this module."""
+        return any(
+            stored_name(name) == f"{self.name}{ATTENTION}.k_scale" for name in self.files or ()
+        )
 
     def of_experts(self, num_experts: int) -> dict[str, WeightFormat]:
         """The formats of the experts' matrices; all experts have the same."""

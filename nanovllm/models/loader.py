@@ -14,6 +14,7 @@ from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.weights.format import tensor_of
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.formats import stored_name
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
 from nanovllm.utils.bar import make_bar
 
@@ -141,6 +142,7 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in read_weights(path):
+            tensors = {stored_name(name): tensor for name, tensor in tensors.items()}
             used = {n: t for n, t in tensors.items() if not _is_left_out(n, t, targets)}
             second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
             found |= tensors.keys()

@@ -39,7 +39,6 @@ class Quantization:
     method: str
     rules: tuple[Rule, ...]
     files_decide: bool
-    kv_cache: bool = False  # whether the checkpoint asks for an FP8 KV cache
 
     def scheme(self, name: str) -> Scheme | None:
         """The scheme of a linear layer, by its name in the checkpoint."""
@@ -196,9 +195,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     kv_cache = config.get("kv_cache_scheme")
     if kv_cache is not None and (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
         raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
-    return Quantization(
-        "compressed-tensors", tuple(rules), files_decide=False, kv_cache=kv_cache is not None
-    )
+    return Quantization("compressed-tensors", tuple(rules), files_decide=False)
 
 
 def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[Rule]:

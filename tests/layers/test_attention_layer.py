@@ -103,8 +103,9 @@ def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
     """On both paths: what is kept is a multiple of the scale, and large values saturate."""
     device = device_of(kernels)
     qkv = torch.linspace(-3, 3, TOKENS * 8 * HEAD_DIM, device=device).view(TOKENS, 8, HEAD_DIM)
-    layer = Attention(KV_HEADS, HEAD_DIM)
-    layer.fix_scales(2.0**-9, 2.0**-7)
+    layer = Attention(KV_HEADS, HEAD_DIM, has_scales=True)
+    layer.weight_loader(layer.k_scale, torch.tensor(2.0**-9), None)
+    layer.weight_loader(layer.v_scale, torch.tensor([2.0**-7]), None)
     caches = torch.zeros(2, 4, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device).to(CODES)
     scales = torch.zeros(2, 4, KV_HEADS, BLOCK_SIZE, device=device, dtype=SCALES)
     layer.set_cache(*caches, *scales)

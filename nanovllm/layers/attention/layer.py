@@ -1,17 +1,19 @@
 """The attention layer: from a step's projections to its outputs, through the paged KV cache."""
 
+import math
 from dataclasses import replace
 
 import torch
+from torch import nn
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import SCALES, KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.attention.base import AttentionBackend
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import get_context
-from nanovllm.layers.layer import Layer
+from nanovllm.layers.layer import Layer, Loaded, copy_whole
 from nanovllm.layers.layernorm import RMSNorm
 
 Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
@@ -20,18 +22,43 @@ Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
 class Attention(Layer):
     """Rotate, store the step's KV, attend.
 
-    With a window, a token attends to the last `window` tokens up to itself.
+    With a window, a token attends to the last `window` tokens up to itself. A checkpoint may have
+    scales for a quantized cache, one for all keys and one for all values.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, window: int | None = None) -> None:
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+        has_scales: bool = False,
+    ) -> None:
         super().__init__()
+        self.has_scales = has_scales
+        for name in ("k_scale", "v_scale") if has_scales else ():
+            scale = torch.ones((), dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
         self.num_kv_heads = num_kv_heads
         self.kv = KVLayer(torch.empty(0), torch.empty(0), head_dim**-0.5, window)
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill a scale, which some files have as a vector of one element."""
+        assert shard_id is None
+        copy_whole(param, loaded[0] if tuple(loaded.shape) == (1,) else loaded)
+
     def bind(self, backend: Backend) -> None:
         self.attention_backend, self.kernels = backend
+        if self.has_scales:
+            self.kv = replace(self.kv, fixed_scales=(self._scale("k"), self._scale("v")))
+
+    def _scale(self, which: str) -> float:
+        """A checkpoint's scale, rounded to the type in which the cache has scales."""
+        scale = float(self.get_parameter(f"{which}_scale").to(SCALES))
+        if not 0 < scale < math.inf:
+            raise ValueError(f"{which}_scale must be above 0, got {scale}")
+        return scale
 
     def set_cache(
         self,
@@ -44,10 +71,6 @@ class Attention(Layer):
         self.kv = replace(
             self.kv, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales
         )
-
-    def fix_scales(self, k_scale: float, v_scale: float) -> None:
-        """Use these scales in a quantized cache for all tokens and heads."""
-        self.kv = replace(self.kv, fixed_scales=(k_scale, v_scale))
 
     def forward(
         self, qkv: torch.Tensor, rope: Rope | None, norms: Norms | None = None
