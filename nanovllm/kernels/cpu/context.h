@@ -21,6 +21,10 @@ struct Near {
 template <typename T>
 constexpr bool is_codes = std::is_same<T, e4m3>::value;
 
+// What queries and sums of values are multiplied by if keys and values are read by `load`.
+template <typename T>
+constexpr float load_factor = is_codes<T> ? CODE_FACTOR : 1.0f;
+
 // Prefetch the row KEYS after `row`: rows are too far apart for the hardware to predict.
 template <typename T>
 inline void fetch_next(const T* const* row, int64_t d) {
