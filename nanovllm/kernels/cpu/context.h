@@ -69,9 +69,17 @@ struct Context {
 
     // The scales of the first KEYS keys and values, times `factor`.
     void read_scales(const Near<T>& near, float factor, float* k, float* v) const {
-        for (int j = 0; j < KEYS; j++) {
-            k[j] = widen(key_scales[near.scales[j]]) * factor;
-            v[j] = widen(value_scales[near.scales[j]]) * factor;
+        for (int first = 0; first < KEYS; first += LANES) {
+            const int64_t* at = near.scales + first;
+            if (block_size % LANES == 0 && at[LANES - 1] - at[0] == LANES - 1) {  // of one block
+                vec(k + first) = load(key_scales + at[0]) * factor;
+                vec(v + first) = load(value_scales + at[0]) * factor;
+                continue;
+            }
+            for (int j = 0; j < LANES; j++) {
+                k[first + j] = widen(key_scales[at[j]]) * factor;
+                v[first + j] = widen(value_scales[at[j]]) * factor;
+            }
         }
     }
 
