@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import CODES, KVLayer, head_bytes
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain import store_kvcache as plain_store
+from nanovllm.kernels.plain.kv_codes import quantize
 from nanovllm.kernels.plain.norm_rope_store import rotate
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import decode_attention as decode
@@ -137,20 +138,32 @@ def plan_decode_point(batch_size: int, context: int | None) -> Point:
     return Point(name, lambda: {"ours": ours, "twin": twin}, 4 * batch_size, twin_syncs=True)
 
 
-def decode_attention_point(batch_size: int, context: int | None, num_heads: int) -> Point:
+def codes_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a cache [blocks, block_size, KVH, D]."""
+    codes, scales = quantize(cache.flatten(0, 1))
+    return codes.view(cache.shape), scales.view(cache.shape[:3]).transpose(1, 2).contiguous()
+
+
+def decode_attention_point(
+    batch_size: int, context: int | None, num_heads: int, quantized: bool = False
+) -> Point:
     """One query for each row, to a context in the cache; the plan is not timed."""
     lens = context_lens(batch_size, context)
 
     def make() -> Calls:
         q, paged = normal(batch_size, num_heads, D), PagedContexts(lens)
-        x = (q, KVLayer(paged.k, paged.v, SCALE))
+        kv = KVLayer(paged.k, paged.v, SCALE)
+        if quantized:
+            (k, k_scales), (v, v_scales) = codes_of(paged.k), codes_of(paged.v)
+            kv = KVLayer(k, v, SCALE, None, k_scales, v_scales)
+        x = (q, kv)
         plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
         twin_plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
         calls: Calls = {
             "ours": lambda: decode.decode_attention(*x, plan),
             "twin": lambda: plain_decode.decode_attention(*x, twin_plan),
         }
-        if flash_attn:
+        if flash_attn and not quantized:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_with_kvcache(
                 q[:, None], paged.flash_k, paged.flash_v, cache_seqlens=paged.lens,
                 block_table=paged.flash_tables, softmax_scale=SCALE, causal=True,
@@ -160,7 +173,8 @@ def decode_attention_point(batch_size: int, context: int | None, num_heads: int)
     rows = batch_size * (2 * num_heads * D * ITEMSIZE + 4)  # queries, outputs and lengths
     tables = 4 * sum(-(-n // BLOCK_SIZE) for n in lens)
     name = f"{batch_size} x {context or 'mixed'}, heads {num_heads}/{KVH}"
-    return Point(name, make, sum(lens) * KV_BYTES + rows + tables)
+    kv_bytes = 2 * KVH * head_bytes(D, CODES) if quantized else KV_BYTES
+    return Point(name, make, sum(lens) * kv_bytes + rows + tables)
 
 
 def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads: int) -> Point:
@@ -341,6 +355,10 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
     ),
     "decode_attention": (
         decode_attention_point, [(*size, n) for n in HEADS for size in DECODES], [(2, 70, 16)],
+    ),
+    "decode_attention_fp8": (
+        partial(decode_attention_point, quantized=True),
+        [(*size, n) for n in HEADS for size in DECODES], [(2, 70, 16)],
     ),
     "prefill_attention": (
         prefill_attention_point, [(*size, n) for n in HEADS for size in PREFILLS],

@@ -7,6 +7,7 @@ from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.kv_pool import GIB
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.warm_up import warm_up
+from nanovllm.kernels.kv_layer import CODES
 
 MIB = 1 << 20
 MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a finite integer
@@ -48,6 +49,8 @@ def _free_device_bytes(shard: Shard, config: Config) -> int:
     others = total - free
     budget = total * config.gpu_memory_utilization - others - activations - graphs
     copied = shard.backend.attention.copied_layers / shard.model_config.num_hidden_layers
+    if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
+        copied *= 1 + 2 * shard.placement.dtype.itemsize
     return int(budget / (1 + copied))
 
 

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
 KERNELS = {
-    "store_kvcache", "plan_decode", "decode_attention", "prefill_attention", "rms_norm",
-    "add_rms_norm", "silu_and_mul", "few_rows", "experts", "norm_rope_store", "sample",
+    "store_kvcache", "plan_decode", "decode_attention", "decode_attention_fp8",
+    "prefill_attention", "rms_norm", "add_rms_norm", "silu_and_mul", "few_rows", "experts",
+    "norm_rope_store", "sample",
 }  # fmt: skip
 
 

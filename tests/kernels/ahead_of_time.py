@@ -295,6 +295,9 @@ SPILLS = {
     "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
     "draw": 32,
+    # Codes are converted in registers, a tile at a time.
+    **{f"decode_attention, {name}, codes": 192 for name in (*HEADS, "G 16", "Mistral's window")},
+    "prefill_attention, head_dim 256, codes": 320,
 }
 
 

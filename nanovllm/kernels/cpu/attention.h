@@ -57,7 +57,8 @@ struct Step {
 
     void write(const State& state, int64_t seq, int64_t kv_head) const {
         for (int64_t r = 0; r < num_rows(seq); r++) {
-            const float share = state.total[r] != 0 ? 1 / state.total[r] : 0;  // no keys: zeros
+            const float total = state.total[r];
+            const float share = total != 0 ? load_factor<K> / total : 0;  // no keys: zeros
             T* to = out + place(seq, r, kv_head, q_heads * head_dim);
             for (int64_t d = 0; d < head_dim; d++) to[d] = narrow<T>(state.sums[r][d] * share);
         }
@@ -71,7 +72,8 @@ struct Step {
             const int64_t row = std::min(r, rows - 1);
             const T* from = q + place(seq, row, kv_head, q_stride);
             limits[r] = limit(seq, row);
-            for (int64_t d = 0; d < head_dim; d++) queries[r][d] = widen(from[d]) * (scale * LOG2E);
+            const float factor = scale * LOG2E * load_factor<K>;
+            for (int64_t d = 0; d < head_dim; d++) queries[r][d] = widen(from[d]) * factor;
         }
         State own;
         State& state = slot < 0 ? own : partial[slot * kv_heads + kv_head];

@@ -21,6 +21,10 @@ struct Near {
 template <typename T>
 constexpr bool is_codes = std::is_same<T, e4m3>::value;
 
+// What queries and sums of values are multiplied by if keys and values are read by `load`.
+template <typename T>
+constexpr float load_factor = is_codes<T> ? CODE_FACTOR : 1.0f;
+
 // Prefetch the row KEYS after `row`: rows are too far apart for the hardware to predict.
 template <typename T>
 inline void fetch_next(const T* const* row, int64_t d) {
@@ -65,9 +69,17 @@ struct Context {
 
     // The scales of the first KEYS keys and values, times `factor`.
     void read_scales(const Near<T>& near, float factor, float* k, float* v) const {
-        for (int j = 0; j < KEYS; j++) {
-            k[j] = widen(key_scales[near.scales[j]]) * factor;
-            v[j] = widen(value_scales[near.scales[j]]) * factor;
+        for (int first = 0; first < KEYS; first += LANES) {
+            const int64_t* at = near.scales + first;
+            if (block_size % LANES == 0 && at[LANES - 1] - at[0] == LANES - 1) {  // of one block
+                vec(k + first) = load(key_scales + at[0]) * factor;
+                vec(v + first) = load(value_scales + at[0]) * factor;
+                continue;
+            }
+            for (int j = 0; j < LANES; j++) {
+                k[first + j] = widen(key_scales[at[j]]) * factor;
+                v[first + j] = widen(value_scales[at[j]]) * factor;
+            }
         }
     }
 

@@ -25,11 +25,12 @@ inline To bit_cast(From from) {
 
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
-inline float widen(e4m3 x) {  // NaN, 0x7f and 0xff, becomes 480: the scales of NaNs are NaN
-    const uint32_t size = x.bits & 0x7f, sign = uint32_t(x.bits & 0x80) << 24;
-    const uint32_t normal = (size << 20) + (120 << 23);
-    const uint32_t subnormal = bit_cast<uint32_t>(float(int32_t(size)) * 0x1p-9f);
-    return bit_cast<float>((size < 8 ? subnormal : normal) | sign);
+// A code's bits are those of a float with 2^-120 of its value: the exponent's bias is 120 more. NaN
+// becomes 480; the scales of NaNs are NaN.
+constexpr int CODE_SHIFT = 20;
+constexpr int32_t CODE_BITS = int32_t(0x87f00000);
+inline float widen(e4m3 x) {
+    return bit_cast<float>(int32_t(uint32_t(int8_t(x.bits)) << CODE_SHIFT) & CODE_BITS) * 0x1p120f;
 }
 
 template <typename T>

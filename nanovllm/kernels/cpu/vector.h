@@ -4,10 +4,6 @@
 
 #include <cstdint>
 
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
-
 #include "scalar.h"
 
 namespace {
@@ -29,7 +25,6 @@ constexpr float NO_SCORE = -1e30f;  // the maximum over no keys: finite, as inf 
 typedef float Vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 typedef int8_t ByteVec __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef int16_t ShortVec __attribute__((vector_size(LANES * 2)));
 typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 inline Vec& vec(float* x) { return *(Vec*)x; }
@@ -38,21 +33,10 @@ inline Vec load(const bf16* x) {
     return (Vec)(__builtin_convertvector(*(const HalfVec*)x, IntVec) << 16);
 }
 
-// Codes times 2^-8. Their bits are those of a float16 with one bit more in its exponent.
-constexpr float CODE_FACTOR = 256.0f;
+// Codes times 2^-120. Factors of 2^60 before and after a product of them stay far from infinity.
+constexpr float CODE_FACTOR = 0x1p60f;
 inline Vec load(const e4m3* x) {
-#ifdef __F16C__
-    const auto bits = (__builtin_convertvector(*(const ByteVec*)x, ShortVec) << 7) & int16_t(0xbfff);
-#ifdef __AVX512F__
-    return (Vec)_mm512_cvtph_ps((__m256i)bits);
-#else
-    return (Vec)_mm256_cvtph_ps((__m128i)bits);
-#endif
-#else
-    Vec values;
-    for (int i = 0; i < LANES; i++) values[i] = widen(x[i]) / CODE_FACTOR;
-    return values;
-#endif
+    return (Vec)(__builtin_convertvector(*(const ByteVec*)x, IntVec) << CODE_SHIFT & CODE_BITS);
 }
 
 inline float sum_of(Vec x) {

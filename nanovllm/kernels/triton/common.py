@@ -145,6 +145,7 @@ def attend(  # type: ignore[no-untyped-def]
     """
     if QUANTIZED:
         k = operand(k, q.dtype, CONVERTED)
+        v = operand(v, q.dtype, CONVERTED)
     scores = dot(q, tl.trans(k)) * scale_log2
     if QUANTIZED:
         scores *= k_scale[None, :]
@@ -156,6 +157,5 @@ def attend(  # type: ignore[no-untyped-def]
     total = total * shrink + tl.sum(weights, axis=1)
     if QUANTIZED:
         weights *= v_scale[None, :]
-        v = operand(v, q.dtype, CONVERTED)
     acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
     return new_top, total, acc
