@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import (
     draw,
     experts,
     norm_rope_store,
+    quantized_linear,
     read_table,
     rms_norm,
     sample,
@@ -20,6 +21,7 @@ from nanovllm.kernels.plain import (
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.plain.read_table import Decoding, TableState
+from nanovllm.kernels.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
-    `few_rows` gives kernels that fuse several operations of a layer, where they are faster; PLAIN
-    has none.
+    `arrange` copies a quantized weight into the layout that `quantized_linear`, `experts` and
+    `few_rows` read. `few_rows` gives kernels that fuse several operations of a layer of such a
+    type, where they are faster; PLAIN has none.
     """
 
     name: str
@@ -47,7 +50,9 @@ class Kernels:
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int], Decoding]
-    few_rows: Callable[[list[Tensor | None]], "FewRows | None"] = lambda _: None
+    arrange: Callable[[QuantizedMatrix], Any]
+    quantized_linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
 
 
 PLAIN = Kernels(
@@ -62,6 +67,8 @@ PLAIN = Kernels(
     draw=draw.draw,
     experts=experts.experts,
     read_table=read_table.read_table,
+    arrange=lambda weight: weight,
+    quantized_linear=quantized_linear.quantized_linear,
 )
 
 
@@ -72,6 +79,7 @@ def triton_kernels() -> Kernels:
         experts,
         few_rows,
         norm_rope_store,
+        quantized_linear,
         read_table,
         rms_norm,
         sample,
@@ -91,6 +99,8 @@ def triton_kernels() -> Kernels:
         draw=draw.draw,
         experts=experts.experts,
         read_table=read_table.read_table,
+        arrange=quantized_linear.arrange,
+        quantized_linear=quantized_linear.quantized_linear,
         few_rows=few_rows.few_rows_for,
     )
 

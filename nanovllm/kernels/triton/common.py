@@ -62,6 +62,12 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory of a multiprocessor that a program can fill with tiles."""
+    at = capability(device)
+    return (210 << 10) if at in (90, 100, 103) else (144 << 10) if at in (80, 87) else 88 << 10
+
+
 def early(device: torch.device) -> dict[str, bool]:
     """Options that let a kernel start while the kernel before it ends.
 
