@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
 KERNELS = {
     "store_kvcache", "plan_decode", "decode_attention", "prefill_attention", "rms_norm",
-    "add_rms_norm", "silu_and_mul", "few_rows", "experts", "norm_rope_store", "sample",
+    "add_rms_norm", "silu_and_mul", "few_rows", "experts", "quantized_linear",
+    "norm_rope_store", "sample",
 }  # fmt: skip
 
 

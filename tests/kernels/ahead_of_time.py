@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -109,6 +109,16 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
     weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
     x, shares = bf16(tokens, hidden), torch.empty(tokens, per_token)
     experts(x, *weights, ids, shares, num_experts)
+
+
+def quantized_experts(form: Format, tokens: int) -> None:
+    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.quantized_linear import arrange
+
+    form = replace(form, stack=(32,))
+    gate_up, down = quantized(1536, 2048, form), quantized(2048, 768, form)
+    ids, shares = torch.zeros(tokens, 8, dtype=torch.long), torch.empty(tokens, 8)
+    experts(bf16(tokens, 2048), arrange(gate_up), arrange(down), ids, shares, 32)
 
 
 def few_rows(
@@ -293,6 +303,11 @@ CALLS: dict[str, Callable[[], object]] = {
         for name, *sizes in (("e4m3 blocks", 4096, 12288), ("int4, groups of 128", 1024, 3072))
         for rows in (1, 16, 64)
     },
+    **{
+        f"experts, {name}, {tokens} tokens": partial(quantized_experts, FORMATS[name], tokens)
+        for name in ("e4m3 blocks", "int4, groups of 128")
+        for tokens in (ROWS, TOKENS)
+    },
     **{f"dequantize, {name}": partial(dequantize, form) for name, form in FORMATS.items()},
     **{
         f"rounded_linear, {name}": partial(rounded_linear, form)
@@ -344,6 +359,7 @@ SPILLS = {
     "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
     "draw": 32,
+    "experts, int4": 160,
     "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32
 }
 
