@@ -18,13 +18,16 @@ from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain import store_kvcache as plain_store
 from nanovllm.kernels.plain.kv_codes import quantize
 from nanovllm.kernels.plain.norm_rope_store import rotate
+from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import decode_attention as decode
 from nanovllm.kernels.triton import prefill_attention as prefill
 from nanovllm.kernels.triton.common import INTERPRETED, rows_with_room
+from nanovllm.kernels.triton.dequantize import dequantize
 from nanovllm.kernels.triton.experts import experts
 from nanovllm.kernels.triton.few_rows import few_rows_for
 from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
+from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
 from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.triton.sample import sample
 from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
@@ -288,6 +291,33 @@ def experts_point(
     return Point(name, make, num_bytes, flops=2 * len(here) * weights, twin_syncs=True)
 
 
+def quantized_point(kind: str, num_rows: int, size_out: int, size_in: int) -> Point:
+    """A linear layer whose weight has codes; the twin is PyTorch's, with a bf16 weight."""
+    block = {"e4m3": (128, 128), "int4": (1, 128)}.get(kind, (1, size_in))
+    blocks = (-(-size_out // block[0]), -(-size_in // block[1]))
+    scales = torch.full(blocks, size_in**-0.5 / (4 if kind == "int4" else 64), device=DEVICE)
+
+    def make() -> Calls:
+        codes = torch.randint(-8, 8, (size_out, size_in), dtype=torch.int8, device=DEVICE)
+        if kind != "int4":
+            codes *= 15
+        codes = codes.to(torch.float8_e4m3fn) if kind == "e4m3" else codes
+        matrix = QuantizedMatrix(
+            codes, scales, None, block, 4 if kind == "int4" else 8, rounds_inputs=kind == "e4m3"
+        )
+        x, arranged = normal(num_rows, size_in), arrange(matrix)
+        weight = dequantize(arranged, DTYPE)
+        return {
+            "ours": partial(quantized_linear, x, arranged), "twin": partial(F.linear, x, weight),
+        }  # fmt: skip
+
+    weights = size_out * size_in
+    num_bytes = weights // (2 if kind == "int4" else 1) + scales.nbytes
+    num_bytes += num_rows * (size_in + size_out) * ITEMSIZE
+    name = f"{kind}, {num_rows} rows, {size_out} x {size_in}"
+    return Point(name, make, num_bytes, flops=2 * num_rows * weights)
+
+
 def norm_rope_store_point(num_tokens: int, num_heads: int) -> Point:
     """The twin is what it replaces: PyTorch's norms and rotations, and the Triton store."""
 
@@ -378,6 +408,13 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
     "experts": (
         experts_point, [(n, here, 128, 2048, 768) for here in (128, 16) for n in TOKENS],
         [(5, 32, 32, 64, 32), (5, 20, 32, 64, 32)],
+    ),
+    "quantized_linear": (  # of Qwen3-0.6B and 8B
+        quantized_point,
+        [(kind, n, *size) for kind in ("int8", "e4m3", "int4")
+         for size in ((4096, 1024), (1024, 3072), (4096, 4096), (24576, 4096))
+         for n in (1, 8, 16, 32, 64, 256, 2048)],
+        [("int8", 2, 64, 256), ("e4m3", 2, 128, 256), ("int4", 70, 64, 256)],
     ),
     "norm_rope_store": (
         norm_rope_store_point, [(n, heads) for heads in HEADS for n in TOKENS], [(2, 16)],

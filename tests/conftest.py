@@ -240,10 +240,12 @@ def kernel_device() -> str:
     np_dtypes: dict[str, Any] = {}
 
     def rounding(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        """GPUs round float32 to bfloat16; the interpreter cuts it off."""
-        if (source.name, target.name) != ("fp32", "bf16"):
-            return convert(x, source, target, mode)
-        return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
+        """GPUs round float32 to narrower types; the interpreter cuts it off."""
+        if source.name == "fp32" and target.name == "bf16":
+            return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
+        if source.name == "fp32" and target.name == "fp8e4nv":
+            return torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return convert(x, source, target, mode)
 
     def quick_call(function: Any, *args: Any, **kwargs: Any) -> Any:
         """The interpreter patches Triton's language at each call; once for each module will do."""

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import (
     draw,
     experts,
     norm_rope_store,
+    quantized_linear,
     read_table,
     rms_norm,
     sample,
@@ -19,7 +20,6 @@ from nanovllm.kernels.plain import (
 )
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.norm_rope_store import Rope
-from nanovllm.kernels.plain.quantized_linear import quantized_linear
 from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.quantized import QuantizedMatrix
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
-    `arrange` gives a quantized weight the layout that `quantized_linear` and the others read.
-    `few_rows` gives kernels that fuse several operations of a layer, where they are faster; PLAIN
-    has none.
+    `arrange` copies a quantized weight into the layout that `quantized_linear`, `experts` and
+    `few_rows` read. `few_rows` gives kernels that fuse several operations of a layer of such a
+    type, where they are faster; PLAIN has none.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Kernels:
     read_table: Callable[[TableState, int, int, int], Decoding]
     arrange: Callable[[QuantizedMatrix], Any]
     quantized_linear: Callable[[Tensor, Any, Tensor | None], Tensor]
-    few_rows: Callable[[list[Any]], "FewRows | None"] = lambda _: None
+    few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
 
 
 PLAIN = Kernels(
@@ -68,7 +68,7 @@ PLAIN = Kernels(
     experts=experts.experts,
     read_table=read_table.read_table,
     arrange=lambda weight: weight,
-    quantized_linear=quantized_linear,
+    quantized_linear=quantized_linear.quantized_linear,
 )
 
 
@@ -79,6 +79,7 @@ def triton_kernels() -> Kernels:
         experts,
         few_rows,
         norm_rope_store,
+        quantized_linear,
         read_table,
         rms_norm,
         sample,
@@ -98,8 +99,8 @@ def triton_kernels() -> Kernels:
         draw=draw.draw,
         experts=experts.experts,
         read_table=read_table.read_table,
-        arrange=PLAIN.arrange,
-        quantized_linear=PLAIN.quantized_linear,
+        arrange=quantized_linear.arrange,
+        quantized_linear=quantized_linear.quantized_linear,
         few_rows=few_rows.few_rows_for,
     )
 

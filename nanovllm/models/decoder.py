@@ -223,9 +223,8 @@ class Decoder(nn.Module):
         layers: list[Any] = list(self.layers)
         is_single = layers[0].self_attn.o_proj.ranks.size == 1
         if is_single and all(isinstance(layer.mlp, MLP) for layer in layers):
-            self.few_rows = kernels.few_rows(
-                [part.operand_and_bias[0] for part in layers[0].linears]
-            )
+            operands = [linear.operand_and_bias[0] for linear in layers[0].linears]
+            self.few_rows = kernels.few_rows(operands, self.norm.weight.dtype)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None

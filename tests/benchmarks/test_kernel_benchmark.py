@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
 KERNELS = {
     "store_kvcache", "plan_decode", "decode_attention", "decode_attention_fp8",
     "prefill_attention", "rms_norm", "add_rms_norm", "silu_and_mul", "few_rows", "experts",
+    "quantized_linear",
     "norm_rope_store", "sample",
 }  # fmt: skip
 

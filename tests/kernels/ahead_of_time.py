@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from quantized import Format, quantized
 
 from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 
@@ -116,6 +117,16 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
     experts(x, *weights, ids, shares, num_experts)
 
 
+def quantized_experts(form: Format, tokens: int) -> None:
+    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.quantized_linear import arrange
+
+    form = replace(form, stack=(32,))
+    gate_up, down = quantized(1536, 2048, form), quantized(2048, 768, form)
+    ids, shares = torch.zeros(tokens, 8, dtype=torch.long), torch.empty(tokens, 8)
+    experts(bf16(tokens, 2048), arrange(gate_up), arrange(down), ids, shares, 32)
+
+
 def few_rows(
     hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
 ) -> None:
@@ -130,6 +141,61 @@ def few_rows(
         few.linear(scaled, *layer(qkv, hidden))
         few.gated(scaled, *layer(2 * inner, hidden))
         few.add(bf16(rows, inner), *layer(hidden, inner), x, bf16(hidden), EPS)
+
+
+FORMATS = {
+    "int8": Format(),
+    "e4m3 rows": Format("e4m3"),
+    "e4m3 blocks": Format("e4m3", (128, 128)),
+    "int4, groups of 128": Format("int4", (1, 128), scales=torch.bfloat16),
+    "int4, groups of 32 with zeros": Format("int4", (1, 32), zeros=True, scales=torch.float16),
+}
+
+
+def arranged(size_out: int, size_in: int, form: Format) -> Any:
+    from nanovllm.kernels.triton.quantized_linear import arrange
+
+    return arrange(quantized(size_out, size_in, form, rounds_inputs=form.kind != "int4"))
+
+
+def quantized_rows(
+    size_out: int, size_in: int, form: Format, rows: int, dtype: torch.dtype, bias: bool = False
+) -> None:
+    from nanovllm.kernels.triton.quantized_linear import quantized_linear
+
+    x = torch.empty(rows, size_in, dtype=dtype)
+    with mock.patch.object(tiled_rows(), "num_multiprocessors", return_value=132):
+        some = torch.empty(size_out, dtype=dtype) if bias else None
+        quantized_linear(x, arranged(size_out, size_in, form), some)
+
+
+def tiled_rows() -> Any:
+    from nanovllm.kernels.triton import quantized_rows
+
+    return quantized_rows
+
+
+def quantized_few_rows(hidden: int, inner: int, form: Format, rows: int) -> None:
+    from nanovllm.kernels.triton.few_rows import FewRows
+
+    x, few = bf16(rows, hidden), FewRows(rows)
+    with mock.patch.object(tiled_rows(), "num_multiprocessors", return_value=132):
+        down = arranged(hidden, inner, form)
+        _, scaled = few.add(bf16(rows, inner), down, None, x, bf16(hidden), EPS)
+        few.linear(scaled, arranged(hidden, hidden, form))
+        few.gated(scaled, arranged(2 * inner, hidden, form))
+
+
+def dequantize(form: Format) -> None:
+    from nanovllm.kernels.triton.dequantize import dequantize
+
+    dequantize(arranged(4096, 4096, form), torch.bfloat16)
+
+
+def rounded_linear(form: Format) -> None:
+    from nanovllm.kernels.triton.rounded_linear import rounded_linear
+
+    rounded_linear(bf16(TOKENS, 4096), arranged(4096, 4096, form))
 
 
 def norm_rope_store(
@@ -251,6 +317,38 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     "few_rows, Qwen2.5-0.5B, biases": partial(few_rows, 896, 896, 4864, 1152, 8, bias=True),
     **{
+        f"quantized_rows, {name}, {rows} rows": partial(
+            quantized_rows, 4096, 4096, form, rows, torch.bfloat16
+        )
+        for name, form in FORMATS.items()
+        for rows in (1, 16, 32, 64)
+    },
+    **{
+        f"quantized_rows, {name}, {dtype}": partial(
+            quantized_rows, 1000, 1000, form, 3, dtype, bias=True
+        )
+        for name, form in FORMATS.items()
+        for dtype in (torch.float16, torch.float32)
+    },
+    **{
+        f"quantized_rows, of few_rows, {name}, {rows} rows": partial(
+            quantized_few_rows, *sizes, FORMATS[name], rows
+        )
+        for name, *sizes in (("e4m3 blocks", 4096, 12288), ("int4, groups of 128", 1024, 3072))
+        for rows in (1, 16, 64)
+    },
+    **{
+        f"experts, {name}, {tokens} tokens": partial(quantized_experts, FORMATS[name], tokens)
+        for name in ("e4m3 blocks", "int4, groups of 128")
+        for tokens in (ROWS, TOKENS)
+    },
+    **{f"dequantize, {name}": partial(dequantize, form) for name, form in FORMATS.items()},
+    **{
+        f"rounded_linear, {name}": partial(rounded_linear, form)
+        for name, form in FORMATS.items()
+        if form.kind != "int4"
+    },
+    **{
         f"{call.__name__}, {name}, block size {size}": partial(call, h, size)
         for name, h in ATTENTION_HEADS.items()
         for call, sizes in ((decode_attention, (16, 64)), (prefill_attention, (0, 16, 64)))
@@ -298,6 +396,8 @@ SPILLS = {
     # Codes are converted in registers, a tile at a time.
     **{f"decode_attention, {name}, codes": 192 for name in (*HEADS, "G 16", "Mistral's window")},
     "prefill_attention, head_dim 256, codes": 320,
+    "experts, int4": 160,
+    "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32
 }
 
 
@@ -308,7 +408,9 @@ def max_spill(name: str) -> int:
 
 def capabilities(name: str) -> tuple[int, ...]:
     """The GPUs where its kernels are used, and differ from those of another case."""
-    alone = name.startswith("few_rows") or "eager" in name or "many tokens" in name
+    alone = "few_rows" in name or "eager" in name or "many tokens" in name
+    if name.startswith("rounded_linear, e4m3"):
+        return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)
 
 

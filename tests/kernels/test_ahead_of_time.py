@@ -150,8 +150,10 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# `few_rows` takes 256 rows at most.
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("few_rows")])
+# `few_rows` takes 256 rows at most, `quantized_rows` 64.
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if not name.startswith(("few_rows", "quantized_rows"))]
+)
 def test_row_offsets_of_a_large_batch_have_64_bits(name: str, compiled: Compiled) -> None:
     """Row times stride exceeds 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
     for kernel in compiled[name, 90]:
@@ -188,6 +190,7 @@ def test_a_merge_reads_after_all_parts_are_written(capability: int, compiled: Co
 # The kernels that start while the one before them ends: a case of each.
 EARLY_CASES = {
     "_linear_kernel": "few_rows, Qwen3-0.6B, 64 rows",
+    "_quantized_rows_kernel": "quantized_rows, int4, groups of 128, 16 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
     "_decode_kernel": "decode_attention, Qwen3-0.6B, block size 64",
 }

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
+from quantized import Format, quantized
 
+from nanovllm.kernels.plain.quantized_linear import dequantize
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,6 +216,34 @@ def test_tiles_cover_all_pairs(
         pairs = groups.order[start:stop]
         assert bool((ids.flatten()[pairs] == expert).all())
     assert sorted(groups.order.tolist()) == list(range(ids.numel()))
+
+
+QUANTIZED = [
+    Format(), Format("e4m3", (32, 64)), Format("int4", (1, 64), zeros=True), Format("int4", (1, 0)),
+    Format("int4", (1, 20)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", QUANTIZED)
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_quantized_experts_are_those_of_their_weights(
+    form: Format, tokens: int, kernel_device: str
+) -> None:
+    """Both sizes of tiles; a part of the experts is on other ranks, and inputs have an order."""
+    from nanovllm.kernels.triton.experts import experts, group
+    from nanovllm.kernels.triton.quantized_linear import arrange
+
+    shape = Shape(tokens, 3, 6, hidden=200, inside=72, below=1, above=1)
+    x, _, _, ids, shares, e = make(shape, kernel_device)
+    assert group(ids, 4, 6).block_m == (64 if tokens == 70 else 16)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1)).to(kernel_device)
+    stacks = replace(form, stack=(4,))
+    gate_up = quantized(144, 200, stacks, kernel_device, order=order)
+    down = quantized(200, 72, replace(stacks, seed=1), kernel_device)
+    out = experts(x, arrange(gate_up), arrange(down), ids, shares, e)
+    weights = torch.empty(4, 144, 200, device=kernel_device)
+    weights[:, :, order] = dequantize(gate_up)
+    assert_near(out, (x, weights, dequantize(down), ids, shares, e))
 
 
 @pytest.mark.cuda

@@ -303,7 +303,8 @@ def test_models_that_it_cannot_compute_do_not_take_these_kernels(
             self_attn=SimpleNamespace(o_proj=part), linears=[part] * 4,
             mlp=SparseMLP.__new__(SparseMLP) if why == "experts" else MLP.__new__(MLP),
         )  # fmt: skip
-        return SimpleNamespace(layers=[layer], few_rows=None)
+        norm = SimpleNamespace(weight=weight[0])
+        return SimpleNamespace(layers=[layer], norm=norm, few_rows=None)
 
     for case in (why, "neither"):
         made = decoder(case)

@@ -70,6 +70,12 @@ def converts_codes(device: torch.device) -> bool:
     return capability(device) >= CONVERTS_CODES
 
 
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory of a multiprocessor that a program can fill with tiles."""
+    at = capability(device)
+    return (210 << 10) if at in (90, 100, 103) else (144 << 10) if at in (80, 87) else 88 << 10
+
+
 def early(device: torch.device) -> dict[str, bool]:
     """Options that let a kernel start while the kernel before it ends.
 

@@ -1,48 +1,23 @@
 """Experts as two grouped matrix products: each tile of rows is multiplied by its expert's weights.
 
 T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts of this rank.
-Pairs are in the order of tokens everywhere except in `order`, which sorts them by expert; a tile is
-up to BLOCK_M pairs of one expert. Nothing syncs, and all shapes depend on those of the arguments,
-so CUDA graphs can hold it. There is a row for each pair; those of other ranks' experts are neither
-written nor read.
+Pairs are in the order of tokens everywhere except in `order`, which sorts them by expert. Nothing
+syncs, and all shapes depend on those of the arguments, so CUDA graphs can hold it. There is a row
+for each pair; those of other ranks' experts are neither written nor read.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import dot
+from nanovllm.kernels.triton.dequantize import dequantize
+from nanovllm.kernels.triton.grouping import Groups, find_tile, group
+from nanovllm.kernels.triton.quantized_experts import grouped_quantized
 from nanovllm.kernels.triton.silu_and_mul import BLOCK, activate
 
 BLOCK_N, BLOCK_K = 64, 64
-
-
-class Groups(NamedTuple):
-    """Pairs sorted by expert, and where the pairs and the tiles of each expert of this rank end.
-
-    An expert's pairs begin where those of the one before it end. Pairs of other ranks' experts are
-    before the first and after the last.
-    """
-
-    order: torch.Tensor  # [N] int64
-    bounds: torch.Tensor  # [E + 1] int32
-    tile_ends: torch.Tensor  # [E] int32
-    num_tiles: int  # an upper bound
-    block_m: int
-
-
-def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
-    """Sort the pairs of expert_ids [T, K] by expert, on the device."""
-    num_pairs = expert_ids.numel()
-    block_m = 64 if num_pairs >= 32 * num_experts else 16  # by the mean pairs of an expert
-    ids, order = expert_ids.flatten().sort(stable=True)
-    experts = torch.arange(-1, num_here, device=ids.device)
-    bounds = torch.searchsorted(ids, experts, right=True, out_int32=True)
-    tile_ends = ((bounds.diff() + (block_m - 1)) // block_m).cumsum(0, dtype=torch.int32)
-    num_tiles = num_pairs // block_m + min(num_here, num_pairs)
-    return Groups(order, bounds, tile_ends, num_tiles, block_m)
 
 
 @triton.jit
@@ -52,17 +27,10 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_N outputs of one tile's rows; surplus programs do nothing."""
-    tile = tl.program_id(0)
-    e = tl.arange(0, BLOCK_E)
-    tile_ends = tl.load(tile_ends_ptr + e, mask=e < num_experts, other=0x7FFFFFFF)
-    expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+    expert, place, real = find_tile(
+        tl.program_id(0), bounds_ptr, tile_ends_ptr, num_experts, BLOCK_M, BLOCK_E
+    )
     if expert < num_experts:
-        before = tl.maximum(expert - 1, 0)
-        first_tile = tl.where(expert > 0, tl.load(tile_ends_ptr + before), 0)
-        start = tl.load(bounds_ptr + expert)
-        stop = tl.load(bounds_ptr + expert + 1)
-        place = start + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-        real = place < stop
         pair = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < size_out
@@ -85,7 +53,7 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
 
 def grouped_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | ArrangedMatrix,
     groups: Groups,
     shares: torch.Tensor | None,
     dtype: torch.dtype,
@@ -96,6 +64,12 @@ def grouped_linear(
     `shares` [N] in float32 if given. Bytes moved: the weights of each expert that has pairs, once
     for each of its tiles.
     """
+    if isinstance(weight, ArrangedMatrix):
+        if weight.order is not None:
+            x = x[:, weight.order]
+        if weight.has_rows_kernel:
+            return grouped_quantized(x, weight, groups, shares, dtype)
+        weight = dequantize(weight, x.dtype)
     num_pairs, (num_experts, size_out, size_in) = len(groups.order), weight.shape
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == size_in
     out = x.new_empty(num_pairs, size_out, dtype=dtype)
@@ -138,8 +112,8 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
 
 def experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | ArrangedMatrix,
+    down: torch.Tensor | ArrangedMatrix,
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,

@@ -13,6 +13,7 @@ Hopper's tensor memory accelerator.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.triton import quantized_rows
+from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     ROOM,
     await_inputs,
@@ -35,6 +38,8 @@ from nanovllm.kernels.triton.common import (
 LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
 MOST_OF_LARGE = 64  # rows, of larger layers
+Weight = torch.Tensor | ArrangedMatrix  # [N, K]
+Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
 SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
 
 
@@ -105,47 +110,45 @@ class FewRows:
 
     most_rows: int
 
-    def linear(
-        self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`norm @ weight.T + bias` for weight [N, K]."""
-        out = x.product.new_empty(len(x.product), len(weight))
+        out = x.product.new_empty(len(x.product), weight.shape[0])
         _launch(x.product, weight, bias, out, scaled=x)
         return out
 
-    def gated(
-        self, x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def gated(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
-        out = rows_with_room(len(x.product), len(weight) // 2, x.product)
+        out = rows_with_room(len(x.product), weight.shape[0] // 2, x.product)
         _launch(x.product, weight, bias, out, scaled=x, gated=True)
         return out
 
     def add(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, Scaled]:
         """`residual + x @ weight.T + bias`, and the sum scaled by the next norm's weight."""
-        total, product = torch.empty_like(residual), rows_with_room(len(x), len(weight), x)
+        total, product = torch.empty_like(residual), rows_with_room(len(x), weight.shape[0], x)
         squares = _launch(x, weight, bias, total, addends=(residual, norm, product))
         return total, Scaled(product, squares, eps)
 
 
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     scaled: Scaled | None = None,
     gated: bool = False,
-    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    addends: Addends | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Returns the sums of squares, if there are addends."""
+    """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
+    if isinstance(weight, ArrangedMatrix):
+        return quantized_rows.launch(x, weight, bias, out, scaled, gated, addends)
     (num_rows, size_in), size_out = x.shape, out.shape[1]
     tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
     columns = size_out // tiles.outputs
@@ -215,19 +218,32 @@ def _divisor(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
-def few_rows_for(weights: list[torch.Tensor | None]) -> FewRows | None:
-    """The kernels for a layer's weights; None where they would not be faster.
+def few_rows_for(
+    weights: list[Weight | None], dtype: torch.dtype = torch.bfloat16
+) -> FewRows | None:
+    """The kernels for a layer's weights and the type of its rows; None where they do not help.
 
     Not for float16, where rows without their norm's factor may overflow.
     """
-    plain = [weight for weight in weights if weight is not None and weight.dtype == torch.bfloat16]
-    if len(plain) < len(weights) or any(n % LEAST for weight in plain for n in weight.shape):
+    made = [weight for weight in weights if weight is not None and _is_computed(weight)]
+    if len(made) < len(weights) or dtype != torch.bfloat16:
         return None
-    device = plain[0].device
+    device = made[0].device
     if not can_copy_tiles(device):
         return None
-    if triton.cdiv(max(map(len, plain)), 2 * 64) > 2 * num_multiprocessors(device):
+    if any(isinstance(weight, ArrangedMatrix) for weight in made):
+        return FewRows(quantized_rows.MOST_ROWS)
+    if triton.cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(
+        device
+    ):
         return None  # gate and up in tiles of 64 would not all run at once: not measured
-    size = sum(weight.numel() for weight in plain)
+    size = sum(math.prod(weight.shape) for weight in made)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
     return FewRows(most)
+
+
+def _is_computed(weight: Weight) -> bool:
+    """Whether there is a kernel for the weight."""
+    if isinstance(weight, ArrangedMatrix):
+        return weight.has_rows_kernel and weight.order is None
+    return weight.dtype == torch.bfloat16 and not any(n % LEAST for n in weight.shape)

@@ -1,0 +1,57 @@
+"""Pairs of a token and an expert, sorted by expert and divided into tiles.
+
+T tokens, K experts of each, N = T * K pairs, E experts of this rank. A tile is up to BLOCK_M pairs
+of one expert.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Groups(NamedTuple):
+    """Pairs sorted by expert, and where the pairs and the tiles of each expert of this rank end.
+
+    An expert's pairs begin where those of the one before it end. Pairs of other ranks' experts are
+    before the first and after the last.
+    """
+
+    order: torch.Tensor  # [N] int64
+    bounds: torch.Tensor  # [E + 1] int32
+    tile_ends: torch.Tensor  # [E] int32
+    num_tiles: int  # an upper bound
+    block_m: int
+
+
+def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
+    """Sort the pairs of expert_ids [T, K] by expert, on the device."""
+    num_pairs = expert_ids.numel()
+    block_m = 64 if num_pairs >= 32 * num_experts else 16  # by the mean pairs of an expert
+    ids, order = expert_ids.flatten().sort(stable=True)
+    experts = torch.arange(-1, num_here, device=ids.device)
+    bounds = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    tile_ends = ((bounds.diff() + (block_m - 1)) // block_m).cumsum(0, dtype=torch.int32)
+    num_tiles = num_pairs // block_m + min(num_here, num_pairs)
+    return Groups(order, bounds, tile_ends, num_tiles, block_m)
+
+
+@triton.jit
+def find_tile(  # type: ignore[no-untyped-def]
+    tile, bounds_ptr, tile_ends_ptr, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The expert of a tile, the places in the order of its pairs, and which of these exist.
+
+    A surplus tile has expert `num_experts`, and no pairs.
+    """
+    e = tl.arange(0, BLOCK_E)
+    tile_ends = tl.load(tile_ends_ptr + e, mask=e < num_experts, other=0x7FFFFFFF)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+    exists = expert < num_experts
+    before = tl.maximum(expert - 1, 0)
+    first_tile = tl.load(tile_ends_ptr + before, mask=exists & (expert > 0), other=0)
+    start = tl.load(bounds_ptr + expert, mask=exists, other=0)
+    stop = tl.load(bounds_ptr + expert + 1, mask=exists, other=0)
+    place = start + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return expert, place, place < stop

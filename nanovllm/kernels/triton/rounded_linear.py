@@ -1,0 +1,148 @@
+"""Products of rounded rows and quantized weights on the tensor cores of their type.
+
+T rows, K inputs, N outputs. Sums are of whole int8 products, or of e4m3 products in float32; scales
+multiply them afterwards: for each row and output, or for each 128 inputs with block scales.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton.arranged import ArrangedMatrix
+from nanovllm.kernels.triton.common import (
+    INTERPRETED,
+    can_copy_tiles,
+    capability,
+    tiles_of,
+)
+from nanovllm.kernels.triton.quantize_rows import quantize_rows
+
+BLOCK_T, BLOCK_N, BLOCK_K = 128, 128, 128
+TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights for
+E4M3_AT = 89  # the compute capability whose tensor cores multiply e4m3
+ALIGNED = 16  # PyTorch's product needs sizes that are multiples of it
+
+
+@triton.jit
+def _product(x, weight):  # type: ignore[no-untyped-def]
+    """Sums of products of codes; the interpreter computes them in float32."""
+    if INTERPRETED:
+        return tl.dot(x.to(tl.float32), tl.trans(weight).to(tl.float32))
+    if x.dtype == tl.int8:
+        return tl.dot(x, tl.trans(weight), out_dtype=tl.int32)
+    return tl.dot(x, tl.trans(weight))
+
+
+@triton.jit
+def _rounded_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, x_tiles, weight_ptr, weight_tiles, row_scales_ptr, scales_ptr, bias_ptr, out_ptr,
+    num_rows,
+    N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs."""
+    tiles_t = tl.cdiv(num_rows, BLOCK_T)
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    first = program // (TOGETHER * tiles_n) * TOGETHER
+    height = tl.minimum(tiles_t - first, TOGETHER)
+    inside = program % (TOGETHER * tiles_n)
+    first_t = (first + inside % height) * BLOCK_T
+    first_n = inside // height * BLOCK_N
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
+    n_at = tl.minimum(n, N - 1)
+    t_at = tl.minimum(t, num_rows - 1).to(tl.int64)
+    acc_type: tl.constexpr = tl.float32
+    if x_ptr.dtype.element_ty == tl.int8 and not INTERPRETED:
+        acc = tl.zeros([BLOCK_T, BLOCK_N], tl.int32)
+    else:
+        acc = tl.zeros([BLOCK_T, BLOCK_N], acc_type)
+    b = tl.arange(0, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        if COPIED:
+            x = x_tiles.load([first_t, k])
+            weight = weight_tiles.load([first_n, k])
+        else:
+            x = tl.load(x_ptr + t_at[:, None] * K + (k + b)[None, :])
+            weight = tl.load(weight_ptr + n_at.to(tl.int64)[:, None] * K + (k + b)[None, :])
+        if BLOCKS:
+            row_scales = tl.load(row_scales_ptr + t_at * (K // BLOCK_K) + k // BLOCK_K)
+            scales = tl.load(scales_ptr + n_at // SCALE_ROWS + k // BLOCK_K * COLUMNS)
+            scale = row_scales[:, None] * scales.to(tl.float32)[None, :]
+            acc += _product(x, weight) * scale
+        else:
+            acc += _product(x, weight)
+    if not BLOCKS:
+        scale = (
+            tl.load(row_scales_ptr + t_at)[:, None]
+            * tl.load(scales_ptr + n_at).to(tl.float32)[None, :]
+        )
+        out = acc.to(tl.float32) * scale
+    else:
+        out = acc
+    if BIAS:
+        out += tl.load(bias_ptr + n_at).to(tl.float32)[None, :]
+    out_at = out_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
+    real = (t < num_rows)[:, None] & (n < N)[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def can_round(weight: ArrangedMatrix, device: torch.device) -> bool:
+    """Whether the device's tensor cores multiply rounded rows by such a weight."""
+    if not weight.rounds_inputs or weight.zeros is not None or len(weight.shape) != 2:
+        return False
+    if weight.kind == "e4m3":
+        known = bool(INTERPRETED) or capability(device) >= E4M3_AT
+        return known and weight.group in (0, BLOCK_K)
+    return weight.kind == "int8" and weight.group == 0
+
+
+def rounded_linear(
+    x: torch.Tensor, weight: ArrangedMatrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias` with the rows of x [T, K] rounded to the codes' type."""
+    dtype = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
+    codes, scales = quantize_rows(x, dtype, weight.group, weight.input_scale, weight.padded_in)
+    return multiply_rounded(codes, scales, weight, bias, x.dtype)
+
+
+def multiply_rounded(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: ArrangedMatrix,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The product of rows that `quantize_rows` has rounded."""
+    aligned = weight.size_out % ALIGNED == 0 and dtype == torch.bfloat16 and not weight.group
+    if weight.kind == "e4m3" and aligned and codes.is_cuda:
+        matrix = weight.codes.view(torch.float8_e4m3fn).t()
+        columns = weight.scales.float().view(1, -1)
+        out = torch._scaled_mm(codes, matrix, scales, columns, out_dtype=dtype)
+        return out if bias is None else out.add_(bias)
+    return _multiply(codes, scales, weight, bias, dtype)
+
+
+def _multiply(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: ArrangedMatrix,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    num_rows, size_in = codes.shape
+    out = torch.empty(num_rows, weight.size_out, dtype=dtype, device=codes.device)
+    matrix = weight.codes.view(codes.dtype)
+    copied = can_copy_tiles(codes.device)
+    grid = triton.cdiv(num_rows, BLOCK_T) * triton.cdiv(weight.size_out, BLOCK_N)
+    _rounded_kernel[(grid,)](
+        codes, tiles_of(codes, BLOCK_T, BLOCK_K) if copied else None,
+        matrix, tiles_of(matrix, BLOCK_N, BLOCK_K) if copied else None,
+        scales, weight.scales, out if bias is None else bias, out, num_rows,
+        N=weight.size_out, K=size_in, BLOCKS=weight.group > 0, COLUMNS=weight.scales.shape[-1],
+        SCALE_ROWS=weight.scale_rows, BIAS=bias is not None, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K, TOGETHER=TOGETHER, COPIED=copied, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,316 @@
+"""Quantized weights in Triton's kernels against their plain definition.
+
+On a device, or interpreted where there is none.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quantized import FORMATS, Format, quantized, random
+
+from nanovllm.kernels.plain import quantize_rows as plain_rows
+from nanovllm.kernels.plain import quantized_linear as plain
+from nanovllm.kernels.plain.few_rows import Scaled, add_linear, scaled_gated, scaled_linear
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = [(64, 512), (40, 300), (200, 384)]
+EPS = 1e-6
+bf16 = torch.bfloat16
+
+
+def form_id(value: Any) -> str | None:
+    if not isinstance(value, Format):
+        return None
+    return f"{value.kind} {value.block}{' zeros' * value.zeros} {value.scales}"
+
+
+every_format = pytest.mark.parametrize("form", FORMATS, ids=form_id)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """Differences are bounded by the largest entry of their row."""
+    assert out.shape == expected.shape
+    size = expected.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+    assert float(((out.float() - expected.float()).abs() / size).max()) <= bound
+
+
+@every_format
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_weights_are_those_of_the_definition(
+    form: Format, size: tuple[int, int], kernel_device: str
+) -> None:
+    from nanovllm.kernels.triton.dequantize import dequantize
+    from nanovllm.kernels.triton.quantized_linear import arrange
+
+    matrix = quantized(*size, form, kernel_device)
+    assert torch.equal(dequantize(arrange(matrix), torch.float32), plain.dequantize(matrix))
+    stack = quantized(*size, replace(form, stack=(3,)), kernel_device)
+    expected = plain.dequantize(stack, bf16)
+    assert torch.equal(dequantize(arrange(stack), bf16), expected)
+
+
+@every_format
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("num_rows", [1, 17, 70])
+def test_a_product_is_that_of_the_definition(
+    form: Format, size: tuple[int, int], num_rows: int, kernel_device: str
+) -> None:
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+
+    matrix = quantized(*size, form, kernel_device)
+    x, bias = random(1, num_rows, size[1]).to(kernel_device), random(2, size[0]).to(kernel_device)
+    arranged = arrange(matrix)
+    for some in (None, bias):
+        out = quantized_linear(x, arranged, some)
+        assert_near(out, plain.quantized_linear(x, matrix, some), 4e-6)
+    assert not bool(arranged.arrivals.any())
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_of_narrow_types_are_not_rounded(
+    form: Format, dtype: torch.dtype, kernel_device: str
+) -> None:
+    """The sums are of exact products, in float32; the result is rounded once."""
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+
+    matrix = quantized(72, 320, form, kernel_device, rounds_inputs=True)
+    for num_rows in (3, 20, 40):
+        x = random(1, num_rows, 320).to(kernel_device, dtype)
+        out = quantized_linear(x, arrange(matrix))
+        exact = x.float() @ plain.dequantize(matrix).T
+        assert out.dtype == dtype
+        # The kernel's weights have no rounding of their own; those of 20 inputs a group have.
+        assert_near(out, exact, 2.0**-6 if form.block[1] == 20 else 2.0**-8)
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_code_becomes_its_number(kind: str, dtype: torch.dtype, kernel_device: str) -> None:
+    """Multiplied by the identity: what the instructions make of each byte."""
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+
+    size = 256 if kind == "int4" else 64  # both halves of bytes
+    matrix = quantized(256, size, Format(kind), kernel_device)
+    codes = torch.arange(256 * size, device=kernel_device)
+    codes = (codes + codes // 128 % 2 * 5).to(torch.int16) % 256
+    if kind == "int4":
+        codes = (codes % 16 - 8).to(torch.int8)
+    elif kind == "int8":
+        codes = (codes - 128).to(torch.int8)
+    else:
+        codes = codes.to(torch.uint8)
+        codes[(codes & 0x7F) == 0x7F] = 0
+        codes = codes.view(torch.float8_e4m3fn)
+    matrix = replace(matrix, codes=codes.view(256, size), scales=torch.ones_like(matrix.scales))
+    eye = torch.eye(size, dtype=dtype, device=kernel_device)
+    out = torch.cat([quantized_linear(part, arrange(matrix)) for part in eye.split(64)])
+    assert torch.equal(out.T.float(), matrix.codes.float())
+
+
+def test_columns_may_be_in_another_order(kernel_device: str) -> None:
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    matrix = quantized(64, 256, Format("int4", (1, 128)), kernel_device, order=order)
+    for num_rows in (0, 4, 70):
+        x = random(1, num_rows, 256).to(kernel_device)
+        expected = plain.quantized_linear(x, matrix)
+        out = quantized_linear(x, arrange(matrix))
+        assert out.shape == expected.shape
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_larger_matrix_are_read_as_they_are(kernel_device: str) -> None:
+    """Rows that are not contiguous, and memory after them that is NaN."""
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+
+    matrix = quantized(64, 300, Format("int4", (1, 128)), kernel_device)
+    wide = torch.full((6, 310), torch.nan, device=kernel_device)
+    wide[:5, :300] = random(1, 5, 300)
+    x = wide[:5, :300]
+    out = quantized_linear(x, arrange(matrix))
+    assert_near(out, plain.quantized_linear(x, matrix), 4e-6)
+
+
+# Tiles, and programs that share one.
+TILES = [(8, 32, 1), (8, 64, 8), (16, 64, 4), (32, 64, 2), (64, 64, 4), (64, 32, 1)]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[6], FORMATS[9], FORMATS[11]], ids=form_id)
+def test_every_tile_gives_the_same_sums(
+    form: Format, tile: tuple[int, int, int], kernel_device: str
+) -> None:
+    """More programs than parts of K, too: the last ones have nothing to add."""
+    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.quantized_rows import Tiles, launch
+
+    (rows, outputs, splits) = tile
+    matrix = quantized(100, 640, form, kernel_device)
+    arranged = arrange(matrix)
+    x = random(1, 50 if rows >= 16 else 20, 640).to(kernel_device, bf16)
+    exact = x.float() @ plain.dequantize(matrix).T
+    for copies_x in (False, True):
+        out = x.new_empty(len(x), 100)
+        tiles = Tiles(rows, outputs, splits, 2, 4 if rows == 64 else 2, copies_x)
+        launch(x, arranged, None, out, tiles=tiles)
+        assert_near(out, exact, 2.0**-8)
+        again = torch.empty_like(out)
+        launch(x, arranged, None, again, tiles=tiles)
+        assert torch.equal(out, again)
+
+
+def scaled_of(x: torch.Tensor, parts: int) -> Scaled:
+    norm = (random(3, x.shape[1]) + 2).to(x)
+    squares = x.float().square().sum(dim=1, keepdim=True)
+    return Scaled(x * norm, squares.expand(-1, parts).contiguous() / parts, EPS)
+
+
+FUSED = [FORMATS[0], FORMATS[6], FORMATS[8], FORMATS[9]]
+
+
+@pytest.mark.parametrize("form", FUSED, ids=form_id)
+@pytest.mark.parametrize("num_rows", [1, 16, 33])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_fused_layers_equal_their_twins(
+    form: Format, num_rows: int, with_bias: bool, kernel_device: str
+) -> None:
+    """The twins of `few_rows`, with the dequantized weight in float32."""
+    from nanovllm.kernels.triton.few_rows import FewRows
+    from nanovllm.kernels.triton.quantized_linear import arrange
+
+    few = FewRows(64)
+    x = random(1, num_rows, 320).to(kernel_device, bf16)
+    scaled = scaled_of(x, 3)
+    wide, narrow = (
+        quantized(2 * 136, 320, form, kernel_device),
+        quantized(80, 320, form, kernel_device),
+    )
+    wide_bias, bias = (random(4, size).to(x) if with_bias else None for size in (2 * 136, 80))
+    wide_weight, weight = plain.dequantize(wide), plain.dequantize(narrow)
+    out = few.linear(scaled, arrange(narrow), bias)
+    assert_near(out, scaled_linear(scaled, weight, bias), 2.0**-7)
+    out = few.gated(scaled, arrange(wide), wide_bias)
+    assert_near(out, scaled_gated(scaled, wide_weight, wide_bias), 2.0**-7)
+    residual, norm = random(5, num_rows, 80).to(x), (random(6, 80) + 2).to(x)
+    expected, _ = add_linear(x, weight, bias, residual, norm, EPS)
+    total, after = few.add(x, arrange(narrow), bias, residual, norm, EPS)
+    assert_near(total, expected, 2.0**-7)
+    assert torch.equal(after.product, total * norm) and after.eps == EPS
+    torch.testing.assert_close(after.squares.sum(1), total.float().square().sum(1))
+
+
+def test_layers_that_few_rows_cannot_compute_are_refused(kernel_device: str) -> None:
+    from nanovllm.kernels.triton.common import can_copy_tiles
+    from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
+    from nanovllm.kernels.triton.quantized_linear import arrange
+
+    if not can_copy_tiles(torch.device(kernel_device)):
+        pytest.skip("few_rows is for Hopper GPUs")
+    good = arrange(quantized(64, 256, Format("int4", (1, 128)), kernel_device))
+    other = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
+    assert few_rows_for([good, other]) == FewRows(64)
+    assert few_rows_for([good, other], torch.float16) is None
+    odd = arrange(quantized(64, 300, Format("int4", (1, 20)), kernel_device))
+    assert few_rows_for([good, odd]) is None
+    assert few_rows_for([replace(good, order=torch.arange(256))]) is None
+    assert few_rows_for([good, other.float()]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("scale", [None, 0.01])
+def test_rounded_rows_equal_their_twin(
+    dtype: torch.dtype, group: int, scale: float | None, kernel_device: str
+) -> None:
+    from nanovllm.kernels.triton.quantize_rows import quantize_rows
+
+    static = None if scale is None else torch.tensor(scale, device=kernel_device)
+    for size in (64, 300, 4096 + 128):
+        x = random(1, 5, size + 8).to(kernel_device, bf16)[:, :size]
+        x[2] = 0
+        x[3] *= 1e-6
+        padded = -(-size // 128) * 128
+        codes, scales = quantize_rows(x, dtype, group, static, padded)
+        expected, expected_scales = plain_rows.quantize_rows(x, dtype, group, static)
+        assert torch.equal(scales, expected_scales)
+        assert torch.equal(codes[:, :size].view(torch.int8), expected.view(torch.int8))
+        assert not bool(codes[:, size:].float().any())
+
+
+def rounded(x: torch.Tensor, form: Format, scale: torch.Tensor | None) -> torch.Tensor:
+    """x after the rounding of its rows, in float32."""
+    dtype = torch.int8 if form.kind == "int8" else torch.float8_e4m3fn
+    codes, scales = plain_rows.quantize_rows(x, dtype, form.block[1], scale)
+    width = form.block[1] or x.shape[1]
+    return codes.float() * scales.repeat_interleave(width, dim=1)[:, : x.shape[1]]
+
+
+ROUNDED = [Format(), Format("e4m3"), Format("e4m3", (0, 0)), Format("e4m3", (128, 128))]
+
+
+@pytest.mark.parametrize("form", ROUNDED, ids=form_id)
+@pytest.mark.parametrize("static", [False, True])
+def test_products_of_rounded_rows(form: Format, static: bool, kernel_device: str) -> None:
+    """As if rows were rounded and then multiplied exactly. Few rows are not rounded."""
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.rounded_linear import can_round
+
+    scale = torch.tensor(0.03, device=kernel_device) if static else None
+    options = dict(rounds_inputs=True, input_scale=scale)
+    matrix = quantized(208, 400, form, kernel_device, **options)
+    arranged = arrange(matrix)
+    if not can_round(arranged, arranged.device):
+        pytest.skip("this GPU does not multiply e4m3")
+    bias = random(2, 208).to(kernel_device, bf16)
+    x = random(1, 133, 400).to(kernel_device, bf16)
+    weight = plain.dequantize(matrix)
+    for some in (None, bias):
+        wide = None if some is None else some.float()
+        expected = F.linear(rounded(x, form, scale), weight, wide)
+        assert_near(quantized_linear(x, arranged, some), expected, 2.0**-7)
+    assert_near(quantized_linear(x[:40], arranged), x[:40].float() @ weight.T, 2.0**-8)
+
+
+def test_weights_that_must_not_be_rounded_with_their_inputs(kernel_device: str) -> None:
+    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.rounded_linear import can_round
+
+    def rounds(form: Format, rounds_inputs: bool = True) -> bool:
+        matrix = quantized(64, 256, form, kernel_device, rounds_inputs=rounds_inputs)
+        return can_round(arrange(matrix), torch.device(kernel_device))
+
+    assert rounds(Format())
+    assert not rounds(Format(), rounds_inputs=False)
+    assert not rounds(Format("int8", zeros=True))
+    assert not rounds(Format("int8", (1, 128)))
+    assert not rounds(Format("int4", (1, 0)))
+    assert not rounds(Format("e4m3", (1, 64)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", ROUNDED + FUSED, ids=form_id)
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 32, 64, 256])
+def test_a_graph_multiplies_the_rows_of_its_replay(form: Format, num_rows: int) -> None:
+    """At a real size; a graph's replays find the arrivals that the last one has reset."""
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+
+    matrix = quantized(4096, 4096, form, "cuda", rounds_inputs=form in ROUNDED)
+    arranged = arrange(matrix)
+    x = torch.zeros(num_rows, 4096, dtype=bf16, device="cuda")
+    quantized_linear(x, arranged)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = quantized_linear(x, arranged)
+    weight = plain.dequantize(matrix)
+    for seed in (1, 2):
+        x.copy_(random(seed, num_rows, 4096))
+        graph.replay()
+        exact = x.float() @ weight.T
+        assert_near(out, exact, 2.0**-5 if num_rows > 64 and form in ROUNDED else 2.0**-7)
