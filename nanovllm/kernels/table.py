@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from nanovllm.kernels.plain import (
     draw,
     experts,
     norm_rope_store,
+    quantized_linear,
     read_table,
     rms_norm,
     sample,
@@ -20,6 +21,7 @@ from nanovllm.kernels.plain import (
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.plain.read_table import Decoding, TableState
+from nanovllm.kernels.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
-    `few_rows` gives kernels that fuse several operations of a layer, where they are faster; PLAIN
-    has none.
+    `arrange` gives a quantized weight in the layout that `quantized_linear` takes. `few_rows` gives
+    kernels that fuse several operations of a layer, where they are faster; PLAIN has none.
     """
 
     name: str
@@ -47,6 +49,10 @@ class Kernels:
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int], Decoding]
+    arrange: Callable[[QuantizedMatrix], Any] = lambda weight: weight
+    quantized_linear: Callable[[Tensor, Any, Tensor | None], Tensor] = (
+        quantized_linear.quantized_linear
+    )
     few_rows: Callable[[list[Tensor | None]], "FewRows | None"] = lambda _: None
 
 
@@ -97,7 +103,14 @@ def triton_kernels() -> Kernels:
 
 def cpu_kernels() -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
-    from nanovllm.kernels.cpu import norm_rope_store, read_table, rms_norm, sample, silu_and_mul
+    from nanovllm.kernels.cpu import (
+        norm_rope_store,
+        quantized_linear,
+        read_table,
+        rms_norm,
+        sample,
+        silu_and_mul,
+    )
 
     return replace(
         PLAIN,
@@ -108,4 +121,6 @@ def cpu_kernels() -> Kernels:
         norm_rope_store=norm_rope_store.norm_rope_store,
         sample=sample.sample,
         read_table=read_table.read_table,
+        arrange=quantized_linear.arrange,
+        quantized_linear=quantized_linear.quantized_linear,
     )

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "norm_rope_store.h"
+#include "quantized_linear.h"
 #include "read_table.h"
 #include "rms_norm.h"
 #include "sample.h"
@@ -23,6 +24,7 @@ EXPORT(silu_and_mul)
 EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)
+EXPORT(quantized_linear)
 
 // The function without tensor types, and the sizes that Python needs.
 extern "C" {
@@ -32,4 +34,9 @@ int64_t few_rows = FEW;
 int64_t tile_rows = TILE;
 int64_t state_bytes = sizeof(State);
 int64_t piece = PIECE;
+int64_t tile_outputs = WIDTH;
+int64_t step_inputs = STEP;
+int64_t max_depth = MAX_DEPTH;
+int64_t rows_at_once = MAX_ROWS;
+int64_t e4m3_unit = int64_t(E4m3::UNIT);
 }

@@ -26,6 +26,7 @@ ARGUMENTS = {
     "attention": "p",
     "sample": "pipppppiii",
     "read_table": "ppppppppppiiii",
+    "quantized_linear": "pippppppppiiiiiii",
 }
 
 # The constants of the random numbers have one source: `noise`.
