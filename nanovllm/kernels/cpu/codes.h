@@ -1,7 +1,7 @@
 // Quantized weights in tiles of WIDTH outputs, and how their codes become float32.
 //
 // A reader of codes gives vectors of outputs, one input after the other. Inputs come in steps: of
-// STEP inputs a reader may hold what it has read.
+// STEP inputs a reader may hold what it has read. BITS is the size of a code.
 
 #pragma once
 
@@ -15,10 +15,11 @@
 
 namespace {
 
-constexpr int WIDTH = 64;                     // outputs of a tile
-constexpr int VECS = LANES == 16 ? 4 : 2;     // vectors of outputs that are computed together
-constexpr int STEP = 8;                       // inputs of a step
+constexpr int WIDTH = 64;                  // outputs of a tile
+constexpr int VECS = LANES == 16 ? 4 : 2;  // vectors of outputs that are computed together
 constexpr int COLUMNS = VECS * LANES;
+constexpr int STEP = 8;                    // inputs of a step
+constexpr int64_t AHEAD = 1 << 12;         // bytes from the codes that are read to those prefetched
 
 typedef int8_t ByteVec __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t ShortVec __attribute__((vector_size(LANES * 2)));
@@ -35,6 +36,7 @@ inline Vec load(const int8_t* x) { return __builtin_convertvector(load_bytes(x),
 
 // Weights that are float32 already: [inputs, WIDTH].
 struct Floats {
+    static constexpr int BITS = 32;
     struct Held {};
     const float* from;
 
@@ -47,15 +49,10 @@ struct Floats {
 // Integers of a byte: [inputs, WIDTH].
 struct Int8 {
     static constexpr int BITS = 8;
-    static constexpr int64_t AHEAD = 4096;  // bytes
     struct Held {};
     const int8_t* from;
 
-    Held read(int64_t k, int column) const {
-        if (column == 0)
-            for (int i = 0; i < STEP; i++) __builtin_prefetch(from + (k + i) * WIDTH + AHEAD);
-        return {};
-    }
+    Held read(int64_t, int) const { return {}; }
     void decode(Held&, int64_t k, int i, int column, Vec* w) const {
         for (int v = 0; v < VECS; v++) w[v] = load(from + (k + i) * WIDTH + column + v * LANES);
     }
@@ -90,7 +87,6 @@ struct E4m3 : Int8 {
 // Integers of 4 bits: [inputs / 8, WIDTH], eight inputs in a word, the first one in its low bits.
 struct Int4 {
     static constexpr int BITS = 4;
-    static constexpr int64_t AHEAD = 2048;  // bytes
     struct Held {
         IntVec words[VECS];
     };
@@ -98,8 +94,6 @@ struct Int4 {
 
     Held read(int64_t k, int column) const {
         const int8_t* at = from + k * (WIDTH / 2);
-        if (column == 0)
-            for (int i = 0; i < WIDTH * 4; i += CACHE_LINE) __builtin_prefetch(at + AHEAD + i);
         Held held;
         for (int v = 0; v < VECS; v++)
             held.words[v] = *(const LooseIntVec*)(at + (column + v * LANES) * 4);
@@ -117,5 +111,16 @@ struct Int4 {
         }
     }
 };
+
+// Prefetch a step of codes, for all columns. Inlined always: gcc finds that it has no effect, and
+// drops calls of it.
+template <typename Codes>
+__attribute__((always_inline)) inline void fetch_ahead(const Codes& codes, int64_t k, int column) {
+    constexpr int64_t BYTES = STEP * WIDTH * Codes::BITS / 8;
+    if (Codes::BITS == 32 || column > 0) return;
+#pragma GCC unroll 8
+    for (int64_t at = 0; at < BYTES; at += CACHE_LINE)
+        __builtin_prefetch(codes.from + k / STEP * BYTES + AHEAD + at);
+}
 
 }  // namespace

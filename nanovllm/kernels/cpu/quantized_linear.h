@@ -18,8 +18,8 @@
 namespace {
 
 constexpr int64_t MAX_DEPTH = 128;  // inputs of a block: a tile's, in float32, fit the L1 cache
-constexpr int64_t MAX_ROWS = 256;   // rows that are multiplied by a tile at a time: their sums fit L2
-constexpr int64_t DIRECT = 4;       // up to this many rows decode by themselves what they multiply
+constexpr int64_t MAX_ROWS = 256;   // rows that take a tile together: their sums fit the L2 cache
+constexpr int64_t DIRECT = 4;       // up to this many rows decode codes while they multiply
 
 // A matrix, and what it is multiplied by. P inputs with those that fill up blocks, B of a block.
 struct Product {
@@ -33,31 +33,36 @@ struct Product {
     int64_t groups() const { return (blocks + blocks_of_group - 1) / blocks_of_group; }
 };
 
-// totals[row] += the block's products, for R rows from `row` on.
+// totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the product of
+// decoded weights is compiled once.
 template <int R, typename Codes>
-inline void add_block(const Product& p, const Codes& codes, int64_t tile, int64_t block,
-                      int64_t row, float (*totals)[WIDTH]) {
+__attribute__((noinline)) void add_block(const Product& p, const Codes& codes, int64_t tile,
+                                         int64_t block, int64_t row, float (*totals)[WIDTH]) {
     const float* x = p.x + (block * p.rows + row) * p.depth;
-    const int64_t group = (tile * p.groups() + block / p.blocks_of_group) * WIDTH;
+    const float* x_sums = p.x_sums + block * p.rows + row;
+    const int64_t group = (tile * p.groups() + block / p.blocks_of_group) * WIDTH, depth = p.depth;
+    const float* scales = p.scales + group;
+    const int8_t* zeros = p.zeros ? p.zeros + group : nullptr;
     for (int column = 0; column < WIDTH; column += COLUMNS) {
         Vec sums[R][VECS] = {};
-        for (int64_t k = 0; k < p.depth; k += STEP) {
+        for (int64_t k = 0; k < depth; k += STEP) {
+            fetch_ahead(codes, k, column);
             typename Codes::Held held = codes.read(k, column);
 #pragma GCC unroll 8
             for (int i = 0; i < STEP; i++) {
                 Vec w[VECS];
                 codes.decode(held, k, i, column, w);
                 for (int r = 0; r < R; r++)
-                    for (int v = 0; v < VECS; v++) sums[r][v] += x[r * p.depth + k + i] * w[v];
+                    for (int v = 0; v < VECS; v++) sums[r][v] += x[r * depth + k + i] * w[v];
             }
         }
+#pragma GCC unroll 8  // or else the sums would be kept in memory
         for (int r = 0; r < R; r++)
             for (int v = 0; v < VECS; v++) {
                 const int at = column + v * LANES;
                 Vec sum = sums[r][v];
-                if (p.zeros)
-                    sum -= p.x_sums[block * p.rows + row + r] * load(p.zeros + group + at);
-                vec(totals[row + r] + at) += sum * load(p.scales + group + at);
+                if (zeros) sum -= x_sums[r] * load(zeros + at);
+                vec(totals[row + r] + at) += sum * load(scales + at);
             }
     }
 }
@@ -71,9 +76,11 @@ inline void add_rows(const Product& p, const Codes& codes, int64_t tile, int64_t
 }
 
 template <typename Codes>
-inline void decode_block(const Codes& codes, int64_t depth, float (*weights)[WIDTH]) {
+__attribute__((noinline)) void decode_block(const Codes& codes, int64_t depth,
+                                            float (*weights)[WIDTH]) {
     for (int64_t k = 0; k < depth; k += STEP)
         for (int column = 0; column < WIDTH; column += COLUMNS) {
+            fetch_ahead(codes, k, column);
             typename Codes::Held held = codes.read(k, column);
 #pragma GCC unroll 8
             for (int i = 0; i < STEP; i++) {
