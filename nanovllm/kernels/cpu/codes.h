@@ -19,7 +19,7 @@ constexpr int WIDTH = 64;                  // outputs of a tile
 constexpr int VECS = LANES == 16 ? 4 : 2;  // vectors of outputs that are computed together
 constexpr int COLUMNS = VECS * LANES;
 constexpr int STEP = 8;                    // inputs of a step
-constexpr int64_t AHEAD = 1 << 12;         // bytes from the codes that are read to those prefetched
+constexpr int64_t AHEAD = 1 << 13;         // bytes from the codes that are read to those prefetched
 
 typedef int8_t ByteVec __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t ShortVec __attribute__((vector_size(LANES * 2)));
@@ -112,15 +112,15 @@ struct Int4 {
     }
 };
 
-// Prefetch a step of codes, for all columns. Inlined always: gcc finds that it has no effect, and
-// drops calls of it.
+// Prefetch a step of codes, for all columns, into the L2 cache: more lines can be in flight to it
+// than to the L1 cache. Inlined always: gcc finds that it has no effect, and drops calls of it.
 template <typename Codes>
 __attribute__((always_inline)) inline void fetch_ahead(const Codes& codes, int64_t k, int column) {
     constexpr int64_t BYTES = STEP * WIDTH * Codes::BITS / 8;
     if (Codes::BITS == 32 || column > 0) return;
 #pragma GCC unroll 8
     for (int64_t at = 0; at < BYTES; at += CACHE_LINE)
-        __builtin_prefetch(codes.from + k / STEP * BYTES + AHEAD + at);
+        __builtin_prefetch(codes.from + k / STEP * BYTES + AHEAD + at, 0, 2);
 }
 
 }  // namespace

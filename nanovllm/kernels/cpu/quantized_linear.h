@@ -1,9 +1,8 @@
 // Linear layers whose weights are codes of 8 or 4 bits with a scale for each group of inputs.
 //
-// All is float32: products of inputs with codes are exact, or rounded as float32 products are. A
-// weight's inputs are divided into blocks, which do not depend on the batch. An output is the sum
-// over its blocks, in their order, of a block's own sum, in the order of its inputs, less the zero
-// point times the sum of the inputs, times the scale.
+// All arithmetic is float32. A weight's inputs are divided into blocks, in the same way for any
+// batch. A block's products are added up in the order of its inputs. That sum, less the zero point
+// times the sum of the block's inputs, is multiplied by the scale and added to the output.
 
 #pragma once
 
@@ -19,9 +18,10 @@ namespace {
 
 constexpr int64_t MAX_DEPTH = 128;  // inputs of a block: a tile's, in float32, fit the L1 cache
 constexpr int64_t MAX_ROWS = 256;   // rows that take a tile together: their sums fit the L2 cache
-constexpr int64_t DIRECT = 4;       // up to this many rows decode codes while they multiply
+constexpr int ROWS = 6;             // rows whose sums stay in registers
 
-// A matrix, and what it is multiplied by. P inputs with those that fill up blocks, B of a block.
+// A matrix, and what it is multiplied by. It has P inputs, with the zeros that fill up groups to
+// whole blocks of B = `depth`.
 struct Product {
     const int8_t* codes;   // [tiles, P, WIDTH], of 4 bits [tiles, P / 8, WIDTH, 4 bytes]
     const float* scales;   // [tiles, groups, WIDTH]
@@ -30,11 +30,11 @@ struct Product {
     const float* x_sums;   // [blocks, rows]
     int64_t rows, depth, blocks, blocks_of_group;
 
-    int64_t groups() const { return (blocks + blocks_of_group - 1) / blocks_of_group; }
+    int64_t groups() const { return blocks / blocks_of_group; }
 };
 
-// totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the product of
-// decoded weights is compiled once.
+// totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the products
+// of decoded weights are compiled once.
 template <int R, typename Codes>
 __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, int64_t tile,
                                          int64_t block, int64_t row, float (*totals)[WIDTH]) {
@@ -99,12 +99,12 @@ void multiply_tile(const Product& p, int64_t tile, float (*totals)[WIDTH]) {
     for (int64_t block = 0; block < p.blocks; block++) {
         Codes codes;
         codes.from = p.codes + (tile * p.blocks + block) * block_bytes;
-        if (p.rows <= DIRECT) {
-            add_rows<DIRECT>(p, codes, tile, block, 0, totals);
+        if (p.rows <= ROWS) {  // decode while multiplying
+            add_rows<ROWS>(p, codes, tile, block, 0, totals);
         } else {
             alignas(CACHE_LINE) float weights[MAX_DEPTH][WIDTH];
             decode_block(codes, p.depth, weights);
-            add_rows<6>(p, Floats{weights[0]}, tile, block, 0, totals);
+            add_rows<ROWS>(p, Floats{weights[0]}, tile, block, 0, totals);
         }
     }
 }
