@@ -34,7 +34,10 @@ class ArrangedMatrix:
 
 
 def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
-    """Copy a weight [N, K] into the kernel's layout. Peak memory: about 3 bytes a weight."""
+    """Copy a weight [N, K] into the kernel's layout.
+
+    Peak memory: 4 bytes for each weight, the copied codes included.
+    """
     assert weight.codes.dim() == 2, "the matrices of a stack are arranged one by one"
     kind = "e4m3" if weight.codes.dtype == torch.float8_e4m3fn else f"int{weight.bits}"
     size_out, size_in = weight.codes.shape
