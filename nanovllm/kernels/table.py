@@ -107,7 +107,14 @@ def triton_kernels() -> Kernels:
 
 def cpu_kernels() -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
-    from nanovllm.kernels.cpu import norm_rope_store, read_table, rms_norm, sample, silu_and_mul
+    from nanovllm.kernels.cpu import (
+        norm_rope_store,
+        quantized_linear,
+        read_table,
+        rms_norm,
+        sample,
+        silu_and_mul,
+    )
 
     return replace(
         PLAIN,
@@ -118,4 +125,6 @@ def cpu_kernels() -> Kernels:
         norm_rope_store=norm_rope_store.norm_rope_store,
         sample=sample.sample,
         read_table=read_table.read_table,
+        arrange=quantized_linear.arrange,
+        quantized_linear=quantized_linear.quantized_linear,
     )

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.kernels.plain.read_table import TableState
-from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.layers.attention.choice import (
@@ -104,9 +103,6 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     kernels.read_table(TableState(one, one, word, ones, word - 1, word[None]), 1, 1, 2)
     _try_attention_inputs(kernels, spec)
     matrix = torch.zeros(64, 64, **options)
-    codes = torch.zeros(64, 64, dtype=torch.int8, device=spec.device)
-    quantized = QuantizedMatrix(codes, torch.ones(64, 1, **options), None, (1, 64), bits=8)
-    kernels.quantized_linear(matrix[:1], kernels.arrange(quantized), None)
     if few_rows := kernels.few_rows([matrix], spec.dtype):
         _, scaled = few_rows.add(matrix[:1], matrix, None, matrix[:1], matrix[0], 1.0)
         few_rows.linear(scaled, matrix)

@@ -1,7 +1,7 @@
 """The C++ library of this folder: its functions, called on tensors' addresses, and its constants.
 
 The first call compiles it, or raises a RuntimeError that says why it cannot. Functions of a
-quantized KV cache are in a second library.
+quantized KV cache, and those of quantized weights, are in libraries of their own.
 """
 
 import ctypes
@@ -16,7 +16,14 @@ from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.plain import noise
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-CODES_SOURCE = SOURCE.with_name("kv_codes.cpp")
+OTHER_SOURCES = {
+    **dict.fromkeys(("attention_codes", "norm_rope_store_codes"), SOURCE.with_name("kv_codes.cpp")),
+    **dict.fromkeys(
+        ("quantized_linear", "tile_outputs", "step_inputs", "max_depth", "rows_at_once",
+         "e4m3_unit"),
+        SOURCE.with_name("quantized_linear.cpp"),
+    ),
+}  # fmt: skip
 MAX_HEAD_DIM = 256  # MAX_HEAD_DIM of vector.h
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -31,6 +38,7 @@ ARGUMENTS = {
     "attention_codes": "p",
     "sample": "pipppppiii",
     "read_table": "ppppppppppiiii",
+    "quantized_linear": "pippppppppiiiiiii",
 }
 
 # The constants of the random numbers have one source: `noise`.
@@ -53,16 +61,15 @@ def library(source: Path = SOURCE) -> ctypes.CDLL:
 def function(name: str, dtype: torch.dtype | str = "any") -> Callable[..., None]:
     """A function of the library for tensors of `dtype`; "any" for one that has no tensor type."""
     symbol = f"{name}_{str(dtype).removeprefix('torch.')}"
-    source = CODES_SOURCE if name.endswith("_codes") else SOURCE
-    address = ctypes.c_void_p.in_dll(library(source), symbol).value
+    address = ctypes.c_void_p.in_dll(library(OTHER_SOURCES.get(name, SOURCE)), symbol).value
     assert address is not None
     return ctypes.CFUNCTYPE(None, *(TYPES[kind] for kind in ARGUMENTS[name]))(address)
 
 
 @functools.cache
 def constant(name: str) -> int:
-    """A size that the library exports."""
-    return ctypes.c_int64.in_dll(library(), name).value
+    """A size that a library exports."""
+    return ctypes.c_int64.in_dll(library(OTHER_SOURCES.get(name, SOURCE)), name).value
 
 
 def address(tensor: torch.Tensor | None) -> Any:

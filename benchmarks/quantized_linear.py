@@ -1,0 +1,128 @@
+"""The CPU's linear layers with quantized weights, against bf16 in oneDNN's layout and a plain read.
+
+    python benchmarks/quantized_linear.py [--shapes 4096x1024,...] [--rows 1,16,512] [--threads 4]
+
+Inputs are bf16. Formats take turns, so that other load on the machine affects all of them alike;
+each turn goes through copies of a layer that together are too large for a cache. `read` adds up the
+bytes of the int8 codes as integers: the floor for one row. Reported are medians, and medians of the
+ratios of a round.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.cpu.packed_linear import pack, packed_linear
+from nanovllm.kernels.cpu.quantized_linear import arrange, quantized_linear
+from nanovllm.kernels.quantized import QuantizedMatrix
+
+# Qwen3-0.6B: queries, keys and values; attention's output; both halves of the feed-forward; head.
+SHAPES = "4096x1024,1024x2048,6144x1024,1024x3072,151936x1024"
+FORMATS: dict[str, tuple[int, int | None, bool]] = {  # bits, inputs of a group, zero points
+    "int8": (8, None, False),
+    "e4m3": (8, None, False),
+    "int4 g128": (4, 128, False),
+    "int4 g128 zeros": (4, 128, True),
+    "int4 g32": (4, 32, False),
+}
+BASE, READ = "bf16", "read"
+MANY_ROWS = 64  # with more, a layer is computed a few times a turn: weights are a small part
+
+Call = Callable[[torch.Tensor], Any]
+
+
+def quantized(name: str, size_out: int, size_in: int) -> QuantizedMatrix:
+    """A random weight in one of the formats."""
+    bits, group, has_zeros = FORMATS[name]
+    group = min(group or size_in, size_in)
+    limit = 1 << (bits - 1)
+    codes = torch.randint(-limit, limit, (size_out, size_in), dtype=torch.int8)
+    if name == "e4m3":
+        codes = codes.to(torch.float8_e4m3fn)
+    scales = torch.rand(size_out, -(-size_in // group)) / limit
+    zeros = torch.randint(-limit, limit, scales.shape, dtype=torch.int8) if has_zeros else None
+    return QuantizedMatrix(codes, scales, zeros, (1, group), bits)
+
+
+def make_calls(size_out: int, size_in: int, num_bytes: int) -> dict[str, list[Call]]:
+    """For each format, calls with copies of a weight that together take `num_bytes`."""
+
+    def copies(size: int) -> range:
+        return range(max(1, num_bytes // size))
+
+    weight = torch.randn(size_out, size_in, dtype=torch.bfloat16)
+    packs = [pack(weight) for _ in copies(2 * weight.numel())]
+    calls: dict[str, list[Call]] = {BASE: [lambda x, w=w: packed_linear(x, w) for w in packs]}
+    for name in FORMATS:
+        one = arrange(quantized(name, size_out, size_in))
+        all_ = [replace(one, codes=one.codes.clone()) for _ in copies(one.codes.nbytes)]
+        calls[name] = [lambda x, w=w: quantized_linear(x, w) for w in all_]
+        if name == "int8":
+            longs = [w.codes.view(-1).view(torch.int64) for w in all_]
+            calls[READ] = [lambda _, w=w: w.sum() for w in longs]
+    return calls
+
+
+def measure(calls: dict[str, list[Call]], x: torch.Tensor, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a layer in each round; the first round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(-1, rounds):
+        for name, all_ in calls.items():
+            some = all_ if len(x) < MANY_ROWS else all_[:3]
+            start = time.perf_counter()
+            for call in some:
+                call(x)
+            if index >= 0:
+                times[name].append(1e6 * (time.perf_counter() - start) / len(some))
+    return times
+
+
+def report(shape: str, num_rows: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Print a line for each format, and return what is in it."""
+    figures: dict[str, Any] = {}
+    for name, own in times.items():
+        ratio = statistics.median(a / b for a, b in zip(times[BASE], own, strict=True))
+        median = round(statistics.median(own), 1)
+        figures[name] = {"us": median, "times_as_fast_as_bf16": round(ratio, 3)}
+        print(f"{shape:>12} {num_rows:5} {name:16} {median:11.1f} {ratio:7.2f}x", flush=True)
+    return {"shape": shape, "rows": num_rows, "formats": figures}
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """Parse shapes, NxK, with commas between them."""
+    return [(int(out), int(in_)) for out, _, in_ in (s.partition("x") for s in text.split(","))]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print a line for each shape, number of rows and format, and one of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shapes", type=sizes, default=sizes(SHAPES), metavar="NxK,...")
+    parser.add_argument("--rows", default="1,16,512", metavar="N,...",
+                        type=lambda text: [int(n) for n in text.split(",")])  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=15, metavar="N")
+    parser.add_argument("--megabytes", type=int, default=400, metavar="N",
+                        help="of each format's weights")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print(f"{'outputs x in':>12} {'rows':>5} {'format':16} {'us':>11} {'to bf16':>8}")
+    results = []
+    for size_out, size_in in args.shapes:
+        calls = make_calls(size_out, size_in, args.megabytes << 20)
+        for num_rows in args.rows:
+            x = torch.randn(num_rows, size_in, dtype=torch.bfloat16)
+            times = measure(calls, x, args.rounds)
+            results.append(report(f"{size_out}x{size_in}", num_rows, times))
+    print(json.dumps({"benchmark": "quantized_linear", "threads": args.threads, "points": results}))
+
+
+if __name__ == "__main__":
+    main()

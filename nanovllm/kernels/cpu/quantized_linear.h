@@ -1,0 +1,163 @@
+// Linear layers whose weights are codes of 8 or 4 bits with a scale for each group of inputs.
+//
+// All arithmetic is float32. A weight's inputs are divided into blocks, in the same way for any
+// batch. A block's products are added up in the order of its inputs. That sum, less the zero point
+// times the sum of the block's inputs, is multiplied by the scale and added to the output.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "codes.h"
+#include "parallel.h"
+#include "scalar.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t MAX_DEPTH = 128;  // inputs of a block: a tile's, in float32, fit the L1 cache
+constexpr int64_t MAX_ROWS = 256;   // rows that take a tile together: their sums fit the L2 cache
+constexpr int ROWS = 6;             // rows whose sums stay in registers
+
+// A matrix, and what it is multiplied by. It has P inputs, with the zeros that fill up groups to
+// whole blocks of B = `depth`.
+struct Product {
+    const int8_t* codes;   // [tiles, P, WIDTH], of 4 bits [tiles, P / 8, WIDTH, 4 bytes]
+    const float* scales;   // [tiles, groups, WIDTH]
+    const int8_t* zeros;   // the same, or null
+    const float* x;        // [blocks, rows, B]
+    const float* x_sums;   // [blocks, rows]
+    int64_t rows, depth, blocks, blocks_of_group;
+
+    int64_t groups() const { return blocks / blocks_of_group; }
+};
+
+// totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the products
+// of decoded weights are compiled once.
+template <int R, typename Codes>
+__attribute__((noinline)) void add_block(const Product& p, const Codes& codes, int64_t tile,
+                                         int64_t block, int64_t row, float (*totals)[WIDTH]) {
+    const float* x = p.x + (block * p.rows + row) * p.depth;
+    const float* x_sums = p.x_sums + block * p.rows + row;
+    const int64_t group = (tile * p.groups() + block / p.blocks_of_group) * WIDTH, depth = p.depth;
+    const float* scales = p.scales + group;
+    const int8_t* zeros = p.zeros ? p.zeros + group : nullptr;
+    for (int column = 0; column < WIDTH; column += COLUMNS) {
+        Vec sums[R][VECS] = {};
+        for (int64_t k = 0; k < depth; k += STEP) {
+            fetch_ahead(codes, k, column);
+            typename Codes::Held held = codes.read(k, column);
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++) {
+                Vec w[VECS];
+                codes.decode(held, k, i, column, w);
+                for (int r = 0; r < R; r++)
+                    for (int v = 0; v < VECS; v++) sums[r][v] += x[r * depth + k + i] * w[v];
+            }
+        }
+#pragma GCC unroll 8  // or else the sums would be kept in memory
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECS; v++) {
+                const int at = column + v * LANES;
+                Vec sum = sums[r][v];
+                if (zeros) sum -= x_sums[r] * load(zeros + at);
+                vec(totals[row + r] + at) += sum * load(scales + at);
+            }
+    }
+}
+
+// All rows of a block, up to R at a time.
+template <int R, typename Codes>
+inline void add_rows(const Product& p, const Codes& codes, int64_t tile, int64_t block, int64_t row,
+                     float (*totals)[WIDTH]) {
+    for (; row + R <= p.rows; row += R) add_block<R>(p, codes, tile, block, row, totals);
+    if constexpr (R > 1) add_rows<(R > 4 ? 4 : R - 1)>(p, codes, tile, block, row, totals);
+}
+
+template <typename Codes>
+__attribute__((noinline)) void decode_block(const Codes& codes, int64_t depth,
+                                            float (*weights)[WIDTH]) {
+    for (int64_t k = 0; k < depth; k += STEP)
+        for (int column = 0; column < WIDTH; column += COLUMNS) {
+            fetch_ahead(codes, k, column);
+            typename Codes::Held held = codes.read(k, column);
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++) {
+                Vec w[VECS];
+                codes.decode(held, k, i, column, w);
+                for (int v = 0; v < VECS; v++) vec(weights[k + i] + column + v * LANES) = w[v];
+            }
+        }
+}
+
+// totals [rows, WIDTH] of a tile.
+template <typename Codes>
+void multiply_tile(const Product& p, int64_t tile, float (*totals)[WIDTH]) {
+    const int64_t block_bytes = p.depth * WIDTH * Codes::BITS / 8;
+    std::fill(totals[0], totals[p.rows], 0.0f);
+    for (int64_t block = 0; block < p.blocks; block++) {
+        Codes codes;
+        codes.from = p.codes + (tile * p.blocks + block) * block_bytes;
+        if (p.rows <= ROWS) {  // decode while multiplying
+            add_rows<ROWS>(p, codes, tile, block, 0, totals);
+        } else {
+            alignas(CACHE_LINE) float weights[MAX_DEPTH][WIDTH];
+            decode_block(codes, p.depth, weights);
+            add_rows<ROWS>(p, Floats{weights[0]}, tile, block, 0, totals);
+        }
+    }
+}
+
+// x [rows, inputs] as [blocks, rows, B], and the sums of the blocks. `order` [P] is the input at
+// each place, or -1 for none; null if all are in their places.
+template <typename T>
+void pack_rows(const T* x, int64_t stride, const int32_t* order, const Product& p, float* packed,
+               float* sums, int64_t threads) {
+    for_each_row(p.rows, p.blocks * p.depth, threads, [&](int64_t row) {
+        for (int64_t block = 0; block < p.blocks; block++) {
+            float* to = packed + (block * p.rows + row) * p.depth;
+            const T* from = x + row * stride;
+            const int64_t first = block * p.depth;
+            for (int64_t i = 0; i < p.depth; i++)
+                if (!order) to[i] = widen(from[first + i]);
+                else to[i] = order[first + i] < 0 ? 0.0f : widen(from[order[first + i]]);
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < p.depth; i++) sum += to[i];
+            sums[block * p.rows + row] = sum;
+        }
+    });
+}
+
+enum Kind { INT8, INT4, E4M3 };
+
+// out [rows, outputs] = x @ weight.T + bias. `packed` and `sums` are scratch for MAX_ROWS rows.
+template <typename T>
+void quantized_linear(const T* x, int64_t stride, const int8_t* codes, const float* scales,
+                      const int8_t* zeros, const int32_t* order, const T* bias, T* out,
+                      float* packed, float* sums, int64_t all_rows, int64_t size_out,
+                      int64_t depth, int64_t blocks, int64_t blocks_of_group, int64_t kind,
+                      int64_t threads) {
+    const auto multiply = kind == INT8   ? multiply_tile<Int8>
+                          : kind == INT4 ? multiply_tile<Int4>
+                                         : multiply_tile<E4m3>;
+    for (int64_t first = 0; first < all_rows; first += MAX_ROWS) {
+        const int64_t rows = std::min(MAX_ROWS, all_rows - first);
+        const Product p = {codes, scales, zeros, packed, sums, rows, depth, blocks,
+                           blocks_of_group};
+        pack_rows(x + first * stride, stride, order, p, packed, sums, threads);
+        for_each((size_out + WIDTH - 1) / WIDTH, threads, [&](int64_t tile) {
+            alignas(CACHE_LINE) float totals[MAX_ROWS][WIDTH];
+            multiply(p, tile, totals);
+            const int64_t start = tile * WIDTH, count = std::min<int64_t>(WIDTH, size_out - start);
+            for (int64_t row = 0; row < rows; row++) {
+                T* to = out + (first + row) * size_out + start;
+                for (int64_t n = 0; n < count; n++)
+                    to[n] = narrow<T>(totals[row][n] + (bias ? widen(bias[start + n]) : 0.0f));
+            }
+        });
+    }
+}
+
+}  // namespace

@@ -1,0 +1,143 @@
+"""Linear layers with quantized weights: codes stay codes in memory. T rows, K inputs, N outputs.
+
+Everything is float32: inputs are not rounded, whatever the weight allows, and bfloat16 is rounded
+once, at the end. AMX is not used: on processors that have it, bfloat16 prompts of many tokens are
+faster with `packed_linear`, decoding is not.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.cpu.library import address, constant, function
+from nanovllm.kernels.quantized import QuantizedMatrix
+
+KINDS = ("int8", "int4", "e4m3")  # as `Kind` of quantized_linear.h numbers them
+
+
+@dataclass(frozen=True, slots=True)
+class ArrangedMatrix:
+    """A QuantizedMatrix [N, K] in tiles of outputs, as quantized_linear.h reads it.
+
+    Each group's inputs are filled up with zeros to whole blocks, so that there are P of them.
+    """
+
+    codes: torch.Tensor  # bytes: a weight of 8 bits has one, of 4 bits half a byte
+    scales: torch.Tensor  # [tiles, groups, outputs of a tile]
+    zeros: torch.Tensor | None  # the same, int8
+    order: torch.Tensor | None  # [P], int32: the input at each place, or -1; None if each is in its
+    kind: str  # of KINDS
+    shape: tuple[int, int]  # N, K
+    blocks: int
+    depth: int  # inputs of a block
+    blocks_of_group: int
+
+
+def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
+    """Copy a weight [N, K] into the kernel's layout.
+
+    Peak memory: 4 bytes for each weight, the copied codes included.
+    """
+    assert weight.codes.dim() == 2, "the matrices of a stack are arranged one by one"
+    kind = "e4m3" if weight.codes.dtype == torch.float8_e4m3fn else f"int{weight.bits}"
+    size_out, size_in = weight.codes.shape
+    group = min(weight.block[1], size_in)
+    depth = min(constant("max_depth"), _round_up(group, constant("step_inputs")))
+    padded = _round_up(group, depth)
+    num_groups = -(-size_in // group)
+    blocks = num_groups * (padded // depth)
+    scales = _of_outputs(weight.scales.float(), weight)
+    codes = weight.codes.view(torch.uint8)
+    if kind == "e4m3":
+        # A NaN becomes its group's scale: the kernel's codes have none.
+        scales = scales * constant("e4m3_unit")
+        nan = (codes & 0x7F) == 0x7F
+        if nan.any():
+            outputs, inputs = nan.nonzero(as_tuple=True)
+            scales[outputs, inputs // group] = torch.nan
+    return ArrangedMatrix(
+        codes=_tiled_codes(_fill_up(codes, group, padded), kind),
+        scales=_tiled(scales),
+        zeros=None if weight.zeros is None else _tiled(_of_outputs(weight.zeros, weight)),
+        order=_order(weight, group, padded),
+        kind=kind,
+        shape=(size_out, size_in),
+        blocks=blocks,
+        depth=depth,
+        blocks_of_group=padded // depth,
+    )
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: ArrangedMatrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias` of x [T, K]: [T, N]. Reads each code once for up to 256 rows.
+
+    An output depends on its own row alone, and not on the number of threads.
+    """
+    num_rows, size_in = x.shape
+    size_out = weight.shape[0]
+    assert size_in == weight.shape[1] and x.stride(1) == 1
+    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+    out = x.new_empty(num_rows, size_out)
+    rows = min(num_rows, constant("rows_at_once"))
+    packed = torch.empty(weight.blocks * rows * (weight.depth + 1))
+    sums = packed[weight.blocks * rows * weight.depth :]
+    function("quantized_linear", x.dtype)(
+        x.data_ptr(), x.stride(0), weight.codes.data_ptr(), weight.scales.data_ptr(),
+        address(weight.zeros), address(weight.order), address(bias), out.data_ptr(),
+        packed.data_ptr(), sums.data_ptr(), num_rows, size_out, weight.depth, weight.blocks,
+        weight.blocks_of_group, KINDS.index(weight.kind), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _of_outputs(values: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
+    """The values of blocks as values of each output: [N, groups]."""
+    return values.repeat_interleave(weight.block[0], dim=0)[: weight.codes.shape[0]]
+
+
+def _fill_up(codes: torch.Tensor, group: int, padded: int) -> torch.Tensor:
+    """Codes [N, K] with zeros after each group, and after the last output: [tiles, width, P]."""
+    size_out, size_in = codes.shape
+    num_groups = -(-size_in // group)
+    width = constant("tile_outputs")
+    filled = codes.new_zeros(_round_up(size_out, width), num_groups, padded)
+    whole = size_in // group
+    filled[:size_out, :whole, :group] = codes[:, : whole * group].reshape(size_out, -1, group)
+    if whole < num_groups:
+        filled[:size_out, whole, : size_in % group] = codes[:, whole * group :]
+    return filled.view(-1, width, num_groups * padded)
+
+
+def _tiled_codes(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    """[tiles, P, width] of codes [tiles, width, P]; of 4 bits, eight inputs in a word."""
+    if kind != "int4":
+        return codes.transpose(1, 2).contiguous()
+    low, high = (codes & 15).view(*codes.shape[:2], -1, 4, 2).unbind(4)
+    return (low | high << 4).transpose(1, 2).contiguous()
+
+
+def _tiled(values: torch.Tensor) -> torch.Tensor:
+    """[tiles, groups, width] of values [N, groups], filled up with zeros."""
+    width = constant("tile_outputs")
+    filled = values.new_zeros(_round_up(len(values), width), values.shape[1])
+    filled[: len(values)] = values
+    return filled.view(-1, width, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def _order(weight: QuantizedMatrix, group: int, padded: int) -> torch.Tensor | None:
+    """The input at each of the P places, or -1; None if they are x itself."""
+    size_in = weight.codes.shape[1]
+    num_groups = -(-size_in // group)
+    if weight.order is None and num_groups * padded == size_in:
+        return None
+    order = torch.arange(size_in) if weight.order is None else weight.order
+    filled = torch.full((num_groups * padded,), -1, dtype=torch.int32)
+    places = torch.arange(size_in)
+    filled[places // group * padded + places % group] = order.int()
+    return filled
