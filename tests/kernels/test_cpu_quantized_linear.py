@@ -13,8 +13,6 @@ from nanovllm.kernels.cpu.quantized_linear import arrange, quantized_linear
 from nanovllm.kernels.plain import quantized_linear as plain
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, cpu_kernels
-from nanovllm.layers.attention.base import AttentionSpec
-from nanovllm.layers.backend import choose_backend
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
 
@@ -225,13 +223,3 @@ def test_the_table_has_both() -> None:
     expected = PLAIN.quantized_linear(x, weight, None)
     out = kernels.quantized_linear(x, kernels.arrange(weight), None)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-3)
-
-
-def test_auto_skips_kernels_whose_quantized_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no such instruction")
-
-    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, 4, 2, 16, None, True)
-    assert choose_backend("auto", spec).kernels.name == "C++"
-    monkeypatch.setattr("nanovllm.kernels.cpu.quantized_linear.quantized_linear", fail)
-    assert choose_backend("auto", spec).kernels is PLAIN

@@ -99,7 +99,6 @@ Q, HEAD, GATE, GATE_PROJ = (
         ({**PACKED, "ignore": ["model.layers.0"]}, set()),  # a whole name, not its beginning
         ({**PACKED, "ignore": ["Linear"]}, {Q, HEAD, GATE, GATE_PROJ}),
     ],
-    ids=str,
 )
 def test_which_layers_are_left_alone(config: dict[str, Any], plain: set[str]) -> None:
     found = read(config)
@@ -157,7 +156,6 @@ def edit_tensors(path: Path, **changes: Any) -> None:
         ("fp8, static", dict(input_scale=None), ["lack", "input_scale"]),
         ("fp8, blocks of 128", dict(weight_scale_inv=None), ["lack", "weight_scale"]),
     ],
-    ids=str,
 )
 def test_tensors_that_contradict_the_config_are_errors(
     name: str, changes: dict[str, Any], says: list[str], tmp_path: Path
