@@ -30,7 +30,7 @@ extern "C" int count(int n) {
     return sum;
 }
 """
-SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 4, 2, 16, None, True)
+SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 4, 2, 16, None, True, torch.float32)
 
 
 @pytest.fixture
