@@ -394,7 +394,10 @@ SPILLS = {
     "decode_attention, Mistral's window": 16,
     "draw": 32,
     # Codes are converted in registers, a tile at a time.
-    **{f"decode_attention, {name}, codes": 192 for name in (*HEADS, "G 16", "Mistral's window")},
+    **{
+        f"decode_attention, {name}, codes": 192
+        for name in (*HEADS, "Qwen3-8B", "G 16", "Mistral's window")
+    },
     "prefill_attention, head_dim 256, codes": 320,
     "experts, int4": 160,
     "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32

@@ -226,6 +226,8 @@ def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> N
         ("decode_attention, Qwen3-8B and Llama-3-8B, block size 64", True),
         ("decode_attention, Qwen3-8B and Llama-3-8B, block size 16", False),
         ("decode_attention, Qwen3-8B, eager, block size 64", False),
+        ("decode_attention, Qwen3-8B and Llama-3-8B, codes, block size 64", True),
+        ("decode_attention, Qwen3-8B, codes, eager, block size 64", False),
         ("prefill_attention, Qwen3-8B and Llama-3-8B, many tokens, block size 0", True),
         ("prefill_attention, Qwen3-8B and Llama-3-8B, block size 0", False),
         ("prefill_attention, Qwen3-8B and Llama-3-8B, block size 64", False),

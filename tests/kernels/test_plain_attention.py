@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.plain.paged import (
@@ -285,10 +285,27 @@ def test_groups_have_every_sequence_and_little_padding(lengths: list[tuple[int, 
 
 def test_gathered_blocks_are_in_order() -> None:
     cache = torch.arange(5 * 2 * 3 * 4.0).view(5, 2, 3, 4)
-    rows = gather_blocks(cache, torch.tensor([[4, 0], [2, 2]]))
-    assert rows.shape == (2, 3, 4, 4)  # [B, KVH, K, D]
-    assert torch.equal(rows[0, 1], torch.cat([cache[4, :, 1], cache[0, :, 1]]))
-    assert torch.equal(rows[1, 2], torch.cat([cache[2, :, 2], cache[2, :, 2]]))
+    tables = torch.tensor([[4, 0], [2, 2]])
+    for rows, x in zip(
+        gather_blocks(KVLayer(cache, -cache, 1.0), tables, cache.dtype),
+        (cache, -cache),
+        strict=True,
+    ):
+        assert rows.shape == (2, 3, 4, 4)  # [B, KVH, K, D]
+        assert torch.equal(rows[0, 1], torch.cat([x[4, :, 1], x[0, :, 1]]))
+        assert torch.equal(rows[1, 2], torch.cat([x[2, :, 2], x[2, :, 2]]))
+
+
+def test_gathered_codes_have_their_scales() -> None:
+    codes = torch.arange(5 * 2 * 3 * 4.0).view(5, 2, 3, 4).remainder(16).to(CODES)
+    scales = (2.0 ** torch.arange(5 * 3 * 2).remainder(7)).view(5, 3, 2).to(SCALES)
+    kv = KVLayer(codes, codes, 1.0, None, scales, scales + 1)
+    for rows, factors in zip(
+        gather_blocks(kv, torch.tensor([[4, 0]]), torch.float32), (scales, scales + 1), strict=True
+    ):
+        for position, (block, at) in enumerate([(4, 0), (4, 1), (0, 0), (0, 1)]):
+            expected = codes[block, at].float() * factors[block, :, at, None].float()
+            assert torch.equal(rows[0, :, position], expected)
 
 
 # Storing
@@ -297,7 +314,7 @@ def test_gathered_blocks_are_in_order() -> None:
 def test_tokens_are_stored_in_their_slots() -> None:
     key, value = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     k_cache, v_cache = torch.zeros(4, 2, 2, 4), torch.zeros(4, 2, 2, 4)
-    store_kvcache(key, value, k_cache, v_cache, torch.tensor([7, 0, 3]))
+    store_kvcache(key, value, KVLayer(k_cache, v_cache, 1.0), torch.tensor([7, 0, 3]))
     for token, (block, at) in enumerate([(3, 1), (0, 0), (1, 1)]):
         assert torch.equal(k_cache[block, at], key[token])
         assert torch.equal(v_cache[block, at], value[token])
@@ -309,9 +326,10 @@ def test_slot_minus_one_writes_nothing() -> None:
     """In PyTorch, a negative index counts from the end."""
     key = torch.ones(3, 2, 4)
     k_cache, v_cache = torch.zeros(4, 2, 2, 4), torch.zeros(4, 2, 2, 4)
-    store_kvcache(key, key, k_cache, v_cache, torch.tensor([-1, 5, -1]))
+    store_kvcache(key, key, KVLayer(k_cache, v_cache, 1.0), torch.tensor([-1, 5, -1]))
     for cache in (k_cache, v_cache):
         assert cache.flatten(0, 1)[5].all() and cache.sum() == 8
-    store_kvcache(key, key, k_cache, v_cache, torch.tensor([-1, -1, -1]))
-    store_kvcache(key[:0], key[:0], k_cache, v_cache, torch.tensor([], dtype=torch.long))
+    store_kvcache(key, key, KVLayer(k_cache, v_cache, 1.0), torch.tensor([-1, -1, -1]))
+    kv = KVLayer(k_cache, v_cache, 1.0)
+    store_kvcache(key[:0], key[:0], kv, torch.tensor([], dtype=torch.long))
     assert k_cache.sum() == v_cache.sum() == 8

@@ -24,7 +24,6 @@ constexpr float NO_SCORE = -1e30f;  // the maximum over no keys: finite, as inf 
 
 typedef float Vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
-typedef int8_t ByteVec __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 inline Vec& vec(float* x) { return *(Vec*)x; }
@@ -33,11 +32,9 @@ inline Vec load(const bf16* x) {
     return (Vec)(__builtin_convertvector(*(const HalfVec*)x, IntVec) << 16);
 }
 
-// Codes times 2^-120. Factors of 2^60 before and after a product of them stay far from infinity.
+// `load` of codes gives 2^-120 of them. Factors of 2^60 before and after a product of them stay far
+// from infinity.
 constexpr float CODE_FACTOR = 0x1p60f;
-inline Vec load(const e4m3* x) {
-    return (Vec)(__builtin_convertvector(*(const ByteVec*)x, IntVec) << CODE_SHIFT & CODE_BITS);
-}
 
 inline float sum_of(Vec x) {
     IntVec lanes;
