@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from nanovllm.bench.roofline import Machine
-from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.table import cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.weights.format import DENSE, WeightFormat
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, samples: int = 7) -> float:
@@ -40,23 +41,39 @@ def copy_rate(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def matmul_rate(
+    device: torch.device, dtype: torch.dtype, weight_format: WeightFormat = DENSE
+) -> float:
     """FLOPs per second of a large linear layer, computed by the model's own code."""
     size = 8192 if device.type == "cuda" else 2048
-    linear = ReplicatedLinear(size, size).to(device, dtype)
-    linear.get_parameter("weight").normal_()
-    linear.bind(Backend(TorchBackend(), PLAIN))
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            linear = ReplicatedLinear(size, size, weight_format=weight_format)
+    finally:
+        torch.set_default_dtype(previous)
+    generator = torch.Generator(device=device).manual_seed(0)
+    for name, param in linear.named_parameters():
+        values = linear.dummy_values(name, param, generator)
+        assert values is not None
+        linear.weight_loader(param, values, None)
+    kernels = triton_kernels() if device.type == "cuda" else cpu_kernels()
+    linear.bind(Backend(TorchBackend(), kernels))
     x = torch.randn(size, size, dtype=dtype, device=device)
     return 2 * size**3 / median_seconds(lambda: linear(x), device)
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype, num_ranks: int) -> Machine:
+def measure_machine(
+    device: torch.device, dtype: torch.dtype, num_ranks: int, weight_format: WeightFormat = DENSE
+) -> Machine:
     """Measure both rates, and release the memory that this took.
 
     CPU ranks share one machine. Each CUDA rank has a GPU, assumed to be as fast as the first.
     """
     num_devices = num_ranks if device.type == "cuda" else 1
-    machine = Machine(copy_rate(device) * num_devices, matmul_rate(device, dtype) * num_devices)
+    flops = matmul_rate(device, dtype, weight_format)
+    machine = Machine(copy_rate(device) * num_devices, flops * num_devices)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return machine

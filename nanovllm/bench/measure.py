@@ -17,7 +17,11 @@ from nanovllm.bench.roofline import Machine
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.device import resolve_dtype, resolve_kv_dtype
 from nanovllm.kernels.kv_layer import head_bytes
+from nanovllm.layers.weights.choice import format_of, quantizing_format
+from nanovllm.layers.weights.format import DENSE, WeightFormat
+from nanovllm.layers.weights.scheme import ONLINE
 from nanovllm.llm import LLM
+from nanovllm.models.weight_bytes import WeightBytes
 from nanovllm.sampling_params import SamplingParams
 
 TEMPERATURE = 0.6
@@ -47,16 +51,27 @@ def describe(plan: Plan) -> dict[str, Any]:
             "input_tokens": sum(map(len, plan.workload.prompts)),
             "output_tokens": sum(plan.workload.output_lens),
         },
-        "roofline": _roofline(plan, measure_machine(device, dtype, num_ranks), dtype),
+        "roofline": _roofline(
+            plan, measure_machine(device, dtype, num_ranks, _weight_format(plan)), dtype
+        ),
         "options": options,
     }
+
+
+def _weight_format(plan: Plan) -> WeightFormat:
+    """The format of most of the model's weights, which decides how fast they are multiplied."""
+    if plan.model.quantization is not None:
+        return format_of(plan.model.quantization.schemes[0])
+    online = plan.config.quantization
+    return quantizing_format(ONLINE[online][0]) if online else DENSE
 
 
 def _roofline(plan: Plan, machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
     """The machine's rates, and the least time of the workload with them."""
     input_lens, output_lens = list(map(len, plan.workload.prompts)), plan.workload.output_lens
+    sizes = WeightBytes(dtype.itemsize, plan.model.quantization, plan.config.quantization)
     floor = roofline.floor(
-        plan.model, dtype.itemsize, input_lens, output_lens, machine,
+        plan.model, sizes, input_lens, output_lens, machine,
         head_bytes(plan.model.head_dim, resolve_kv_dtype(plan.config.kv_cache_dtype, dtype)),
     )  # fmt: skip
     return {

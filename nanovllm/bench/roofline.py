@@ -12,10 +12,14 @@ The head is counted for sampled rows only. Norms, activations, embedding rows, l
 are not counted: they are small, or can be hidden.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.quantization import HEAD
+from nanovllm.models.weight_bytes import WeightBytes
 
 
 @dataclass(frozen=True)
@@ -40,20 +44,68 @@ class Floor:
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 
+class Matrix(NamedTuple):
+    """A linear layer's weight [out, in], by its name in the checkpoint's decoder layer."""
+
+    name: str
+    size_out: int
+    size_in: int
+    is_experts: bool = False  # every expert has one
+
+
+def layer_matrices(config: ModelConfig, index: int) -> list[Matrix]:
+    """The weights of a layer's linear parts."""
+    hidden, experts = config.hidden_size, config.experts
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    matrices = [
+        Matrix("self_attn.q_proj", heads, hidden),
+        Matrix("self_attn.k_proj", kv_heads, hidden),
+        Matrix("self_attn.v_proj", kv_heads, hidden),
+        Matrix("self_attn.o_proj", hidden, heads),
+    ]
+    if experts is None or index not in experts.layers:
+        above, inner = "mlp", config.intermediate_size
+    else:
+        above, inner = "mlp.experts.0", experts.intermediate_size
+        matrices.append(Matrix("mlp.gate", experts.num_experts, hidden))
+    is_experts = above != "mlp"
+    return [
+        *matrices,
+        Matrix(f"{above}.gate_proj", inner, hidden, is_experts),
+        Matrix(f"{above}.up_proj", inner, hidden, is_experts),
+        Matrix(f"{above}.down_proj", hidden, inner, is_experts),
+    ]
+
+
 def layer_params(config: ModelConfig, index: int, num_experts: float | None = None) -> float:
     """Weights of a layer's linear parts; each is one multiply-add per token.
 
     `num_experts` experts are counted, by default as many as a token uses.
     """
-    hidden, experts = config.hidden_size, config.experts
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
-    attention = hidden * (heads + 2 * kv_heads) + heads * hidden
-    if experts is None or index not in experts.layers:
-        return attention + 3 * hidden * config.intermediate_size
-    counted = experts.per_token if num_experts is None else num_experts
-    of_experts = 3 * hidden * experts.intermediate_size * counted
-    return attention + hidden * experts.num_experts + of_experts
+    counted = _counted(config, num_experts)
+    return sum(
+        matrix.size_out * matrix.size_in * (counted if matrix.is_experts else 1)
+        for matrix in layer_matrices(config, index)
+    )
+
+
+def layer_bytes(
+    config: ModelConfig, index: int, sizes: WeightBytes, num_experts: float | None = None
+) -> float:
+    """The bytes of the weights that `layer_params` counts."""
+    counted = _counted(config, num_experts)
+    return sum(
+        sizes.of(f"model.layers.{index}.{matrix.name}", matrix.size_out, matrix.size_in)
+        * (counted if matrix.is_experts else 1)
+        for matrix in layer_matrices(config, index)
+    )
+
+
+def _counted(config: ModelConfig, num_experts: float | None) -> float:
+    if num_experts is None:
+        return config.experts.per_token if config.experts else 0
+    return num_experts
 
 
 def decoder_params(config: ModelConfig, num_experts: float | None = None) -> float:
@@ -86,10 +138,37 @@ def num_params(config: ModelConfig) -> int:
     return int(decoder_params(config, all_experts)) + tables * head_params(config) + small
 
 
-def step_weight_bytes(config: ModelConfig, itemsize: int, rows: int) -> float:
+def decoder_bytes(
+    config: ModelConfig, sizes: WeightBytes, num_experts: float | None = None
+) -> float:
+    """The sum of `layer_bytes` over all layers."""
+    layers = range(config.num_hidden_layers)
+    return sum(layer_bytes(config, i, sizes, num_experts) for i in layers)
+
+
+def head_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
+    """The bytes of the projection to the vocabulary."""
+    return sizes.of(HEAD, config.vocab_size, config.hidden_size)
+
+
+def step_weight_bytes(config: ModelConfig, sizes: WeightBytes, rows: int) -> float:
     """Bytes of weights that a step of `rows` tokens reads, including the head."""
     touched = touched_experts(config, rows)
-    return (decoder_params(config, touched) + head_params(config)) * itemsize
+    return decoder_bytes(config, sizes, touched) + head_bytes(config, sizes)
+
+
+def model_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
+    """The bytes of all parameters.
+
+    Embedding and head share a table, except where the head is quantized.
+    """
+    all_experts = config.experts.num_experts if config.experts else None
+    linear = decoder_params(config, all_experts) + head_params(config)
+    others = num_params(config) - int(linear)
+    if config.tie_word_embeddings and sizes.scheme(HEAD) is not None:
+        others += head_params(config)
+    of_linear = decoder_bytes(config, sizes, all_experts) + head_bytes(config, sizes)
+    return int(of_linear) + others * sizes.itemsize
 
 
 def kv_bytes_per_token(config: ModelConfig, head_bytes: int) -> int:
@@ -136,7 +215,7 @@ def decode_kv_bytes(
 
 def floor(
     config: ModelConfig,
-    itemsize: int,
+    sizes: WeightBytes,
     input_lens: Sequence[int],
     output_lens: Sequence[int],
     machine: Machine,
@@ -144,11 +223,12 @@ def floor(
 ) -> Floor:
     """The least time for requests of these lengths.
 
-    A weight has `itemsize` bytes, a token's key or value of one head `kv_head_bytes`.
+    A token's key or value of one head has `kv_head_bytes`.
     """
+    weight_bytes = functools.cache(functools.partial(step_weight_bytes, config, sizes))
 
     def weight_seconds(rows: int) -> float:
-        return step_weight_bytes(config, itemsize, rows) / machine.bytes_per_second
+        return weight_bytes(rows) / machine.bytes_per_second
 
     row_seconds = 2 * (decoder_params(config) + head_params(config)) / machine.flops_per_second
     kv_bytes = decode_kv_bytes(config, kv_head_bytes, input_lens, output_lens)

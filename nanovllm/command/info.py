@@ -71,8 +71,19 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
+        "quantization": _quantization(config, model),
         **_memory(config, model, dtype.itemsize, head_bytes(model.head_dim, kv_dtype)),
     }
+
+
+def _quantization(config: "Config", model: "ModelConfig") -> list[str]:
+    """How weights are quantized, in words: all schemes of the model."""
+    from nanovllm.layers.weights.scheme import ONLINE
+
+    found = model.quantization.schemes if model.quantization else []
+    if config.quantization in ONLINE and not model.quantization:
+        found = list(dict.fromkeys(ONLINE[config.quantization]))
+    return [scheme.description for scheme in found]
 
 
 def _memory(
@@ -80,9 +91,11 @@ def _memory(
 ) -> dict[str, Any]:
     """Bytes of weights and KV, and the KV tokens that fit beside the weights by size of memory."""
     from nanovllm.bench import roofline
+    from nanovllm.models.weight_bytes import WeightBytes
 
     kv_bytes = roofline.kv_bytes_per_token(model, kv_head_bytes)
-    weight_bytes = roofline.num_params(model) * itemsize
+    sizes = WeightBytes(itemsize, model.quantization, config.quantization)
+    weight_bytes = roofline.model_bytes(model, sizes)
     return {
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
@@ -128,6 +141,7 @@ def _text(info: dict[str, Any]) -> str:
         f" vocabulary {info['vocab_size']:,}",
         f"  weights: {info['weight_bytes'] / GIB:,.3f} GiB in {info['dtype']}"
         f" (checkpoint: {info['checkpoint_dtype']})",
+        *(f"  quantized: {scheme}" for scheme in info["quantization"]),
         f"  KV cache: {info['kv_bytes_per_token']:,} bytes a token,"
         f" {longest / GIB:,.3f} GiB for the longest sequence, {info['max_model_len']:,} tokens",
         "  KV tokens beside the weights, by memory (activations not counted):",

@@ -25,6 +25,8 @@ from nanovllm.bench.workload import Lengths, draw_workload
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.kernels.kv_layer import CODES, head_bytes
 from nanovllm.models.config import ExpertsConfig, ModelConfig
+from nanovllm.models.quantization import read_quantization
+from nanovllm.models.weight_bytes import WeightBytes
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 H200 = Machine(bytes_per_second=4.3e12, flops_per_second=790e12)
@@ -59,6 +61,9 @@ def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+PLAIN = WeightBytes(itemsize=2)
+
+
 class TestCounts:
     """A model small enough to count by hand."""
 
@@ -79,8 +84,10 @@ class TestCounts:
         assert roofline.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
 
     def test_bytes_count_weights_and_kv(self) -> None:
-        assert roofline.step_weight_bytes(self.config, itemsize=2, rows=1) == 2 * (360 + 40)
+        assert roofline.step_weight_bytes(self.config, PLAIN, rows=1) == 2 * (360 + 40)
         # K and V of one head of two, in three layers, two bytes each
+        assert roofline.head_bytes(self.config, PLAIN) == 2 * 40
+        assert roofline.model_bytes(self.config, PLAIN) == 2 * roofline.num_params(self.config)
         assert roofline.kv_bytes_per_token(self.config, head_bytes=4) == 2 * 3 * 1 * 2 * 2
         assert [head_bytes(128, x) for x in (torch.float32, CODES)] == [512, 128 + 2]
 
@@ -120,12 +127,12 @@ class TestCounts:
     def test_a_decode_step_is_bound_by_bytes_or_by_flops(
         self, machine: Machine, gemm: float
     ) -> None:
-        floor = roofline.floor(self.config, 2, [5, 9, 3], [4, 1, 2], machine, 4)
+        floor = roofline.floor(self.config, PLAIN, [5, 9, 3], [4, 1, 2], machine, 4)
         assert floor.decode_gemm_seconds == pytest.approx(gemm)
 
     def test_the_floor_is_the_sum_of_its_parts(self) -> None:
         machine = Machine(bytes_per_second=10.0, flops_per_second=5.0)
-        floor = roofline.floor(self.config, 2, [3, 1], [2, 1], machine, 8)
+        floor = roofline.floor(self.config, PLAIN, [3, 1], [2, 1], machine, 8)
         assert floor.decode_kv_seconds == 4 * 48 / 10, "a key has 8 bytes, two weights 4"
         assert floor.prefill_seconds == roofline.prefill_flops(self.config, [3, 1]) / 5
         assert floor.seconds == pytest.approx(
@@ -133,7 +140,7 @@ class TestCounts:
         )
 
     def test_a_short_prefill_still_reads_the_weights(self) -> None:
-        floor = roofline.floor(self.config, 2, [1], [1], Machine(1.0, 1e12), 4)
+        floor = roofline.floor(self.config, PLAIN, [1], [1], Machine(1.0, 1e12), 4)
         assert floor.prefill_seconds == 800
 
 
@@ -157,9 +164,9 @@ class TestExperts:
         rest = 3 * self.attention + 2 * self.dense + self.router + 40
         for rows, touched in ((1, 2.0), (3, 5 * (1 - 0.6**3)), (1000, 5.0)):
             expected = 2 * (rest + touched * self.expert)
-            assert roofline.step_weight_bytes(self.config, 2, rows) == pytest.approx(expected)
+            assert roofline.step_weight_bytes(self.config, PLAIN, rows) == pytest.approx(expected)
         # Two steps of decode: with two rows, and with one.
-        floor = roofline.floor(self.config, 2, [5, 9], [3, 2], Machine(1.0, 1e12), 4)
+        floor = roofline.floor(self.config, PLAIN, [5, 9], [3, 2], Machine(1.0, 1e12), 4)
         touched = 2.0 + 5 * (1 - 0.6**2)
         expected = 2 * (2 * rest + touched * self.expert)
         assert floor.decode_gemm_seconds == pytest.approx(expected)
@@ -213,7 +220,7 @@ class TestWorkload:
         prompts, output_lens = draw()
         input_lens = [len(prompt) for prompt in prompts]
         floor = roofline.floor(
-            shape(name, tmp_path), 2, input_lens, output_lens, H200, kv_head_bytes=256
+            shape(name, tmp_path), PLAIN, input_lens, output_lens, H200, kv_head_bytes=256
         )
         assert floor.seconds == pytest.approx(seconds, rel=0.02)
         assert sum(output_lens) / floor.seconds == pytest.approx(tokens_per_second, rel=0.02)
@@ -221,6 +228,48 @@ class TestWorkload:
             assert floor.decode_kv_seconds == pytest.approx(3.22, abs=0.01)
             assert floor.prefill_seconds == pytest.approx(0.17, abs=0.01)
             assert floor.decode_gemm_seconds == pytest.approx(0.33, abs=0.03)
+
+
+class TestQuantizedCounts:
+    """Qwen3-0.6B, where group scales have 2 bytes and zero points one, and row scales 4."""
+
+    LINEAR = 28 * (1024 * 4096 + 2048 * 1024 + 3 * 1024 * 3072)
+    ROWS = 28 * (4096 + 1024 + 2 * 3072 + 1024)
+    HEAD = 151936 * 1024
+
+    @pytest.mark.parametrize(
+        ("online", "linear", "head"),
+        [
+            ("fp8", LINEAR + 4 * ROWS, HEAD + 4 * 151936),
+            ("int8", LINEAR + 4 * ROWS, HEAD + 4 * 151936),
+            ("int4", LINEAR // 2 + 3 * LINEAR // 128, HEAD + 4 * 151936),
+        ],
+    )
+    def test_a_step_reads_codes_and_scales(
+        self, online: str, linear: int, head: int, tmp_path: Path
+    ) -> None:
+        model = shape("qwen3-0.6b", tmp_path)
+        sizes = WeightBytes(2, online=online)
+        assert roofline.decoder_bytes(model, sizes) == pytest.approx(linear, rel=1e-3)
+        assert roofline.head_bytes(model, sizes) == head
+        # The head has a table of its own, as the embedding's stays plain.
+        small = roofline.num_params(model) - self.LINEAR
+        total = roofline.model_bytes(model, sizes)
+        assert total == pytest.approx(linear + head + 2 * small, rel=1e-3)
+
+    def test_the_config_of_a_checkpoint_decides_layer_by_layer(self, tmp_path: Path) -> None:
+        model = shape("qwen3-0.6b", tmp_path)
+        config = dict(
+            quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm",
+            modules_to_not_convert=["down_proj"],
+        )  # fmt: skip
+        quantization = read_quantization({"quantization_config": config})
+        sizes = WeightBytes(2, quantization)
+        plain = 28 * 1024 * 3072
+        quantized = self.LINEAR - plain
+        expected = 2 * plain + quantized // 2 + 3 * quantized // 128
+        assert roofline.decoder_bytes(model, sizes) == pytest.approx(expected, rel=1e-6)
+        assert roofline.head_bytes(model, sizes) == 2 * self.HEAD
 
 
 class TestCommandLine:
