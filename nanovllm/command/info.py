@@ -82,7 +82,7 @@ def _quantization(config: "Config", model: "ModelConfig") -> list[str]:
 
     found = model.quantization.schemes if model.quantization else []
     if config.quantization in ONLINE and not model.quantization:
-        found = list(dict.fromkeys(ONLINE[config.quantization]))
+        found = [scheme for scheme in dict.fromkeys(ONLINE[config.quantization]) if scheme]
     return [scheme.description for scheme in found]
 
 

@@ -30,8 +30,10 @@ def joined_format(schemes: Sequence[Scheme | None]) -> WeightFormat:
     return Unlike([format_of(scheme) for scheme in schemes])
 
 
-def quantizing_format(scheme: Scheme) -> WeightFormat:
+def quantizing_format(scheme: Scheme | None) -> WeightFormat:
     """The format of plain weights that are quantized by `scheme` while they are loaded."""
+    if scheme is None:
+        return DENSE
     made = FORMATS[scheme.storage](scheme)
     made.quantize = QUANTIZERS[scheme.storage]
     return made
