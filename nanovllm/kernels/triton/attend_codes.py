@@ -56,20 +56,20 @@ def factor_of_codes(CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
 def halves_of_queries(  # type: ignore[no-untyped-def]
     q_at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, CONVERTED: tl.constexpr
 ):  # fmt: skip
-    """The even and the odd columns of queries at the addresses `q_at`, and the factor of scores.
+    """The even and the odd columns [D / 2, G] of queries at `q_at` [G], and the factor of scores.
 
     They are multiplied by a power of two that makes the largest 2^14 to 2^15: all of bfloat16's
     that count have their exact values in float16.
     """
     pair = tl.arange(0, BLOCK_D // 2)
-    real = inside[:, None] & (pair < D // 2)[None, :]
-    q_at = q_at[:, None] + 2 * pair[None, :]
+    real = inside[None, :] & (pair < D // 2)[:, None]
+    q_at = q_at[None, :] + 2 * pair[:, None]
     even = tl.load(q_at, mask=real, other=0.0)
     odd = tl.load(q_at + 1, mask=real, other=0.0)
     factor = factor_of_codes(CONVERTED)
     if even.dtype != tl.float32:
         even, odd = even.to(tl.float32), odd.to(tl.float32)
-        largest = tl.max(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1), axis=0)
+        largest = tl.max(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=0), axis=0)
         power = tl.minimum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 253 << 23)
         inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
         even = (even * inverse * 16384.0).to(tl.float16)
@@ -120,16 +120,15 @@ def attend_codes(  # type: ignore[no-untyped-def]
         v_even, v_odd = v_even.to(tl.float32), v_odd.to(tl.float32)
     v_scale = v_scale.to(tl.float32)
     k_scale = k_scale.to(tl.float32) * factor
-    scores = dot(q_even, tl.trans(k_even))
-    scores = dot(q_odd, tl.trans(k_odd), scores)
-    scores = scores * k_scale[None, :] + log2(v_scale)[None, :]
+    scores = dot(k_odd, q_odd, dot(k_even, q_even))
+    scores = scores * k_scale[:, None] + log2(v_scale)[:, None]
     if MASKED:
-        scores = tl.where(visible, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1) - 15.0)
-    weights = tl.exp2(scores - new_top[:, None])
+        scores = tl.where(visible[:, None], scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=0) - 15.0)
+    weights = tl.exp2(scores - new_top[None, :])
     shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights * reciprocal(v_scale)[None, :], axis=1)
+    total = total * shrink + tl.sum(weights * reciprocal(v_scale)[:, None], axis=0)
     weights = weights.to(v_even.dtype)
-    even = dot(weights, v_even, even * shrink[:, None])
-    odd = dot(weights, v_odd, odd * shrink[:, None])
+    even = dot(tl.trans(v_even), weights, even * shrink[None, :])
+    odd = dot(tl.trans(v_odd), weights, odd * shrink[None, :])
     return new_top, total, even, odd

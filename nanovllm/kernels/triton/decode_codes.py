@@ -54,8 +54,8 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
         factor *= scale_log2
         top = tl.full([BLOCK_G], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
-        even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
-        odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+        even = tl.zeros([BLOCK_D // 2, BLOCK_G], tl.float32)
+        odd = tl.zeros([BLOCK_D // 2, BLOCK_G], tl.float32)
         table = tables_ptr + wide_row * table_stride
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # tiles before it are skipped, maybe all of this share's tiles of the row
@@ -72,7 +72,7 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
                 v_scale = v_scale_tiles.load([scale_at])
                 visible = key + n >= length - WINDOW
                 top, total, even, odd = attend_codes(
-                    q_even, q_odd, k, v, k_scale, v_scale, factor, visible[None, :], top, total,
+                    q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                     even, odd, WINDOW > 0, CONVERTED,
                 )  # fmt: skip
             begin_key = whole_end
@@ -89,11 +89,12 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
             k_scale = tl.load(k_scales_ptr + scale_at, mask=visible, other=1.0)
             v_scale = tl.load(v_scales_ptr + scale_at, mask=visible, other=1.0)
             top, total, even, odd = attend_codes(
-                q_even, q_odd, k, v, k_scale, v_scale, factor, visible[None, :], top, total,
+                q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                 even, odd, True, CONVERTED,
             )  # fmt: skip
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
-        acc = tl.interleave(even, odd) * (factor_of_codes(CONVERTED) / safe_total)[:, None]
+        acc = tl.interleave(tl.trans(even), tl.trans(odd))
+        acc *= (factor_of_codes(CONVERTED) / safe_total)[:, None]
         out_row = wide_row * num_kv_heads * G + kv_head * G
         if (tile == row_begin) & (stop == row_end):
             out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
