@@ -1,4 +1,4 @@
-"""One tile of attention over e4m3 codes, for decode and prefill. N keys of a tile, D head dimension.
+"""One tile of attention over e4m3 codes. N keys of a tile, D head dimension, G queries.
 
 A tile of codes is read as 16-bit pairs [N, D / 2] of neighbouring columns, which become the even
 and the odd columns as float16: exact, and in few instructions.
@@ -121,14 +121,14 @@ def attend_codes(  # type: ignore[no-untyped-def]
     v_scale = v_scale.to(tl.float32)
     k_scale = k_scale.to(tl.float32) * factor
     scores = dot(k_odd, q_odd, dot(k_even, q_even))
-    scores = scores * k_scale[:, None] + log2(v_scale)[:, None]
+    scores = scores * k_scale[:, None]
     if MASKED:
         scores = tl.where(visible[:, None], scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=0) - 15.0)
     weights = tl.exp2(scores - new_top[None, :])
     shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights * reciprocal(v_scale)[:, None], axis=0)
-    weights = weights.to(v_even.dtype)
+    total = total * shrink + tl.sum(weights, axis=0)
+    weights = (weights * v_scale[:, None]).to(v_even.dtype)
     even = dot(tl.trans(v_even), weights, even * shrink[None, :])
     odd = dot(tl.trans(v_odd), weights, odd * shrink[None, :])
     return new_top, total, even, odd
