@@ -105,12 +105,15 @@ def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dot(a, b):  # type: ignore[no-untyped-def]
-    """`a @ b` with float32 precision inside; the interpreter needs float32 inputs."""
+def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
+    """`a @ b`, or `acc + a @ b`, with float32 precision inside.
+
+    The interpreter needs float32 inputs.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 def tile_keys(block_d: int, dtype: torch.dtype) -> int:

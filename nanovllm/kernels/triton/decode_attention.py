@@ -15,10 +15,12 @@ fewer instructions. A context's last tile is partly filled, and is loaded by thr
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.common import (
@@ -36,7 +38,9 @@ from nanovllm.kernels.triton.common import (
     tile_keys,
     tiles_of,
 )
-from nanovllm.kernels.triton.kv_codes import as_bytes, load_scales
+from nanovllm.kernels.triton.decode_codes import decode_codes_kernel
+from nanovllm.kernels.triton.kv_codes import as_pairs
+from nanovllm.kernels.triton.merge import merge_if_last
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
 MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
@@ -98,13 +102,12 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr,
-    starts_ptr, arrivals_ptr, out_ptr, partial_ptr, lse_ptr, scale_log2, q_row_stride,
-    q_head_stride, table_stride, batch_size, num_kv_heads,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr,
+    partial_ptr, lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size,
+    num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
-    QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr, EARLY: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
@@ -144,19 +147,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 k = k_tiles.load([at, kv_head * D])
                 v = v_tiles.load([at, kv_head * D])
                 inside = key + n >= length - WINDOW
-                k_scale, v_scale = scale_log2, scale_log2
-                if QUANTIZED:
-                    head_at = (block.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE
-                    scale_at = head_at + key % BLOCK_SIZE + n
-                    k_scale = load_scales(k_scales_ptr, scale_at, n < BLOCK_N, q.dtype)
-                    v_scale = load_scales(v_scales_ptr, scale_at, n < BLOCK_N, q.dtype)
                 top, total, acc = attend(
-                    q, k, v, k_scale, v_scale, inside[None, :], scale_log2, top, total, acc,
-                    WINDOW > 0, QUANTIZED, CONVERTED,
+                    q, k, v, scale_log2, scale_log2, inside[None, :], scale_log2, top, total, acc,
+                    WINDOW > 0, False, False,
                 )  # fmt: skip
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
-            at, scale_at = cache_offsets(
+            at, _ = cache_offsets(
                 table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
             )
             inside = key + n < end_key
@@ -165,13 +162,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             loaded = inside[:, None] & (d < D)[None, :]
             k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
-            k_scale, v_scale = scale_log2, scale_log2
-            if QUANTIZED:
-                k_scale = load_scales(k_scales_ptr, scale_at, inside, q.dtype)
-                v_scale = load_scales(v_scales_ptr, scale_at, inside, q.dtype)
             top, total, acc = attend(
-                q, k, v, k_scale, v_scale, inside[None, :], scale_log2, top, total, acc, True,
-                QUANTIZED, CONVERTED,
+                q, k, v, scale_log2, scale_log2, inside[None, :], scale_log2, top, total, acc, True,
+                False, False,
             )  # fmt: skip
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = acc / safe_total[:, None]
@@ -184,7 +177,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             slot = (program * num_kv_heads + kv_head) * 2 + (tile != first).to(tl.int32)
             tl.store(lse_ptr + slot * G + g, top + tl.log2(safe_total), mask=g < G)
             tl.store(partial_ptr + (slot * G + g)[:, None] * D + d[None, :], acc, mask=real)
-            _merge_if_last(
+            merge_if_last(
                 arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
                 kv_head, num_kv_heads, G, D, BLOCK_D, MERGED,
             )  # fmt: skip
@@ -193,52 +186,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         row += 1
         length = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
     let_next_begin(EARLY)
-
-
-@triton.jit
-def _merge_if_last(  # type: ignore[no-untyped-def]
-    arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
-    kv_head, num_kv_heads, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    MERGED: tl.constexpr,
-):  # fmt: skip
-    """Count a part of a row as written; the program of the last part merges all, MERGED at a time.
-
-    The barrier puts all threads' writes before the release; the acquire puts the reads after it.
-    The counter is reset to 0 for the next layer.
-    """
-    first_program = row_begin // share
-    last_program = (row_end - 1) // share
-    arrivals_at = arrivals_ptr + first_program * num_kv_heads + kv_head
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == last_program - first_program:
-        BLOCK_G: tl.constexpr = triton.next_power_of_2(G)  # noqa: N806
-        g = tl.arange(0, BLOCK_G)
-        d = tl.arange(0, BLOCK_D)
-        top = tl.full([BLOCK_G], -1e30, tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for start in range(first_program, last_program + 1, MERGED):
-            program = start + tl.arange(0, MERGED)
-            second = (program == first_program) & (row_begin != first_program * share)
-            slot = (program * num_kv_heads + kv_head) * 2 + second.to(tl.int32)
-            at = slot[:, None] * G + g[None, :]
-            real = (program <= last_program)[:, None] & (g < G)[None, :]
-            lse = tl.load(lse_ptr + at, mask=real, other=-float("inf"), cache_modifier=".cg")
-            partial = tl.load(
-                partial_ptr + at[:, :, None] * D + d[None, None, :],
-                mask=real[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(lse, axis=0))
-            weights = tl.exp2(lse - new_top[None, :])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(weights, axis=0)
-            acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
-            top = new_top
-        total = tl.where(total == 0.0, 1.0, total)  # padding heads
-        out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
-        inside = (g < G)[:, None] & (d < D)[None, :]
-        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(arrivals_at, 0)
 
 
 def plan_decode(
@@ -270,8 +217,9 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     window, shares of equal size are unequal work, so its layers are less well balanced.
     """
     batch_size, num_heads, head_dim = q.shape
-    k_cache, v_cache = as_bytes(kv.k_cache), as_bytes(kv.v_cache)
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    quantized = kv.k_scales is not None
+    k_cache, v_cache = (as_pairs(x) if quantized else x for x in (kv.k_cache, kv.v_cache))
+    _, block_size, num_kv_heads, width = k_cache.shape  # the width is half of head_dim, of codes
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     group = num_heads // num_kv_heads
     parts = len(plan.starts) * num_kv_heads * 2 * group
@@ -281,28 +229,37 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     block_n = tile_keys(block_d, q.dtype)
     narrow = block_n == TILE  # heads of at most 256 bytes
-    quantized = kv.k_scales is not None
-    if quantized:
-        block_n = min(block_n, CODES_TILE)
     copied = (
         plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
         and q.dtype.itemsize == 2 and block_g <= 32
     )  # fmt: skip
-    k_tiles, v_tiles = (
-        tiles_of(cache.view(-1, num_kv_heads * head_dim), block_n, head_dim) if copied else None
+    if quantized:
+        block_n = min(block_n, CODES_TILE)
+    tiles = [
+        tiles_of(cache.view(-1, num_kv_heads * width), block_n, width) if copied else None
         for cache in (k_cache, v_cache)
-    )
-    _decode_kernel[(num_kv_heads, len(plan.starts))](
-        q, k_cache, v_cache, kv.k_scales, kv.v_scales, k_tiles, v_tiles, plan.block_tables,
-        plan.context_lens, plan.starts, plan.arrivals, out, partial, lse, kv.scale * LOG2E,
-        q.stride(0), q.stride(1), plan.block_tables.stride(0), batch_size, num_kv_heads,
+    ]
+    options = dict(
         G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
         BLOCK_N=block_n, TILE=TILE,
         MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
-        WINDOW=kv.window or 0, COPIED=copied, QUANTIZED=quantized,
-        CONVERTED=converts_codes(q.device),
-        num_warps=2 if copied or (narrow and block_g < 16) else 4,
-        num_stages=CODES_STAGES if quantized else 2,
-        **early(q.device),
+        WINDOW=kv.window or 0, COPIED=copied, num_stages=2,
+        num_warps=2 if copied or (narrow and block_g < 16) else 4, **early(q.device),
+    )  # fmt: skip
+    kernel = _decode_kernel
+    caches: list[Any] = [k_cache, v_cache, *tiles]
+    if quantized:
+        kernel = decode_codes_kernel
+        options |= dict(BLOCK_G=max(8, block_g), num_stages=CODES_STAGES)
+        options |= dict(CONVERTED=converts_codes(q.device))
+        scales = [x.view(-1) for x in (kv.k_scales, kv.v_scales) if x is not None]
+        caches[2:2] = scales
+        caches += [
+            TensorDescriptor(x, [len(x)], [1], [block_n]) if copied else None for x in scales
+        ]
+    kernel[(num_kv_heads, len(plan.starts))](
+        q, *caches, plan.block_tables, plan.context_lens, plan.starts, plan.arrivals, out, partial,
+        lse, kv.scale * LOG2E, q.stride(0), q.stride(1), plan.block_tables.stride(0), batch_size,
+        num_kv_heads, **options,
     )  # fmt: skip
     return out

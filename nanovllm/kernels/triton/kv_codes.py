@@ -94,6 +94,11 @@ def as_bytes(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype == CODES else cache
 
 
+def as_pairs(cache: torch.Tensor) -> torch.Tensor:
+    """A cache of codes [..., D] as pairs of neighbouring ones, [..., D / 2]."""
+    return cache.view(torch.int16)
+
+
 def fixed_scales(kv: KVLayer) -> tuple[float, float]:
     """The fixed scales of keys and values, or 0 for those that are computed."""
     return kv.fixed_scales or (0.0, 0.0)
