@@ -23,10 +23,17 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
 from nanovllm.layers.weights.choice import quantizing_format
-from nanovllm.layers.weights.scheme import ONLINE
+from nanovllm.layers.weights.scheme import ONLINE, Scheme
 from nanovllm.layers.weights.stored import Held
+from nanovllm.models.quantization import read_quantization
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def schemes_of(config: dict[str, Any]) -> list[Scheme]:
+    found = read_quantization({"quantization_config": config})
+    return found.schemes if found else []
+
 
 CHOSEN = ["fp8, small blocks", "ct, int8", "ct, 4 bits, asymmetric", "awq", "gptq, act-order"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -73,6 +80,25 @@ def test_under_stress(name: str, stress: str, tmp_path: Path) -> None:
 def test_on_two_ranks(name: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path / "model", VARIANTS[name], num_key_value_heads=2)
     check(path, make_case(path / DEQUANTIZED, make_prompts()), tensor_parallel_size=2)
+
+
+FLOAT_INPUTS = [
+    name
+    for name, variant in VARIANTS.items()
+    if all(scheme.inputs == "float" for scheme in schemes_of(variant.config))
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [{}, *SHAPES.values()], ids=["Qwen3", *SHAPES])
+@pytest.mark.parametrize("name", FLOAT_INPUTS)
+def test_on_a_gpu(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    """With float inputs; others are rounded there, and compared kernel by kernel."""
+    if shape and name not in CHOSEN:
+        pytest.skip("odd shapes run with a few formats")
+    path = write_quantized(tmp_path / "model", VARIANTS[name], **shape)
+    case = make_case(path / DEQUANTIZED, make_prompts())
+    check(path, case, device="cuda", gpu_memory_utilization=0.2, cpu_kvcache_gib=4.0)
 
 
 # Weights that are quantized while they are loaded

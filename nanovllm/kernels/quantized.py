@@ -37,12 +37,9 @@ class QuantizedMatrix:
 
 
 def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """Matrices of one shape and kind as a stack [E, N, K]; `order` is then [E, K].
-
-    Peak memory: the matrices twice.
-    """
+    """Matrices of one shape, kind and order as a stack [E, N, K]. Peak memory: twice theirs."""
     first = matrices[0]
-    assert all(other.block == first.block for other in matrices)
+    assert all(other.block == first.block for other in matrices) and same_order(matrices)
 
     def stack(values: list[torch.Tensor | None]) -> torch.Tensor | None:
         there = [value for value in values if value is not None]
@@ -53,6 +50,13 @@ def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         codes=torch.stack([matrix.codes for matrix in matrices]),
         scales=torch.stack([matrix.scales for matrix in matrices]),
         zeros=stack([matrix.zeros for matrix in matrices]),
-        order=stack([matrix.order for matrix in matrices]),
         input_scale=stack([matrix.input_scale for matrix in matrices]),
     )
+
+
+def same_order(matrices: Sequence[QuantizedMatrix]) -> bool:
+    """Whether the columns of all matrices multiply the inputs in one order."""
+    first, *others = (matrix.order for matrix in matrices)
+    if first is None:
+        return all(order is None for order in others)
+    return all(order is not None and torch.equal(order, first) for order in others)

@@ -1,5 +1,6 @@
 """Experts: parallel feed-forward layers, of which each token uses a few."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -7,13 +8,13 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.plain.experts import experts as plain_experts
-from nanovllm.kernels.quantized import QuantizedMatrix, stacked
+from nanovllm.kernels.quantized import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer, Loaded, check_shape
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.dummy import dummy_tensor
-from nanovllm.layers.weights.format import DENSE, Dense, Weight, WeightFormat, tensor_of
+from nanovllm.layers.weights.format import DENSE, Dense, Weight, WeightFormat, dense, tensor_of
 from nanovllm.layers.weights.matrix import Matrix, matrix_of
 from nanovllm.layers.weights.stored import Held, StoredTensor
 from nanovllm.layers.weights.tensors import (
@@ -23,6 +24,8 @@ from nanovllm.layers.weights.tensors import (
     register_tensors,
     tensors_of,
 )
+
+logger = logging.getLogger("nanovllm")
 
 # The checkpoint's names for the projections of each expert that make up a matrix.
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -61,6 +64,7 @@ class Experts(Layer):
     ) -> None:
         super().__init__()
         self.ranks = ranks
+        self.dtype = torch.get_default_dtype()
         self.num_experts = num_experts
         self.experts, inner = slice(0, num_experts), slice(0, intermediate_size)
         if whole:
@@ -170,10 +174,13 @@ class Experts(Layer):
             (stack,) = self.stored_tensors(name).values()
             drop_tensors(self, self.formats[name], RENAMES[name])
             return stack
-        weights = [weight for weight in self._weights(name) if isinstance(weight, QuantizedMatrix)]
-        if len(weights) < self.num_held:
-            raise ValueError(f"the projections of {name} are not quantized alike")
-        return self.kernels.arrange(stacked(weights))
+        weights = list(self._weights(name))
+        alike = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
+        if len(alike) == len(weights) and same_order(alike):
+            return self.kernels.arrange(stacked(alike))
+        logger.warning("experts with weights of several kinds are kept in %s", self.dtype)
+        size_in = self.held[name].num_columns
+        return torch.stack([dense(weight, size_in, self.dtype) for weight in weights])
 
     def forward(
         self, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor

@@ -1,5 +1,6 @@
 """Quantized checkpoints: every weight of every format, and what engines generate with them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ from quantized_checkpoints import DEQUANTIZED, write_quantized
 
 from nanovllm.config import Config
 from nanovllm.engine.startup import choose_formats
-from nanovllm.kernels.plain.quantized_linear import dense_matrix
+from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
+from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -68,8 +73,7 @@ def test_weights_are_those_that_the_checkpoint_stands_for(
     assert wrong == []
 
 
-@pytest.mark.parametrize("whole_experts", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "whole_experts"), [(4, False), (2, True)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_hold_parts_of_the_same_weights(
     name: str, size: int, whole_experts: bool, tmp_path: Path
@@ -86,3 +90,29 @@ def test_ranks_hold_parts_of_the_same_weights(
         assert found.keys() == expected.keys()
         for name in found:
             assert torch.equal(found[name].float(), expected[name]), name
+
+
+def experts_out(model: CausalLM, kernels: Kernels) -> torch.Tensor:
+    """What the first layer's experts make of some rows."""
+    torch.manual_seed(0)
+    layer = next(module for module in model.modules() if isinstance(module, Experts))
+    layer.bind(Backend(TorchBackend(), kernels))
+    shares, ids = torch.rand(9, layer.num_experts).topk(2)
+    return layer(torch.randn(9, 64), ids, shares)
+
+
+@pytest.mark.parametrize("name", ["ct, 4 bits", "gptq, act-order"])
+def test_kernels_may_take_experts_as_stacks(name: str, tmp_path: Path) -> None:
+    """Also those of which each assigns its columns to groups in its own way."""
+    path = write_quantized(tmp_path / "model", VARIANTS[name], **MOE)
+    seen: list[Any] = []
+
+    def experts(x: torch.Tensor, gate_up: Any, down: Any, *rest: Any) -> torch.Tensor:
+        seen.append(type(gate_up))
+        dense = (w if isinstance(w, torch.Tensor) else dequantize(w) for w in (gate_up, down))
+        return PLAIN.experts(x, *dense, *rest)
+
+    expected = experts_out(load(path / DEQUANTIZED), PLAIN)
+    found = experts_out(load(path), replace(PLAIN, experts=experts))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert seen == [torch.Tensor if "order" in name else QuantizedMatrix]

@@ -93,11 +93,16 @@ class Float32(WeightFormat):
         return self.stored_as.tensors
 
     def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> torch.Tensor:
-        weight = self.stored_as.weight(tensors, held)
-        assert not isinstance(weight, list), "such layers are not fused"
-        if isinstance(weight, torch.Tensor):
-            return weight.float()
-        return dense_matrix(weight, held.num_columns)
+        return dense(self.stored_as.weight(tensors, held), held.num_columns, torch.float32)
+
+
+def dense(weight: Weight | list[Weight], size_in: int, dtype: torch.dtype) -> torch.Tensor:
+    """A layer's weight as a plain matrix, with columns in the order of its inputs."""
+    if isinstance(weight, list):
+        return torch.cat([dense(part, size_in, dtype) for part in weight])
+    if isinstance(weight, torch.Tensor):
+        return weight.to(dtype)
+    return dense_matrix(weight, size_in).to(dtype)
 
 
 def tensor_of(param: str) -> tuple[str, int | None]:
