@@ -6,6 +6,7 @@ precision: the difference is the kernel's own error.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -292,6 +293,33 @@ def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
 @example(Shape([130, 64, 500], block_size=256, dtype=BF16, quantized=True, converted=True))
 def test_decode_of_codes_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
+
+
+class OfManySizes(Paged):
+    """Values from 2^20 to 2^60, and queries that are too large for float16 while keys are small.
+
+    Larger values have smaller weights: each size has its part in the result.
+    """
+
+    SHIFT = 2.0**20
+
+    def _quantize(self) -> None:
+        powers = torch.randint(20, 60, self.caches.shape[1:3])[..., None, None]
+        self.caches[1] *= 2.0**powers
+        self.caches[0] /= self.SHIFT
+        self.caches[0, ..., 0] = -powers[..., 0] * math.log(2) / self.shape.scale / self.SHIFT
+        self.q *= self.SHIFT
+        self.q[..., 0] = self.SHIFT
+        super()._quantize()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_decode_of_codes_of_many_sizes_equals_its_twin(
+    kernel_device: str, dtype: torch.dtype
+) -> None:
+    """Weights in float16 are relative to the largest product of a weight and a scale."""
+    shape = Shape([130, 300], head_dim=16, block_size=64, dtype=dtype, quantized=True)
+    assert_decodes_as_its_twin(shape, kernel_device, OfManySizes)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One tile of attention over e4m3 codes, for decode and prefill. N keys of a tile, D head dimension.
+"""One tile of attention over e4m3 codes. N keys of a tile, D head dimension, G queries.
 
 A tile of codes is read as 16-bit pairs [N, D / 2] of neighbouring columns, which become the even
 and the odd columns as float16: exact, and in few instructions.

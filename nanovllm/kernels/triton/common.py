@@ -106,7 +106,10 @@ def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
-    """`a @ b`, plus `acc` if given, with float32 precision inside; the interpreter needs float32 inputs."""
+    """`a @ b`, or `acc + a @ b`, with float32 precision inside.
+
+    The interpreter needs float32 inputs.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

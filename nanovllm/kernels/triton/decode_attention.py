@@ -250,9 +250,9 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     caches: list[Any] = [k_cache, v_cache, *tiles]
     if quantized:
         kernel = decode_codes_kernel
-        options |= dict(BLOCK_G=max(8, block_g))
-        options |= dict(CONVERTED=converts_codes(q.device), num_stages=CODES_STAGES)
-        scales = [x.view(-1) for x in (kv.k_scales, kv.v_scales)]
+        options |= dict(BLOCK_G=max(8, block_g), num_stages=CODES_STAGES)
+        options |= dict(CONVERTED=converts_codes(q.device))
+        scales = [x.view(-1) for x in (kv.k_scales, kv.v_scales) if x is not None]
         caches[2:2] = scales
         caches += [
             TensorDescriptor(x, [len(x)], [1], [block_n]) if copied else None for x in scales
