@@ -393,7 +393,7 @@ SPILLS = {
     "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
     "draw": 32,
-    "decode_attention, head_dim 256, codes": 16,
+    **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "G 16")},
     # Where products are of one warp, prefill holds a tile of codes in registers, as float16.
     **{f"prefill_attention, {name}, codes": 224 for name in (*HEADS, "Mistral's window")},
     "prefill_attention, head_dim 256, codes": 512,

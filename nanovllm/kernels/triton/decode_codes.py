@@ -63,6 +63,7 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
                 at = block * BLOCK_SIZE + key % BLOCK_SIZE
                 k = k_tiles.load([at, kv_head * (D // 2)])
                 v = v_tiles.load([at, kv_head * (D // 2)])
+                # 32 bits: a cache of 2^31 heads has 2^31 * D bytes.
                 scale_at = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
                 k_scale = k_scale_tiles.load([scale_at])
                 v_scale = v_scale_tiles.load([scale_at])
