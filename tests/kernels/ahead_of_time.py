@@ -393,12 +393,10 @@ SPILLS = {
     "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
     "draw": 32,
-    # Codes are converted in registers, a tile at a time.
-    **{
-        f"decode_attention, {name}, codes": 192
-        for name in (*HEADS, "Qwen3-8B", "G 16", "Mistral's window")
-    },
-    "prefill_attention, head_dim 256, codes": 320,
+    **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "G 16")},
+    # Where products are of one warp, prefill holds a tile of codes in registers, as float16.
+    **{f"prefill_attention, {name}, codes": 224 for name in (*HEADS, "Mistral's window")},
+    "prefill_attention, head_dim 256, codes": 512,
     "experts, int4": 160,
     "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32
 }

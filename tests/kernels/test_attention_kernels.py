@@ -304,7 +304,9 @@ class OfManySizes(Paged):
     SHIFT = 2.0**20
 
     def _quantize(self) -> None:
-        powers = torch.randint(20, 60, self.caches.shape[1:3])[..., None, None]
+        powers = torch.randint(20, 60, self.caches.shape[1:3], device=self.caches.device)[
+            ..., None, None
+        ]
         self.caches[1] *= 2.0**powers
         self.caches[0] /= self.SHIFT
         self.caches[0, ..., 0] = -powers[..., 0] * math.log(2) / self.shape.scale / self.SHIFT

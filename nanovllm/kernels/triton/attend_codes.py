@@ -109,6 +109,9 @@ def attend_codes(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile of online softmax: fold pairs k, v [N, D / 2] into (top, total, even, odd).
 
+    Codes are the first operand of the products: groups of up to 8 queries then fill a tile of the
+    tensor cores. So q_even, q_odd, even and odd are [D / 2, G], and `visible` is [N, 1] or [N, G].
+
     A weight is multiplied by its value's scale in the exponent. So the largest product is what the
     weights are relative to, and float16 holds them with 11 bits down to 2^-29 of it. It is divided
     out of `total`, in float32.
@@ -123,7 +126,7 @@ def attend_codes(  # type: ignore[no-untyped-def]
     scores = dot(k_odd, q_odd, dot(k_even, q_even))
     scores = scores * k_scale[:, None]
     if MASKED:
-        scores = tl.where(visible[:, None], scores, -float("inf"))
+        scores = tl.where(visible, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=0) - 15.0)
     weights = tl.exp2(scores - new_top[None, :])
     shrink = tl.exp2(top - new_top)
@@ -132,3 +135,9 @@ def attend_codes(  # type: ignore[no-untyped-def]
     even = dot(tl.trans(v_even), weights, even * shrink[None, :])
     odd = dot(tl.trans(v_odd), weights, odd * shrink[None, :])
     return new_top, total, even, odd
+
+
+@triton.jit
+def interleave(even, odd, CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of `attend_codes` as [G, D], with the factor that `halves` leaves out."""
+    return tl.interleave(tl.trans(even), tl.trans(odd)) * factor_of_codes(CONVERTED)

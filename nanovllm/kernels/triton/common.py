@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.triton.kv_codes import operand
-
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 CONVERTS_CODES = 89  # the compute capability from which GPUs convert e4m3
@@ -145,26 +143,15 @@ def cache_offsets(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attend(  # type: ignore[no-untyped-def]
-    q, k, v, k_scale, v_scale, visible, scale_log2, top, total, acc,
-    MASKED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
+    q, k, v, visible, scale_log2, top, total, acc, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc).
-
-    With QUANTIZED they are codes, and the scales [N] belong to them.
-    """
-    if QUANTIZED:
-        k = operand(k, q.dtype, CONVERTED)
-        v = operand(v, q.dtype, CONVERTED)
+    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc)."""
     scores = dot(q, tl.trans(k)) * scale_log2
-    if QUANTIZED:
-        scores *= k_scale[None, :]
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, axis=1)
-    if QUANTIZED:
-        weights *= v_scale[None, :]
     acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
     return new_top, total, acc

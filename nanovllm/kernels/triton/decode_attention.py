@@ -45,8 +45,7 @@ from nanovllm.kernels.triton.merge import merge_if_last
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
 MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
 BLOCK_B = 512  # rows that the plan reads together
-# Of codes: keys of a tile, at most, and the stages with which two tiles of half the size are in
-# flight.
+# Of codes: keys of a tile, at most, and the stages with which two tiles are in flight.
 CODES_TILE = 64
 CODES_STAGES = 5
 
@@ -148,9 +147,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 v = v_tiles.load([at, kv_head * D])
                 inside = key + n >= length - WINDOW
                 top, total, acc = attend(
-                    q, k, v, scale_log2, scale_log2, inside[None, :], scale_log2, top, total, acc,
-                    WINDOW > 0, False, False,
-                )  # fmt: skip
+                    q, k, v, inside[None, :], scale_log2, top, total, acc, WINDOW > 0
+                )
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
             at, _ = cache_offsets(
@@ -162,10 +160,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             loaded = inside[:, None] & (d < D)[None, :]
             k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
-            top, total, acc = attend(
-                q, k, v, scale_log2, scale_log2, inside[None, :], scale_log2, top, total, acc, True,
-                False, False,
-            )  # fmt: skip
+            top, total, acc = attend(q, k, v, inside[None, :], scale_log2, top, total, acc, True)
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = acc / safe_total[:, None]
         out_row = wide_row * num_kv_heads * G + kv_head * G

@@ -9,11 +9,7 @@ tile has two products of half the depth for scores, and two of half the width fo
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.attend_codes import (
-    attend_codes,
-    factor_of_codes,
-    halves_of_queries,
-)
+from nanovllm.kernels.triton.attend_codes import attend_codes, halves_of_queries, interleave
 from nanovllm.kernels.triton.common import await_inputs, cache_offsets, let_next_begin
 from nanovllm.kernels.triton.merge import merge_if_last
 
@@ -67,12 +63,13 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
                 at = block * BLOCK_SIZE + key % BLOCK_SIZE
                 k = k_tiles.load([at, kv_head * (D // 2)])
                 v = v_tiles.load([at, kv_head * (D // 2)])
+                # 32 bits: a cache of 2^31 heads has 2^31 * D bytes.
                 scale_at = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
                 k_scale = k_scale_tiles.load([scale_at])
                 v_scale = v_scale_tiles.load([scale_at])
                 visible = key + n >= length - WINDOW
                 top, total, even, odd = attend_codes(
-                    q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
+                    q_even, q_odd, k, v, k_scale, v_scale, factor, visible[:, None], top, total,
                     even, odd, WINDOW > 0, CONVERTED,
                 )  # fmt: skip
             begin_key = whole_end
@@ -89,12 +86,11 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
             k_scale = tl.load(k_scales_ptr + scale_at, mask=visible, other=1.0)
             v_scale = tl.load(v_scales_ptr + scale_at, mask=visible, other=1.0)
             top, total, even, odd = attend_codes(
-                q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
+                q_even, q_odd, k, v, k_scale, v_scale, factor, visible[:, None], top, total,
                 even, odd, True, CONVERTED,
             )  # fmt: skip
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
-        acc = tl.interleave(tl.trans(even), tl.trans(odd))
-        acc *= (factor_of_codes(CONVERTED) / safe_total)[:, None]
+        acc = interleave(even, odd, CONVERTED) / safe_total[:, None]
         out_row = wide_row * num_kv_heads * G + kv_head * G
         if (tile == row_begin) & (stop == row_end):
             out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]

@@ -62,33 +62,6 @@ def values_of(codes, scale):  # type: ignore[no-untyped-def]
     return as_float16(codes).to(tl.float32) * 256.0 * scale
 
 
-@triton.jit
-def factor_of(DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `operand` leaves out of the codes."""
-    return 256.0 if tl.float16 == DTYPE else 1.0
-
-
-@triton.jit
-def operand(codes, DTYPE: tl.constexpr, CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes for a product with numbers of type DTYPE, without the factor `factor_of(DTYPE)`.
-
-    In float16, weights times scales would be too small for codes of their real size.
-    """
-    if tl.float16 == DTYPE:
-        wide = as_float16(codes)
-    elif CONVERTED:
-        wide = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    else:
-        wide = (as_float16(codes).to(tl.float32) * 256.0).to(DTYPE)
-    return wide
-
-
-@triton.jit
-def load_scales(scales_ptr, at, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales for products with `operand`."""
-    return tl.load(scales_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor_of(DTYPE)
-
-
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
     """A cache as kernels take it: codes are bytes."""
     return cache.view(torch.uint8) if cache.dtype == CODES else cache

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.triton.attend_codes import attend_codes, halves_of_queries, interleave
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -24,7 +25,7 @@ from nanovllm.kernels.triton.common import (
     tile_keys,
     tiles_of,
 )
-from nanovllm.kernels.triton.kv_codes import as_bytes, load_scales
+from nanovllm.kernels.triton.kv_codes import as_pairs
 
 MANY_TOKENS = 4096  # of a step: enough work to hide the launch of kernels with copied tiles
 
@@ -44,31 +45,25 @@ class PrefillPlan:
 
 @triton.jit
 def _fold_tiles(  # type: ignore[no-untyped-def]
-    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_scales_ptr,
-    v_scales_ptr, k_tiles, v_tiles, table_ptr, first_key, kv_head, k_row_stride, k_head_stride,
-    v_row_stride, v_head_stride, num_kv_heads, scale_log2,
+    start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles, v_tiles,
+    table_ptr, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, COPIED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold in the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
-        k_scale, v_scale = scale_log2, scale_log2
         if COPIED and not MASKED:
             k = k_tiles.load([first_key + key, kv_head * D])
             v = v_tiles.load([first_key + key, kv_head * D])
         else:
             if BLOCK_SIZE:
-                k_at, scale_at = cache_offsets(
+                k_at, _ = cache_offsets(
                     table_ptr, key, end, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
                 )
                 v_at = k_at
-                if QUANTIZED:
-                    inside = (key + n < end) & (key + n >= begin)
-                    k_scale = load_scales(k_scales_ptr, scale_at, inside, q.dtype)
-                    v_scale = load_scales(v_scales_ptr, scale_at, inside, q.dtype)
             else:
                 row = (first_key + key).to(tl.int64)
                 k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
@@ -87,11 +82,38 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
         visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
         if WINDOW:
             visible &= (key + n)[None, :] > position[:, None] - WINDOW
-        top, total, acc = attend(
-            q, k, v, k_scale, v_scale, visible, scale_log2, top, total, acc, MASKED,
-            QUANTIZED, CONVERTED,
-        )  # fmt: skip
+        top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED)
     return top, total, acc
+
+
+@triton.jit
+def _fold_codes(  # type: ignore[no-untyped-def]
+    start, stop, q_even, q_odd, factor, position, begin, end, top, total, even, odd, k_ptr, v_ptr,
+    k_scales_ptr, v_scales_ptr, table_ptr, kv_head, num_kv_heads,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CONVERTED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The same with pairs of codes from the cache."""
+    pair = tl.arange(0, BLOCK_D // 2)
+    n = tl.arange(0, BLOCK_N)
+    for key in range(start, stop, BLOCK_N):
+        at, scale_at = cache_offsets(
+            table_ptr, key, end, kv_head, num_kv_heads, D // 2, BLOCK_SIZE, BLOCK_N
+        )
+        inside = (key + n < end) & (key + n >= begin)
+        loaded = inside[:, None] & (pair < D // 2)[None, :]
+        k = tl.load(k_ptr + at[:, None] + pair[None, :], mask=loaded, other=0)
+        v = tl.load(v_ptr + at[:, None] + pair[None, :], mask=loaded, other=0)
+        k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
+        v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)
+        visible = (key + n < end)[:, None] & ((key + n)[:, None] <= position[None, :])
+        if WINDOW:
+            visible &= (key + n)[:, None] > position[None, :] - WINDOW
+        top, total, even, odd = attend_codes(
+            q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total, even, odd, MASKED,
+            CONVERTED,
+        )  # fmt: skip
+    return top, total, even, odd
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -118,10 +140,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         d = tl.arange(0, BLOCK_D)
         query = tile * BLOCK_Q + m // BLOCK_G
         head = kv_head * G + m % BLOCK_G
-        real = ((query < num_queries) & (m % BLOCK_G < G))[:, None] & (d < D)[None, :]
+        inside = (query < num_queries) & (m % BLOCK_G < G)
+        real = inside[:, None] & (d < D)[None, :]
         row = (first_row + query).to(tl.int64)
-        q_at = q_ptr + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :]
-        q = tl.load(q_at, mask=real, other=0.0)
+        q_at = q_ptr + row * q_row_stride + head * q_head_stride
         first_position = num_keys - num_queries + tile * BLOCK_Q
         end = tl.minimum(first_position + BLOCK_Q, num_keys)
         begin = 0
@@ -134,21 +156,39 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             seen_by_all = start  # any tile may be at the edge of some query's window
             top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first tile may be hidden
         total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
-        acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + seq.to(tl.int64) * table_stride
         position = num_keys - num_queries + query
-        top, total, acc = _fold_tiles(
-            start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
-            k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, table, first_key, kv_head, k_row_stride,
-            k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE,
-            BLOCK_D, BLOCK_N, WINDOW, COPIED, QUANTIZED, CONVERTED, False,
-        )  # fmt: skip
-        top, total, acc = _fold_tiles(
-            seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
-            k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, table, first_key, kv_head, k_row_stride,
-            k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE,
-            BLOCK_D, BLOCK_N, WINDOW, COPIED, QUANTIZED, CONVERTED, True,
-        )  # fmt: skip
+        if QUANTIZED:
+            q_even, q_odd, factor = halves_of_queries(q_at, inside, D, BLOCK_D, CONVERTED)
+            factor *= scale_log2
+            even = tl.zeros([BLOCK_D // 2, BLOCK_Q * BLOCK_G], tl.float32)
+            odd = tl.zeros([BLOCK_D // 2, BLOCK_Q * BLOCK_G], tl.float32)
+            top, total, even, odd = _fold_codes(
+                start, seen_by_all, q_even, q_odd, factor, position, begin, end, top, total, even,
+                odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, kv_head, num_kv_heads, D,
+                BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, CONVERTED, False,
+            )  # fmt: skip
+            top, total, even, odd = _fold_codes(
+                seen_by_all, end, q_even, q_odd, factor, position, begin, end, top, total, even,
+                odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, kv_head, num_kv_heads, D,
+                BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, CONVERTED, True,
+            )  # fmt: skip
+            acc = interleave(even, odd, CONVERTED)
+        else:
+            q = tl.load(q_at[:, None] + d[None, :], mask=real, other=0.0)
+            acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
+            top, total, acc = _fold_tiles(
+                start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
+                k_tiles, v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride,
+                v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D,
+                BLOCK_N, WINDOW, COPIED, False,
+            )  # fmt: skip
+            top, total, acc = _fold_tiles(
+                seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
+                k_tiles, v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride,
+                v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D,
+                BLOCK_N, WINDOW, COPIED, True,
+            )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
         out_at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
@@ -198,9 +238,11 @@ def prefill_attention(
     num_kv_heads = k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     paged = plan.block_tables is not None
+    quantized = paged and kv.k_scales is not None
     if paged:
         assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
-        k, v = (as_bytes(cache).flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
+        caches = (kv.k_cache, kv.v_cache)
+        k, v = (x.flatten(0, 1) for x in (map(as_pairs, caches) if quantized else caches))
     tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
     group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     block_n = tile_keys(block_d, q.dtype)
@@ -220,7 +262,7 @@ def prefill_attention(
         G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
         BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
         BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,
-        QUANTIZED=paged and kv.k_scales is not None, CONVERTED=converts_codes(q.device),
+        QUANTIZED=quantized, CONVERTED=converts_codes(q.device),
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
