@@ -13,34 +13,40 @@ from nanovllm.layers.weights.stored import Held
 FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127, 15
 GROUP = 128  # columns that share a 4-bit scale
 SHARES = [1 - 0.05 * step for step in range(9)]  # of a group's range, that are tried
-# Weights quantized at a time. With fewer, threads wait for each other more than they compute.
-CPU_PART, GPU_PART = 1 << 20, 1 << 24
+# Weights quantized at a time. PyTorch computes up to SERIAL elements in the calling thread: other
+# threads would be waited for longer than this takes. Where a part needs many calls, it is larger.
+SERIAL, LARGE, ON_GPU = (1 << 15) - 1, 1 << 20, 1 << 24
+ROUNDS = 1.5 * 2**23  # its sum with a small float32 is whole; `round` divides even short tensors
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 Tensors = dict[str, torch.Tensor]
 Quantizer = Callable[[torch.Tensor], Tensors]
 
 
-def by_parts(quantize: Quantizer) -> Quantizer:
-    """Quantize a few rows at a time, in float32. Weights that are not finite are a ValueError.
+def by_parts(size: int) -> Callable[[Quantizer], Quantizer]:
+    """Quantize in float32, and about `size` weights at a time on a CPU, always whole rows.
 
-    Peak memory: the result twice, and temporaries of the size of a part.
+    Weights that are not finite are a ValueError. Peak memory: the result twice, and temporaries of
+    the size of a part.
     """
 
-    @wraps(quantize)
-    def quantize_all(matrix: torch.Tensor) -> Tensors:
-        size = CPU_PART if matrix.device.type == "cpu" else GPU_PART
-        rows = max(1, size // max(1, matrix.shape[1]))
-        parts = [quantize(part.float()) for part in torch.split(matrix, rows)]
-        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        if not tensors["weight_scale"].isfinite().all():
-            raise ValueError("weights that are NaN, infinite or too large to be quantized")
-        return tensors
+    def wrap(quantize: Quantizer) -> Quantizer:
+        @wraps(quantize)
+        def quantize_all(matrix: torch.Tensor) -> Tensors:
+            weights = size if matrix.device.type == "cpu" else ON_GPU
+            rows = max(1, weights // max(1, matrix.shape[1]))
+            parts = [quantize(part.float()) for part in torch.split(matrix, rows)]
+            tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            if not tensors["weight_scale"].isfinite().all():
+                raise ValueError("weights that are NaN, infinite or too large to be quantized")
+            return tensors
 
-    return quantize_all
+        return quantize_all
+
+    return wrap
 
 
-@by_parts
+@by_parts(SERIAL)
 def to_fp8(matrix: torch.Tensor) -> Tensors:
     """e4m3 codes, and a scale for each row."""
     scales = _positive(matrix.abs().amax(dim=1, keepdim=True) / FP8_MAX)
@@ -48,15 +54,15 @@ def to_fp8(matrix: torch.Tensor) -> Tensors:
     return {"weight": codes, "weight_scale": scales}
 
 
-@by_parts
+@by_parts(SERIAL)
 def to_int8(matrix: torch.Tensor) -> Tensors:
     """8-bit codes, and a scale for each row."""
     scales = _positive(matrix.abs().amax(dim=1, keepdim=True) / INT8_MAX)
-    codes = (matrix / scales).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    codes = (matrix / scales).add_(ROUNDS).sub_(ROUNDS).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
     return {"weight": codes, "weight_scale": scales}
 
 
-@by_parts
+@by_parts(LARGE)
 def to_int4(matrix: torch.Tensor) -> Tensors:
     """4-bit codes, and a scale and a zero point for each group of a row's columns."""
     num_rows, size_in = matrix.shape
