@@ -105,7 +105,7 @@ def _nearest(
     torch.mul(groups, scales.reciprocal(), out=out)
     torch.maximum(out, -zeros, out=out)
     torch.minimum(out, INT4_MAX - zeros, out=out)
-    return out.round_()
+    return out.add_(ROUNDS).sub_(ROUNDS)
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
