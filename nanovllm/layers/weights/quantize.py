@@ -1,8 +1,10 @@
 """Quantizing plain weights while they are loaded: matrices [N, K] to a format's tensors."""
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.layers.layer import Loaded, check_shape
 from nanovllm.layers.weights.format import WeightFormat
@@ -10,69 +12,100 @@ from nanovllm.layers.weights.stored import Held
 
 FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127, 15
 GROUP = 128  # columns that share a 4-bit scale
-RANGES = [1 - 0.025 * step for step in range(17)]  # shares of a group's range that are tried
-ROWS_AT_A_TIME = 1 << 22  # elements: temporary tensors are a few times as large
+SHARES = [1 - 0.05 * step for step in range(9)]  # of a group's range, that are tried
+# Weights quantized at a time. PyTorch computes up to SERIAL elements in the calling thread: other
+# threads would be waited for longer than this takes. Where a part needs many calls, it is larger.
+SERIAL, LARGE, ON_GPU = (1 << 15) - 1, 1 << 20, 1 << 24
+ROUNDS = 1.5 * 2**23  # its sum with a small float32 is whole; `round` divides even short tensors
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 Tensors = dict[str, torch.Tensor]
+Quantizer = Callable[[torch.Tensor], Tensors]
 
 
+def by_parts(size: int) -> Callable[[Quantizer], Quantizer]:
+    """Quantize in float32, and about `size` weights at a time on a CPU, always whole rows.
+
+    Weights that are not finite are a ValueError. Peak memory: the result twice, and temporaries of
+    the size of a part.
+    """
+
+    def wrap(quantize: Quantizer) -> Quantizer:
+        @wraps(quantize)
+        def quantize_all(matrix: torch.Tensor) -> Tensors:
+            weights = size if matrix.device.type == "cpu" else ON_GPU
+            rows = max(1, weights // max(1, matrix.shape[1]))
+            parts = [quantize(part.float()) for part in torch.split(matrix, rows)]
+            tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            if not tensors["weight_scale"].isfinite().all():
+                raise ValueError("weights that are NaN, infinite or too large to be quantized")
+            return tensors
+
+        return quantize_all
+
+    return wrap
+
+
+@by_parts(SERIAL)
 def to_fp8(matrix: torch.Tensor) -> Tensors:
     """e4m3 codes, and a scale for each row."""
-    wide = matrix.float()
-    scales = _positive(wide.abs().amax(dim=1, keepdim=True) / FP8_MAX)
-    codes = (wide / scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    scales = _positive(matrix.abs().amax(dim=1, keepdim=True) / FP8_MAX)
+    codes = (matrix / scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scales}
 
 
+@by_parts(SERIAL)
 def to_int8(matrix: torch.Tensor) -> Tensors:
     """8-bit codes, and a scale for each row."""
-    wide = matrix.float()
-    scales = _positive(wide.abs().amax(dim=1, keepdim=True) / INT8_MAX)
-    codes = (wide / scales).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    scales = _positive(matrix.abs().amax(dim=1, keepdim=True) / INT8_MAX)
+    codes = (matrix / scales).add_(ROUNDS).sub_(ROUNDS).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
     return {"weight": codes, "weight_scale": scales}
 
 
+@by_parts(LARGE)
 def to_int4(matrix: torch.Tensor) -> Tensors:
-    """4-bit codes, and a scale and a zero point for each group of a row's columns.
-
-    Of the ranges tried, each group takes the one with the least squared error.
-    """
+    """4-bit codes, and a scale and a zero point for each group of a row's columns."""
     num_rows, size_in = matrix.shape
-    num_groups = -(-size_in // GROUP)
-    rows = max(1, ROWS_AT_A_TIME // max(1, size_in))
-    found = [_search(part.float(), num_groups) for part in torch.split(matrix, rows)]
-    codes, scales, zeros = (torch.cat(parts) for parts in zip(*found, strict=True))
+    groups = F.pad(matrix, (0, -size_in % GROUP)).view(-1, GROUP)  # 0 has a code: no error
+    scales, zeros = _search(groups)
+    codes = _nearest(groups, scales, zeros, torch.empty_like(groups)).add_(zeros)
     return {
-        "weight_packed": pack_words(codes.view(num_rows, -1)[:, :size_in]),
-        "weight_scale": scales,
-        "weight_zero_point": zeros.to(torch.uint8),
+        "weight_packed": pack_words(codes.byte().view(num_rows, -1)[:, :size_in]),
+        "weight_scale": scales.view(num_rows, -1).bfloat16(),
+        "weight_zero_point": zeros.view(num_rows, -1).byte(),
     }
 
 
-def _search(
-    matrix: torch.Tensor, num_groups: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [N, groups, GROUP], scales and zeros [N, groups] of float32 rows [N, K]."""
-    num_rows, size_in = matrix.shape
-    groups = matrix.new_zeros(num_rows, num_groups * GROUP)
-    groups[:, :size_in] = matrix  # padding adds nothing to the error: 0 has a code
-    groups = groups.view(num_rows, num_groups, GROUP)
-    low, high = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
-    least = torch.full_like(low, torch.inf)
-    best = torch.empty_like(low), torch.empty_like(low)
-    for share in RANGES:
-        scales = _positive(share * (high - low) / INT4_MAX).bfloat16().float()
-        zeros = (-share * low / scales).round_().clamp_(0, INT4_MAX)
-        codes = _codes(groups, scales, zeros)
-        error = codes.sub_(zeros[..., None]).mul_(scales[..., None]).sub_(groups).square_().sum(2)
-        better = error < least
-        least = torch.where(better, error, least)
-        best = torch.where(better, scales, best[0]), torch.where(better, zeros, best[1])
-    return _codes(groups, *best).to(torch.uint8), best[0].bfloat16(), best[1]
+def _search(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales, exact in bfloat16, and zero points [n, 1] of groups [n, GROUP].
+
+    Each share of a group's range gives it codes, for which the best scale is known: c @ w / c @ c.
+    Of these the group takes the one with the least squared error, s * (s * c @ c - 2 * c @ w).
+    """
+    low, high = (bound.unsqueeze(1) for bound in groups.aminmax(dim=1))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    shares = torch.tensor(SHARES, device=groups.device)[:, None, None]
+    first = _storable(shares * ((high - low) / INT4_MAX))
+    zeros = (-low * shares / first).round_().clamp_(0, INT4_MAX)  # [shares, n, 1]
+    products, squares = torch.empty_like(first), torch.empty_like(first)
+    codes, each = torch.empty_like(groups), torch.empty_like(groups)
+    for i in range(len(SHARES)):
+        _nearest(groups, first[i], zeros[i], codes)
+        torch.sum(torch.mul(codes, groups, out=each), 1, keepdim=True, out=products[i])
+        torch.sum(codes.square_(), 1, keepdim=True, out=squares[i])
+    scales = _storable(products / squares.clamp(min=1))
+    best = (scales * (scales * squares - 2 * products)).argmin(0, keepdim=True)
+    return scales.gather(0, best)[0], zeros.gather(0, best)[0]
 
 
-def _codes(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    return (groups / scales[..., None]).round_().add_(zeros[..., None]).clamp_(0, INT4_MAX)
+def _nearest(
+    groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Write the nearest codes, less the zero points, to `out`."""
+    torch.mul(groups, scales.reciprocal(), out=out)
+    torch.maximum(out, -zeros, out=out)
+    torch.minimum(out, INT4_MAX - zeros, out=out)
+    return out.add_(ROUNDS).sub_(ROUNDS)
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
@@ -85,12 +118,16 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
     return pairs.view(torch.int32)
 
 
+def _storable(scales: torch.Tensor) -> torch.Tensor:
+    return _positive(scales.bfloat16().float())
+
+
 def _positive(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of rows that are zero are one."""
-    return torch.where(scales > 0, scales, 1.0)
+    """Scales of rows that are zero, or not far from it, are one."""
+    return torch.where(scales < LEAST_SCALE, 1.0, scales)
 
 
-QUANTIZERS: dict[str, Callable[[torch.Tensor], Tensors]] = {
+QUANTIZERS: dict[str, Quantizer] = {
     "fp8": to_fp8, "int8": to_int8, "own": to_int4,
 }  # fmt: skip
 
