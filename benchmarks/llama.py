@@ -22,6 +22,7 @@ from typing import Any
 
 from llama_peer import CONTEXT, PREFILL, PROMPT, Measure, prompts, serve
 
+ROOT = Path(__file__).resolve().parents[1]  # to import this checkout
 PEER = Path(__file__).with_name("llama_peer.py")
 MEASURES = {"1 request": (1, 32), "16 requests": (16, 16), "prefill": (1, 0)}
 PAIRS = [("bfloat16", "BF16"), ("int8", "Q8_0"), ("int4", "Q4_0"), ("int4", "Q4_K_M")]
@@ -65,7 +66,9 @@ def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
                    "--folder", str(args.folder), "--threads", str(args.threads)]  # fmt: skip
     else:
         command = [args.llama_python, str(PEER), name, str(args.folder), str(args.threads)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    env = os.environ | ({"PYTHONPATH": str(ROOT)} if name in dict(PAIRS) else {})
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                             env=env)  # fmt: skip
     assert child.stdout is not None
     if child.stdout.readline() != "ready\n":
         sys.exit(f"{name} has failed")
