@@ -1,0 +1,134 @@
+"""Decode and prefill on the CPU beside llama.cpp, with weights of 16, 8 and 4 bits.
+
+    python benchmarks/llama.py --llama-python ~/llama/bin/python [--rounds 3] [--threads 4]
+
+The other Python needs `llama-cpp-python`, built for this processor, and `gguf`. Both engines have
+random weights of Qwen3-0.6B's shape. Each format has a process of its own that stays, and one of
+them computes at a time. llama.cpp draws no tokens, as in its own benchmarks; ours are greedy.
+Reported are medians of the rounds, and medians of the ratios of a round.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from llama_peer import CONTEXT, PREFILL, PROMPT, Measure, prompts, serve
+
+ROOT = Path(__file__).resolve().parents[1]  # to import this checkout
+PEER = Path(__file__).with_name("llama_peer.py")
+MEASURES = {"1 request": (1, 32), "16 requests": (16, 16), "prefill": (1, 0)}
+PAIRS = [("bfloat16", "BF16"), ("int8", "Q8_0"), ("int4", "Q4_0"), ("int4", "Q4_K_M")]
+
+
+def ours(name: str, folder: Path, threads: int) -> Measure:
+    """nanovllm with one of its formats."""
+    import torch
+
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.bench.shapes import write_shape
+
+    torch.set_num_threads(threads)
+    shape = folder / "shape"
+    shape.mkdir(exist_ok=True)
+    llm = LLM(write_shape("qwen3-0.6b", shape), load_format="dummy", device="cpu",
+              quantization=None if name == "bfloat16" else name, cpu_kvcache_gib=1,
+              max_model_len=CONTEXT)  # fmt: skip
+
+    def measure(requests: int, tokens: int, index: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
+        for prompt in prompts(requests, PROMPT if tokens else PREFILL, index):
+            llm.add_request(prompt, params)
+        start = time.perf_counter()
+        llm.step()  # all prompts, and their first tokens
+        if not tokens:
+            assert llm.is_finished()
+            return PREFILL / (time.perf_counter() - start)
+        start = time.perf_counter()
+        while not llm.is_finished():
+            llm.step()
+        return requests * tokens / (time.perf_counter() - start)
+
+    return measure
+
+
+def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+    """A process that serves one format, and is ready."""
+    if name in dict(PAIRS):
+        command = [sys.executable, __file__, "--serve", name,
+                   "--folder", str(args.folder), "--threads", str(args.threads)]  # fmt: skip
+    else:
+        command = [args.llama_python, str(PEER), name, str(args.folder), str(args.threads)]
+    env = os.environ | ({"PYTHONPATH": str(ROOT)} if name in dict(PAIRS) else {})
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                             env=env)  # fmt: skip
+    assert child.stdout is not None
+    if child.stdout.readline() != "ready\n":
+        sys.exit(f"{name} has failed")
+    return child
+
+
+def take_turns(
+    children: dict[str, subprocess.Popen[str]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """The figures of each measure and format, by round. Round 0 warms up and is not kept."""
+    figures = {measure: {name: [] for name in children} for measure in MEASURES}
+    for index in range(rounds + 1):
+        for at, (measure, (requests, tokens)) in enumerate(MEASURES.items()):
+            for name, child in children.items():
+                assert child.stdin is not None and child.stdout is not None
+                print(requests, tokens, index * len(MEASURES) + at, file=child.stdin, flush=True)
+                figure = float(child.stdout.readline())
+                if index:
+                    figures[measure][name].append(figure)
+                    print(f"round {index}, {measure}, {name}: {figure:.1f}", file=sys.stderr)
+    return figures
+
+
+def report(figures: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """Print a line for each measure and pair of formats, and return what is in them."""
+    rows = []
+    for measure, of in figures.items():
+        for our, their in PAIRS:
+            ratios = [a / b for a, b in zip(of[our], of[their], strict=True)]
+            ratio = statistics.median(ratios)
+            tok_s, their_tok_s = statistics.median(of[our]), statistics.median(of[their])
+            print(f"{measure:>12}  {our:8} {tok_s:6.1f}  {their:6} {their_tok_s:6.1f}"
+                  f"  {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")  # fmt: skip
+            rows.append(dict(measure=measure, ours=our, theirs=their, tok_s=tok_s,
+                             their_tok_s=their_tok_s, ratio=ratio, ratios=ratios))  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Start all formats, let them take turns, and print the figures, at last as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--llama-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--folder", type=Path, metavar="DIR",
+                        default=Path(tempfile.gettempdir()) / "nanovllm-gguf")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.serve:
+        serve(ours(args.serve, args.folder, args.threads))
+        return
+    with contextlib.ExitStack() as stack:
+        children = {}
+        for name in dict.fromkeys(name for pair in PAIRS for name in pair):
+            children[name] = stack.enter_context(start(name, args))
+            stack.callback(children[name].kill)
+        rows = report(take_turns(children, args.rounds))
+    print(json.dumps({"benchmark": "llama", "threads": args.threads, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
