@@ -320,7 +320,7 @@ def test_decode_of_codes_of_many_sizes_equals_its_twin(
     kernel_device: str, dtype: torch.dtype
 ) -> None:
     """Weights in float16 are relative to the largest product of a weight and a scale."""
-    shape = Shape([130, 300], head_dim=16, block_size=64, dtype=dtype, quantized=True)
+    shape = Shape([130, 300], head_dim=32, block_size=64, dtype=dtype, quantized=True)
     assert_decodes_as_its_twin(shape, kernel_device, OfManySizes)
 
 

@@ -124,14 +124,14 @@ def attend_codes(  # type: ignore[no-untyped-def]
     v_scale = v_scale.to(tl.float32)
     k_scale = k_scale.to(tl.float32) * factor
     scores = dot(k_odd, q_odd, dot(k_even, q_even))
-    scores = scores * k_scale[:, None]
+    scores = scores * k_scale[:, None] + log2(v_scale)[:, None]
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=0) - 15.0)
     weights = tl.exp2(scores - new_top[None, :])
     shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights, axis=0)
-    weights = (weights * v_scale[:, None]).to(v_even.dtype)
+    total = total * shrink + tl.sum(weights * reciprocal(v_scale)[:, None], axis=0)
+    weights = weights.to(v_even.dtype)
     even = dot(tl.trans(v_even), weights, even * shrink[None, :])
     odd = dot(tl.trans(v_odd), weights, odd * shrink[None, :])
     return new_top, total, even, odd

@@ -221,9 +221,7 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     out = rows_with_room(len(q), num_heads * head_dim, q).view(q.shape)
     partial = q.new_empty(parts, head_dim, dtype=torch.float32)
     lse = q.new_empty(parts, dtype=torch.float32)
-    # Tiles of pairs of codes need 16 of them.
-    block_d = max(32 if kv.k_scales is not None else 16, triton.next_power_of_2(head_dim))
-    block_g = triton.next_power_of_2(group)
+    block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     block_n = tile_keys(block_d, q.dtype)
     narrow = block_n == TILE  # heads of at most 256 bytes
     copied = (

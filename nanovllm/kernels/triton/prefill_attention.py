@@ -244,8 +244,7 @@ def prefill_attention(
         caches = (kv.k_cache, kv.v_cache)
         k, v = (x.flatten(0, 1) for x in (map(as_pairs, caches) if quantized else caches))
     tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
-    group = num_heads // num_kv_heads
-    block_d = max(32 if kv.k_scales is not None else 16, triton.next_power_of_2(head_dim))
+    group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     block_n = tile_keys(block_d, q.dtype)
     # Tiles in flight: the fastest number, or what shared memory holds.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3

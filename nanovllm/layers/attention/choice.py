@@ -87,8 +87,11 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
             " everywhere (and TRITON_INTERPRET=1, set before Python starts, interprets the kernels"
             " on the CPU, very slowly)"
         )
-    if spec.head_dim < 16:
-        raise ValueError(f"{refusal} needs a head_dim of 16 or more, got {spec.head_dim}")
+    least = 16 if spec.kv_dtype == spec.dtype else 32  # pairs of codes fill a tile
+    if spec.head_dim < least and not (INTERPRETED and spec.head_dim >= 16):
+        raise ValueError(
+            f"{refusal} needs a head_dim of {least} or more for this KV cache, got {spec.head_dim}"
+        )
 
 
 def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
