@@ -1,8 +1,10 @@
 """The CPU's linear layers with quantized weights against their twin, and against float64."""
 
+import ctypes
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,10 +85,13 @@ def build(request: pytest.FixtureRequest, compiler: None) -> Iterator[None]:
         return
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("AVX-512 is x86's")
-    other = load(library.SOURCE, (*library.DEFINITIONS, *NO_AVX512))
+
+    def other(source: Path = library.SOURCE) -> ctypes.CDLL:
+        return load(source, (*library.DEFINITIONS, *NO_AVX512))
+
     caches = (library.function, library.constant)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "library", lambda: other)
+        patch.setattr(library, "library", other)
         for cache in caches:
             cache.cache_clear()
         if library.constant("lanes") > 8:
