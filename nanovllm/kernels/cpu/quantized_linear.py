@@ -61,7 +61,7 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
         zeros=None if weight.zeros is None else _tiled(_of_outputs(weight.zeros, weight)),
         order=_order(weight, group, padded),
         kind=kind,
-        shape=(size_out, size_in),
+        shape=(size_out, _num_inputs(weight)),
         blocks=blocks,
         depth=depth,
         blocks_of_group=padded // depth,
@@ -90,6 +90,11 @@ def quantized_linear(
         weight.blocks_of_group, KINDS.index(weight.kind), torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def _num_inputs(weight: QuantizedMatrix) -> int:
+    """The inputs of a matrix, which may have more columns: some are zero, to fill up groups."""
+    return weight.codes.shape[1] if weight.order is None else int(weight.order.max()) + 1
 
 
 def _round_up(size: int, unit: int) -> int:

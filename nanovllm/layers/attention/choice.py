@@ -89,9 +89,7 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
         )
     least = 16 if spec.kv_dtype == spec.dtype else 32  # pairs of codes fill a tile
     if spec.head_dim < least and not (INTERPRETED and spec.head_dim >= 16):
-        raise ValueError(
-            f"{refusal} needs a head_dim of {least} or more for this KV cache, got {spec.head_dim}"
-        )
+        raise ValueError(f"{refusal} needs a head_dim of {least} or more, got {spec.head_dim}")
 
 
 def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
