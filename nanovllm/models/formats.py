@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.layers.experts import PROJECTIONS
+from nanovllm.layers.experts import PROJECTIONS, RENAMES
 from nanovllm.layers.weights.choice import format_of, joined_format, quantizing_format
 from nanovllm.layers.weights.format import Dense, Float32, WeightFormat
 from nanovllm.layers.weights.scheme import ONLINE, Scheme
@@ -26,6 +26,7 @@ FUSED: Mapping[str, tuple[str, int]] = {
 }
 
 
+CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
 ATTENTION = "attn"  # the module of ours that has scales of keys and values
 KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
 
@@ -40,7 +41,7 @@ def stored_name(name: str) -> str:
 class Formats:
     """Chooses a format for each linear layer inside the module `name`.
 
-    `files` maps the names of a checkpoint's tensors to their types; None if there are no files.
+    `files` maps our names of a checkpoint's tensors to their types; None if there are no files.
     """
 
     quantization: Quantization | None = None
@@ -68,9 +69,7 @@ class Formats:
 
     def has_kv_scales(self) -> bool:
         """Whether the files have scales for a quantized KV cache in this module."""
-        return any(
-            stored_name(name) == f"{self.name}{ATTENTION}.k_scale" for name in self.files or ()
-        )
+        return f"{self.name}{ATTENTION}.k_scale" in (self.files or ())
 
     def of_experts(self, num_experts: int) -> dict[str, WeightFormat]:
         """The formats of the experts' matrices; all experts have the same."""
@@ -93,8 +92,8 @@ class Formats:
 
     def _has(self, layer: str) -> bool:
         """Whether the files have the layer as one module."""
-        start = f"{self.name}{layer}."
-        return self.files is not None and any(name.startswith(start) for name in self.files)
+        names = (f"{self.name}{layer}.{tensor}" for tensor in CODES)
+        return self.files is not None and any(name in self.files for name in names)
 
     def _scheme(self, layer: str) -> Scheme | None:
         """The scheme of one layer of the checkpoint."""
@@ -117,11 +116,11 @@ class Formats:
         above, _, kind = name.rpartition(".")
         module = above.rpartition(".")[0]
         stack = "down_proj" if kind == "down_proj" else "gate_up_proj"
-        suffix = tensor.removeprefix("weight") if tensor.startswith("weight") else f"_{tensor}"
-        return self.files.get(f"{name}.{tensor}", self.files.get(f"{module}.{stack}{suffix}"))
+        stacked = f"{module}.{RENAMES[stack](tensor)}"
+        return self.files.get(f"{name}.{tensor}", self.files.get(stacked))
 
     def _is_quantized(self, name: str) -> bool:
-        codes = (self._type(name, tensor) for tensor in ("weight", "weight_packed", "qweight"))
+        codes = (self._type(name, tensor) for tensor in CODES)
         return any(dtype in ("F8_E4M3", "I8", "I32") for dtype in codes)
 
     def _spelt(self, name: str, scheme: Scheme) -> Scheme:

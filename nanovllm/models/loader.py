@@ -93,8 +93,9 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
 
 
 def read_types(path: Path) -> dict[str, str]:
-    """The types of a checkpoint's tensors by name. Reads no weights."""
-    return {name: tensor.dtype for file in read_weights(path) for name, tensor in file.items()}
+    """The types of a checkpoint's tensors by our names. Reads no weights."""
+    files = read_weights(path)
+    return {stored_name(name): tensor.dtype for file in files for name, tensor in file.items()}
 
 
 @dataclass(frozen=True)

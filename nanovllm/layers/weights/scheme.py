@@ -46,7 +46,7 @@ class Scheme:
         return f"{NAMES[self.storage].format(bits=self.bits)}, {scales}{zeros}{inputs}"
 
     def num_bytes(self, num_weights: int, size_in: int) -> int:
-        """About the memory of so many weights with `size_in` inputs, in the kernels' layout."""
+        """About the memory of `num_weights` with `size_in` inputs, in the kernels' layout."""
         columns = self.columns or size_in
         of_scale = (4 if self.columns is None or self.rows != 1 else 2) + self.zeros
         scales = num_weights * of_scale // (columns * (self.rows or 1))
