@@ -25,6 +25,7 @@ from nanovllm.kernels.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.triton.quantize_rows import Rounding
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
     `arrange` copies a quantized weight into the layout that `quantized_linear`, `experts` and
-    `few_rows` read. `few_rows` gives kernels that fuse several operations of a layer of such a
-    type, where they are faster; PLAIN has none.
+    `few_rows` read. `rounding` gives kernels that round a number of rows as such a weight needs it,
+    where it does: `quantized_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
+    that fuse several operations of a layer of such a type, where they are faster; PLAIN has none.
     """
 
     name: str
@@ -51,7 +53,8 @@ class Kernels:
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int], Decoding]
     arrange: Callable[[QuantizedMatrix], Any]
-    quantized_linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    quantized_linear: Callable[[Any, Any, Tensor | None], Tensor]
+    rounding: Callable[[Any, int], "Rounding | None"] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
 
 
@@ -101,6 +104,7 @@ def triton_kernels() -> Kernels:
         read_table=read_table.read_table,
         arrange=quantized_linear.arrange,
         quantized_linear=quantized_linear.quantized_linear,
+        rounding=quantized_linear.rounding_of,
         few_rows=few_rows.few_rows_for,
     )
 

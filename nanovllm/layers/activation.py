@@ -1,19 +1,27 @@
 """Activation functions."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer
 
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton.quantize_rows import Rounding  # which needs Triton
+
 
 class SiluAndMul(Layer):
-    """`silu(gate) * up` of a merged gate-and-up projection: [T, 2 * I] -> [T, I]."""
+    """`silu(gate) * up` of a merged gate-and-up projection: [T, 2 * I] -> [T, I].
+
+    With a `rounding`, rounded rows for the layer that this rounding is of.
+    """
 
     kernels: Kernels = PLAIN
 
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.silu_and_mul(x)
+    def forward(self, x: torch.Tensor, rounding: "Rounding | None" = None) -> Any:
+        return (rounding or self.kernels).silu_and_mul(x)

@@ -1,5 +1,7 @@
 """RMSNorm."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
 
@@ -7,9 +9,15 @@ from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer
 
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton.quantize_rows import Rounding  # which needs Triton
+
 
 class RMSNorm(Layer):
-    """Root-mean-square norm over the last dimension, computed in float32. Inputs are unchanged."""
+    """Root-mean-square norm over the last dimension, computed in float32. Inputs are unchanged.
+
+    With a `rounding`, the norm is rounded rows for the layer that this rounding is of.
+    """
 
     kernels: Kernels = PLAIN
 
@@ -21,9 +29,11 @@ class RMSNorm(Layer):
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, rounding: "Rounding | None" = None) -> Any:
+        return (rounding or self.kernels).rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, rounding: "Rounding | None" = None
+    ) -> tuple[Any, torch.Tensor]:
         """Return `norm(x + residual)` and the sum, which is the next residual."""
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return (rounding or self.kernels).add_rms_norm(x, residual, self.weight, self.eps)

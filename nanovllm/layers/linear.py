@@ -5,7 +5,7 @@ checkpoint describe that part, and `matrix` how to multiply by it on this device
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from nanovllm.layers.weights.tensors import (
     register_tensors,
     tensors_of,
 )
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton.quantize_rows import Rounding  # which needs Triton
 
 BIAS = Stored((ROWS,))
 
@@ -75,11 +78,15 @@ class LinearBase(Layer):
         assert self.matrix is not None
         return self.matrix.operand, self.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def rounding(self, num_rows: int) -> "Rounding | None":
+        """How this layer rounds that many rows: `forward` takes those, too."""
+        return None if self.matrix is None else self.matrix.rounding(num_rows)
+
+    def forward(self, x: Any) -> torch.Tensor:
         return self.linear(x, self.bias)
 
     def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+        self, x: Any, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply by the matrix and add `bias`. Before `bind`, with plain PyTorch."""
         if self.matrix is not None:
@@ -122,7 +129,7 @@ class RowParallelLinear(LinearBase):
         super().__init__(Held((out_features,), (rows,), in_features, columns), bias, weight_format)
         self.ranks = ranks
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> torch.Tensor:
         return self.ranks.all_reduce(self.linear(x, self.bias if self.ranks.rank == 0 else None))
 
 

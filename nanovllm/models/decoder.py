@@ -35,6 +35,7 @@ from nanovllm.models.quantization import HEAD
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.triton.quantize_rows import Rounding
 
 
 class SelfAttention(nn.Module):
@@ -88,8 +89,14 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, bias, ranks, formats.of("down_proj"))
         self.act_fn = SiluAndMul()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def rounding(self, num_rows: int) -> "Rounding | None":
+        """How it rounds that many rows: `forward` takes those, too."""
+        return self.gate_up_proj.rounding(num_rows)
+
+    def forward(self, x: Any) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)
+        gated = self.act_fn(gate_up, self.down_proj.rounding(len(gate_up)))
+        out: torch.Tensor = self.down_proj(gated)
         return out
 
 
@@ -116,6 +123,9 @@ class SparseMLP(nn.Module):
             formats.of_experts(config.num_experts),
         )  # fmt: skip
 
+    def rounding(self, num_rows: int) -> None:
+        """The router's rows are not rounded."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probabilities = self.gate(x.float()).softmax(dim=-1)  # [T, E]
         shares, expert_ids = probabilities.topk(self.per_token, dim=-1)  # [T, K]
@@ -137,7 +147,7 @@ class DecoderLayer(nn.Module):
             formats.inside("self_attn"),
         )  # fmt: skip
         formats = formats.inside("mlp")
-        self.mlp: nn.Module
+        self.mlp: MLP | SparseMLP
         if config.experts and index in config.experts.layers:
             self.mlp = SparseMLP(config.hidden_size, config.experts, ranks, whole_experts, formats)
         else:
@@ -153,16 +163,19 @@ class DecoderLayer(nn.Module):
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store KV for all tokens. With `rows`, compute the rest of the layer only for those."""
+        rounding = self.self_attn.qkv_proj.rounding(len(x))
         if residual is None:
-            x, residual = self.input_layernorm(x), x
+            x, residual = self.input_layernorm(x, rounding), x
         else:
-            x, residual = self.input_layernorm.add(x, residual)
+            x, residual = self.input_layernorm.add(x, residual, rounding)
         x = self.self_attn.attend(self.self_attn.qkv_proj(x), rope)
         if rows is not None:
             x, residual = x[rows], residual[rows]
             if not len(rows):  # no sequence samples: their prompts end in later steps
                 return residual, residual
-        x, residual = self.post_attention_layernorm.add(self.self_attn.o_proj(x), residual)
+        rounding = self.mlp.rounding(len(x))
+        x = self.self_attn.o_proj(x)
+        x, residual = self.post_attention_layernorm.add(x, residual, rounding)
         return self.mlp(x), residual
 
     @property

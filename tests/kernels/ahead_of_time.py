@@ -164,22 +164,30 @@ def quantized_rows(
     from nanovllm.kernels.triton.quantized_linear import quantized_linear
 
     x = torch.empty(rows, size_in, dtype=dtype)
-    with mock.patch.object(tiled_rows(), "num_multiprocessors", return_value=132):
+    with mock.patch.object(row_tiles(), "num_multiprocessors", return_value=132):
         some = torch.empty(size_out, dtype=dtype) if bias else None
         quantized_linear(x, arranged(size_out, size_in, form), some)
 
 
-def tiled_rows() -> Any:
-    from nanovllm.kernels.triton import quantized_rows
+def quantized_many_rows(form: Format, rows: int) -> None:
+    """Rows that are not rounded, whatever their number."""
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
 
-    return quantized_rows
+    with mock.patch.object(row_tiles(), "num_multiprocessors", return_value=132):
+        quantized_linear(bf16(rows, 4096), arrange(quantized(4096, 4096, form)))
+
+
+def row_tiles() -> Any:
+    from nanovllm.kernels.triton import row_tiles
+
+    return row_tiles
 
 
 def quantized_few_rows(hidden: int, inner: int, form: Format, rows: int) -> None:
     from nanovllm.kernels.triton.few_rows import FewRows
 
     x, few = bf16(rows, hidden), FewRows(rows)
-    with mock.patch.object(tiled_rows(), "num_multiprocessors", return_value=132):
+    with mock.patch.object(row_tiles(), "num_multiprocessors", return_value=132):
         down = arranged(hidden, inner, form)
         _, scaled = few.add(bf16(rows, inner), down, None, x, bf16(hidden), EPS)
         few.linear(scaled, arranged(hidden, hidden, form))
@@ -193,9 +201,16 @@ def dequantize(form: Format) -> None:
 
 
 def rounded_linear(form: Format) -> None:
-    from nanovllm.kernels.triton.rounded_linear import rounded_linear
+    from nanovllm.kernels.triton.rounded_linear import rounded_linear, rounding_of
 
-    rounded_linear(bf16(TOKENS, 4096), arranged(4096, 4096, form))
+    weight = arranged(4096, 4096, form)
+    rounding = rounding_of(weight, TOKENS)
+    assert rounding is not None
+    x, norm = bf16(TOKENS, 4096), bf16(4096)
+    rounded_linear(rounding.rows(x), weight)
+    rounding.rms_norm(x, norm, EPS)
+    rounding.add_rms_norm(x, x, norm, EPS)
+    rounding.silu_and_mul(bf16(TOKENS, 2 * 4096))
 
 
 def norm_rope_store(
@@ -322,6 +337,11 @@ CALLS: dict[str, Callable[[], object]] = {
         )
         for name, form in FORMATS.items()
         for rows in (1, 16, 32, 64)
+    },
+    **{
+        f"quantized_rows, {name}, many tokens: {rows}": partial(quantized_many_rows, form, rows)
+        for name, form in FORMATS.items()
+        for rows in (128, 256)
     },
     **{
         f"quantized_rows, {name}, {dtype}": partial(

@@ -150,7 +150,7 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# `few_rows` takes 256 rows at most, `quantized_rows` 64.
+# `few_rows` takes 256 rows at most, `quantized_rows` 512.
 @pytest.mark.parametrize(
     "name", [name for name in CASES if not name.startswith(("few_rows", "quantized_rows"))]
 )
@@ -218,6 +218,23 @@ def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> N
         ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
         assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
+
+
+QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_weights_go_from_codes_to_the_tensor_cores_in_registers(
+    name: str, compiled: Compiled
+) -> None:
+    """Their order in memory is that of `wgmma`'s left matrix: a thread loads what it multiplies."""
+    for line in compiled[name, HOPPER]:
+        ptx = (Path(line["folder"]) / "_quantized_rows_kernel.ptx").read_text()
+        products = re.findall(r"wgmma\.mma_async.*?;", ptx, re.DOTALL)
+        assert products
+        assert all(re.search(r"\}, *\{[^}]*\}, *%rd", product) for product in products)
+        first, last = ptx.index(products[0]), ptx.rindex(products[-1])
+        assert "st.shared" not in ptx[first:last] and "ldmatrix" in ptx
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.plain.few_rows import Scaled, add_linear, scaled_gated, scaled_linear
 from nanovllm.kernels.table import PLAIN, triton_kernels
 from nanovllm.kernels.triton import few_rows as module
-from nanovllm.kernels.triton.common import ROOM, rows_with_room
+from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
 from nanovllm.layers.weights import matrix
 from nanovllm.models.decoder import MLP, Decoder, SparseMLP
@@ -156,7 +156,7 @@ def test_memory_after_the_rows_changes_nothing(kernel_device: str, rows: int, wh
     roomy = rows_with_room(rows, 256, x.product)
     torch.as_strided(roomy, (whole, 256), (256, 1)).fill_(math.nan)
     roomy.copy_(x.product)
-    found = [len(module._with_room(matrix, ROOM)) for matrix in (roomy, x.product)]
+    found = [len(with_room(matrix, ROOM)) for matrix in (roomy, x.product)]
     assert found == [whole, rows]
     few = made(weight)
     out = few.linear(Scaled(roomy, x.squares, x.eps), weight)
@@ -254,14 +254,14 @@ def test_a_model_computes_the_same(
     monkeypatch.setattr(
         FewRows, "add", lambda self, x, *rest: calls.append(len(x)) or add(self, x, *rest)
     )
-    with_room, whole = module._with_room, []
+    with_room, whole = module.with_room, []
 
     def note(x: torch.Tensor, rows: int) -> torch.Tensor:
         roomy = with_room(x, rows)
         whole.append(len(roomy) % rows == 0 or len(x) == 1)  # the probe's
         return roomy
 
-    monkeypatch.setattr(module, "_with_room", note)
+    monkeypatch.setattr(module, "with_room", note)
     few = reported(path, kernel_device, **options)
     assert max(calls) > 1 and all(whole), "tiles extend over the end of memory"
     calls.clear()

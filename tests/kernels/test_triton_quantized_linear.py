@@ -138,7 +138,7 @@ def test_rows_of_a_larger_matrix_are_read_as_they_are(kernel_device: str) -> Non
 
 
 # Tiles, and programs that share one.
-TILES = [(8, 32, 1), (8, 64, 8), (16, 64, 4), (32, 64, 2), (64, 64, 4), (64, 32, 1)]
+TILES = [(8, 32, 1), (8, 64, 8), (16, 64, 4), (32, 64, 2), (64, 64, 4), (64, 32, 1), (128, 64, 2)]
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -148,7 +148,8 @@ def test_every_tile_gives_the_same_sums(
 ) -> None:
     """More programs than parts of K, too: the last ones have nothing to add."""
     from nanovllm.kernels.triton.quantized_linear import arrange
-    from nanovllm.kernels.triton.quantized_rows import Tiles, launch
+    from nanovllm.kernels.triton.quantized_rows import launch
+    from nanovllm.kernels.triton.row_tiles import Tiles
 
     (rows, outputs, splits) = tile
     matrix = quantized(100, 640, form, kernel_device)
@@ -157,7 +158,8 @@ def test_every_tile_gives_the_same_sums(
     exact = x.float() @ plain.dequantize(matrix).T
     for copies_x in (False, True):
         out = x.new_empty(len(x), 100)
-        tiles = Tiles(rows, outputs, splits, 2, 4 if rows == 64 else 2, copies_x)
+        runs = 2 if form.kind == "int4" else 1
+        tiles = Tiles(rows, outputs, splits, 2, 4 if rows >= 64 else 2, copies_x, runs)
         launch(x, arranged, None, out, tiles=tiles)
         assert_near(out, exact, 2.0**-8)
         again = torch.empty_like(out)
@@ -228,7 +230,8 @@ def test_layers_that_few_rows_cannot_compute_are_refused(kernel_device: str) -> 
 def test_rounded_rows_equal_their_twin(
     dtype: torch.dtype, group: int, scale: float | None, kernel_device: str
 ) -> None:
-    from nanovllm.kernels.triton.quantize_rows import quantize_rows
+    from nanovllm.kernels.triton.arranged import in_word_order
+    from nanovllm.kernels.triton.quantize_rows import Rounding
 
     static = None if scale is None else torch.tensor(scale, device=kernel_device)
     for size in (64, 300, 4096 + 128):
@@ -236,11 +239,41 @@ def test_rounded_rows_equal_their_twin(
         x[2] = 0
         x[3] *= 1e-6
         padded = -(-size // 128) * 128
-        codes, scales = quantize_rows(x, dtype, group, static, padded)
+        rows = Rounding(dtype, group, static, padded).rows(x)
         expected, expected_scales = plain_rows.quantize_rows(x, dtype, group, static)
-        assert torch.equal(scales, expected_scales)
-        assert torch.equal(codes[:, :size].view(torch.int8), expected.view(torch.int8))
-        assert not bool(codes[:, size:].float().any())
+        assert torch.equal(rows.scales, expected_scales) and rows.dtype == x.dtype
+        whole = F.pad(expected.view(torch.int8), (0, padded - size))
+        assert torch.equal(rows.codes.view(torch.int8), in_word_order(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("scale", [None, 0.01])
+def test_norms_and_activations_round_their_rows_as_a_kernel_of_its_own_would(
+    dtype: torch.dtype, group: int, scale: float | None, kernel_device: str
+) -> None:
+    """The codes are those of the values that are rounded to the rows' type first."""
+    from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
+    from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
+
+    def assert_equal(rows: RoundedRows, expected: RoundedRows) -> None:
+        assert torch.equal(rows.codes.view(torch.int8), expected.codes.view(torch.int8))
+        assert torch.equal(rows.scales, expected.scales) and rows.dtype == expected.dtype
+
+    static = None if scale is None else torch.tensor(scale, device=kernel_device)
+    for size in (64, 300, 4096 + 128):
+        rounding = Rounding(dtype, group, static, -(-size // 128) * 128)
+        wide = random(1, 3, 2 * size + 8).to(kernel_device, bf16)
+        x, residual = wide[:, :size], random(2, 3, size).to(kernel_device, bf16)
+        norm = (random(3, size) + 2).to(x)
+        assert_equal(rounding.rms_norm(x, norm, EPS), rounding.rows(rms_norm(x, norm, EPS)))
+        rows, total = rounding.add_rms_norm(x, residual, norm, EPS)
+        expected, expected_total = add_rms_norm(x, residual, norm, EPS)
+        assert_equal(rows, rounding.rows(expected))
+        assert torch.equal(total, expected_total)
+        wide = wide[:, : 2 * size]
+        assert_equal(rounding.silu_and_mul(wide), rounding.rows(silu_and_mul(wide)))
 
 
 def rounded(x: torch.Tensor, form: Format, scale: torch.Tensor | None) -> torch.Tensor:
@@ -312,5 +345,6 @@ def test_a_graph_multiplies_the_rows_of_its_replay(form: Format, num_rows: int) 
     for seed in (1, 2):
         x.copy_(random(seed, num_rows, 4096))
         graph.replay()
-        exact = x.float() @ weight.T
-        assert_near(out, exact, 2.0**-5 if num_rows > 64 and form in ROUNDED else 2.0**-7)
+        rounds = num_rows > 64 and form in ROUNDED
+        exact = (rounded(x, form, None) if rounds else x.float()) @ weight.T
+        assert_near(out, exact, 2.0**-7)

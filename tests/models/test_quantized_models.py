@@ -9,6 +9,7 @@ import torch
 from quantization_variants import MOE, ODD, VARIANTS
 from quantized_checkpoints import DEQUANTIZED, write_quantized
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.startup import choose_formats
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
@@ -19,6 +20,7 @@ from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.weights.matrix import ArrangedMatrix
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
@@ -116,3 +118,38 @@ def test_kernels_may_take_experts_as_stacks(name: str, tmp_path: Path) -> None:
     found = experts_out(load(path), replace(PLAIN, experts=experts))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert seen == [torch.Tensor if "order" in name else QuantizedMatrix]
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks of 128", "fp8, static"])
+def test_norms_and_activations_round_rows_for_the_layers_after_them(
+    name: str, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the attention's output is rounded by a kernel of its own. No logit changes by that."""
+    from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
+
+    alone = 0
+
+    def count(self: Rounding, x: torch.Tensor) -> RoundedRows:
+        nonlocal alone
+        alone += 1
+        return rows(self, x)
+
+    rows = Rounding.rows
+    monkeypatch.setattr(Rounding, "rows", count)
+    path = str(write_quantized(tmp_path / "model", VARIANTS[name]))
+    options: dict[str, Any] = dict(
+        device=kernel_device, dtype="float32", attention_backend="triton", num_kvcache_blocks=64,
+        enforce_eager=True,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=1, logprobs=3, temperature=0)
+    found = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(ArrangedMatrix, "rounding", lambda *_: None)
+        with LLM(path, **options) as llm:
+            alone = 0
+            (output,) = llm.generate([{"prompt_token_ids": list(range(70))}], params, False)
+        found.append((alone, output.outputs[0].logprobs))
+    # The last layer computes keys and values for all rows, and the rest for one.
+    assert [number for number, _ in found] == [1, 5]
+    assert found[0][1] == found[1][1]

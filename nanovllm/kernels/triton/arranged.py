@@ -9,6 +9,7 @@ from nanovllm.kernels.quantized import QuantizedMatrix
 
 INNER = 128  # inputs that a matrix product takes at a time, at most
 LEAST_INNER = 16  # of the tensor cores
+WORD = 4  # bytes that a kernel makes numbers of at a time
 LEAST_OUTPUTS = 16  # of a tile
 MOST_ROW_TILES = 4
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -20,14 +21,15 @@ class ArrangedMatrix:
 
     A byte is an int8 or e4m3 code, or two codes of 4 bits. Of each run of `2 * inner` inputs, the
     low halves of the bytes are the first `inner` codes plus 8, the high halves the others. Rows are
-    padded to whole runs. What pads them multiplies zeros.
+    padded to whole runs. What pads them multiplies zeros. 16 bytes are in the order of
+    `in_word_order`.
 
     A scale, and a zero point, belongs to `scale_rows` outputs and `group` inputs, or to all inputs
     if `group` is 0.
     """
 
     codes: torch.Tensor  # [..., N, bytes], int8
-    scales: torch.Tensor  # [..., groups, ceil(N / scale_rows)]: float32, float16 or bfloat16
+    scales: torch.Tensor  # [..., groups, ceil(N / scale_rows)], float32 if one group
     zeros: torch.Tensor | None  # of the shape of `scales`, int8
     kind: str  # "int8", "e4m3" or "int4"
     shape: tuple[int, ...]  # [..., N, K] without padding
@@ -43,6 +45,11 @@ class ArrangedMatrix:
     def has_rows_kernel(self) -> bool:
         """Whether `inner` inputs in a row have one scale, as that kernel needs."""
         return self.group % self.inner == 0
+
+    @property
+    def words(self) -> torch.Tensor:
+        """The codes as int32, of four bytes each."""
+        return self.codes.view(torch.int32)
 
     @property
     def size_out(self) -> int:
@@ -78,10 +85,10 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
         kind = "int4"
         if inner == INNER and size_in % (2 * INNER):
             inner //= 2
-        codes = _in_pairs(weight.codes, inner)
+        codes = in_word_order(_in_pairs(weight.codes, inner))
     else:
         kind = "int8" if weight.codes.dtype == torch.int8 else "e4m3"
-        codes = _padded(weight.codes.view(torch.int8), INNER)
+        codes = in_word_order(_padded(weight.codes.view(torch.int8), INNER))
     scale_rows = weight.block[0]
     scales, zeros = _by_group(weight.scales), _by_group(weight.zeros)
     if scale_rows > 1 and not group:  # as many as outputs are still few
@@ -90,7 +97,7 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
     assert scales is not None
     return ArrangedMatrix(
         codes=codes,
-        scales=scales if scales.dtype in FLOATS else scales.float(),
+        scales=scales if group and scales.dtype in FLOATS else scales.float(),
         zeros=zeros,
         kind=kind,
         shape=tuple(weight.codes.shape),
@@ -102,6 +109,16 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
         rounds_inputs=weight.rounds_inputs,
         input_scale=weight.input_scale,
     )
+
+
+def in_word_order(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., K] in the order in which tensor cores take them, for each 16 inputs.
+
+    A thread multiplies inputs `2 * q + b` and `2 * q + b + 8` of 16, for q of its own and b in
+    (0, 1). Those are one word here: its bytes 0 and 2 are the first pair, 1 and 3 the other.
+    """
+    of_16 = codes.view(*codes.shape[:-1], -1, 2, 4, 2)
+    return of_16.movedim(-3, -1).flatten(-4).contiguous()
 
 
 def _padded(codes: torch.Tensor, run: int) -> torch.Tensor:

@@ -54,6 +54,17 @@ def rows_with_room(num_rows: int, size: int, like: torch.Tensor) -> torch.Tensor
     return whole[:num_rows]
 
 
+def with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x with the rows after it in memory that fill its last tile, if they exist.
+
+    Tiles that extend over the end of a matrix take up to twice as long.
+    """
+    assert x.is_contiguous()
+    size = x.shape[1]
+    there = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // size
+    return x.as_strided([min(there, triton.cdiv(len(x), rows) * rows), size], [size, 1])
+
+
 @functools.cache
 def capability(device: torch.device) -> int:
     """A GPU's compute capability, 90 for 9.0; 0 for other devices."""

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.arranged import ArrangedMatrix
+from nanovllm.kernels.triton.arranged import WORD, ArrangedMatrix
 from nanovllm.kernels.triton.unpack import unpack_plain
 
 BLOCK_N = 32
@@ -30,8 +30,8 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dequantize_kernel(  # type: ignore[no-untyped-def]
-    codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_rows,
-    N: tl.constexpr, K: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    words_ptr, scales_ptr, zeros_ptr, out_ptr, num_rows,
+    N: tl.constexpr, K: tl.constexpr, ROW_WORDS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -40,17 +40,18 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     inside = row < num_rows
     first = tl.program_id(1) * INNER
     b = tl.arange(0, INNER)
-    codes_at = codes_ptr + row[:, None] * ROW_BYTES + (first + b)[None, :]
-    codes = tl.load(codes_at, mask=inside[:, None], other=0)
+    w = first // 4 + tl.arange(0, INNER // 4)
+    words_at = words_ptr + row[:, None] * ROW_WORDS + w[None, :]
+    words = tl.load(words_at, mask=inside[:, None], other=0)
     n = row % N
     if KIND == "int4":
         k = first * 2 + b
-        _store(unpack_plain(codes, KIND, 0), out_ptr, scales_ptr, zeros_ptr, row, n, k, inside,
+        _store(unpack_plain(words, KIND, 0), out_ptr, scales_ptr, zeros_ptr, row, n, k, inside,
                N, K, GROUPS, GROUP, COLUMNS, SCALE_ROWS, ZEROS)  # fmt: skip
-        _store(unpack_plain(codes, KIND, 1), out_ptr, scales_ptr, zeros_ptr, row, n, k + INNER,
+        _store(unpack_plain(words, KIND, 1), out_ptr, scales_ptr, zeros_ptr, row, n, k + INNER,
                inside, N, K, GROUPS, GROUP, COLUMNS, SCALE_ROWS, ZEROS)  # fmt: skip
     else:
-        _store(unpack_plain(codes, KIND, 0), out_ptr, scales_ptr, zeros_ptr, row, n, first + b,
+        _store(unpack_plain(words, KIND, 0), out_ptr, scales_ptr, zeros_ptr, row, n, first + b,
                inside, N, K, GROUPS, GROUP, COLUMNS, SCALE_ROWS, ZEROS)  # fmt: skip
 
 
@@ -64,9 +65,10 @@ def dequantize(weight: ArrangedMatrix, dtype: torch.dtype) -> torch.Tensor:
     row_bytes = weight.codes.shape[-1]
     num_rows = weight.codes.numel() // row_bytes
     _dequantize_kernel[(triton.cdiv(num_rows, BLOCK_N), row_bytes // weight.inner)](
-        weight.codes, weight.scales, weight.scales if weight.zeros is None else weight.zeros, out,
-        num_rows, N=size_out, K=size_in, ROW_BYTES=row_bytes, GROUPS=weight.scales.shape[-2],
-        GROUP=weight.group, COLUMNS=weight.scales.shape[-1], SCALE_ROWS=weight.scale_rows,
+        weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros, out,
+        num_rows, N=size_out, K=size_in, ROW_WORDS=row_bytes // WORD,
+        GROUPS=weight.scales.shape[-2], GROUP=weight.group, COLUMNS=weight.scales.shape[-1],
+        SCALE_ROWS=weight.scale_rows,
         KIND=weight.kind, ZEROS=weight.zeros is not None, INNER=weight.inner, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     return out

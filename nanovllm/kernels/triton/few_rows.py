@@ -33,7 +33,9 @@ from nanovllm.kernels.triton.common import (
     num_multiprocessors,
     rows_with_room,
     tiles_of,
+    with_room,
 )
+from nanovllm.kernels.triton.row_tiles import FEW
 
 LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
@@ -157,7 +159,7 @@ def _launch(
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
     width = 0 if scaled is None else squares_in.shape[1]
     _linear_kernel[(triton.cdiv(num_rows, tiles.rows), columns)](
-        tiles_of(_with_room(x, tiles.rows), tiles.rows, tiles.inputs),
+        tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
         tiles_of(weight, tiles.outputs, tiles.inputs),
         squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, eps,
@@ -167,17 +169,6 @@ def _launch(
         num_warps=4, num_stages=tiles.stages, **early(x.device),
     )  # fmt: skip
     return squares
-
-
-def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x with the rows after it in memory that fill its last tile, if they exist.
-
-    Tiles that extend over the end of a matrix take up to twice as long.
-    """
-    assert x.is_contiguous()
-    size = x.shape[1]
-    there = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // size
-    return x.as_strided([min(there, triton.cdiv(len(x), rows) * rows), size], [size, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +223,7 @@ def few_rows_for(
     if not can_copy_tiles(device):
         return None
     if any(isinstance(weight, ArrangedMatrix) for weight in made):
-        return FewRows(quantized_rows.MOST_ROWS)
+        return FewRows(FEW)
     if triton.cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(
         device
     ):

@@ -8,55 +8,63 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
+from nanovllm.kernels.triton.common import can_copy_tiles
 from nanovllm.kernels.triton.grouping import Groups, find_tile
-from nanovllm.kernels.triton.quantized_rows import add_product
+from nanovllm.kernels.triton.quantized_rows import add_product, load_scales
 
 BLOCK_N = 64
 
 
 @triton.jit
 def _grouped_quantized_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, out_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, out_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
     shares_ptr, num_experts,
     N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr, PER_ROW: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_N outputs of one tile's rows; surplus programs do nothing."""
     expert, place, real = find_tile(
         tl.program_id(0), bounds_ptr, tile_ends_ptr, num_experts, BLOCK_M, BLOCK_E
     )
     FOUR: tl.constexpr = KIND == "int4"  # noqa: N806
-    TURNED: tl.constexpr = BLOCK_M < 64  # noqa: N806
     if expert < num_experts:
         pair = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_n = tl.program_id(1) * BLOCK_N
+        n = first_n + tl.arange(0, BLOCK_N)
         inside_n = tl.minimum(n, N - 1)
         b = tl.arange(0, INNER)
         matrix = expert.to(tl.int64)
-        row_bytes: tl.constexpr = PADDED // (1 + FOUR)
+        STEP: tl.constexpr = INNER * (1 + FOUR)  # noqa: N806
+        WORDS: tl.constexpr = INNER // 4  # noqa: N806
+        row_words: tl.constexpr = PADDED // STEP * WORDS
         x_at = x_ptr + (pair // PER_ROW)[:, None] * K + b[None, :]
-        codes_at = codes_ptr + (matrix * N + inside_n)[:, None] * row_bytes + b[None, :]
+        w = tl.arange(0, WORDS)
+        words_at = words_ptr + (matrix * N + inside_n)[:, None] * row_words + w[None, :]
         scales_ptr += matrix * (GROUPS * COLUMNS)
         zeros_ptr += matrix * (GROUPS * COLUMNS)
-        acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, PADDED, INNER * (1 + FOUR)):
-            codes = tl.load(codes_at + k // (1 + FOUR))
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if not GROUP:
+            scales, zeros = load_scales(
+                scales_ptr, None, zeros_ptr, None, first_n, 0, N, GROUPS, GROUP, COLUMNS,
+                SCALE_ROWS, ZEROS, BLOCK_N, False,
+            )  # fmt: skip
+        for k in tl.range(0, PADDED, STEP, num_stages=STAGES):
+            words = tl.load(words_at + k // STEP * WORDS)
             for half in tl.static_range(1 + FOUR):
                 at_k = k + half * INNER
                 inside = real[:, None]
                 if PADDED != K:
                     inside &= (at_k + b < K)[None, :]
                 x = tl.load(x_at + at_k, mask=inside, other=0.0)
-                acc = add_product(
-                    acc, x, codes, scales_ptr, zeros_ptr, inside_n, at_k,
-                    TURNED, GROUPS, GROUP, COLUMNS, SCALE_ROWS, KIND, half, ZEROS,
-                )  # fmt: skip
-        if TURNED:
-            acc = tl.trans(acc)
-        if not GROUP:
-            acc *= tl.load(scales_ptr + inside_n).to(tl.float32)[None, :]
+                if GROUP:
+                    scales, zeros = load_scales(
+                        scales_ptr, None, zeros_ptr, None, first_n, at_k, N, GROUPS, GROUP, COLUMNS,
+                        SCALE_ROWS, ZEROS, BLOCK_N, False,
+                    )  # fmt: skip
+                acc = add_product(acc, x, words, scales, zeros, True, KIND, half, ZEROS)
+        acc = tl.trans(acc)
         if SHARES:
             acc *= tl.load(shares_ptr + pair, mask=real, other=0.0)[:, None]
         out_at = out_ptr + pair[:, None] * N + n[None, :]
@@ -76,14 +84,15 @@ def grouped_quantized(
     assert x.is_contiguous() and x.shape[1] == size_in and weight.has_rows_kernel
     out = x.new_empty(num_pairs, size_out, dtype=dtype)
     few = groups.block_m < 64
-    _grouped_quantized_kernel[(groups.num_tiles, triton.cdiv(size_out, BLOCK_N))](
-        x, weight.codes, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
+    outputs = BLOCK_N if few or can_copy_tiles(x.device) else BLOCK_N // 2  # by the registers
+    _grouped_quantized_kernel[(groups.num_tiles, triton.cdiv(size_out, outputs))](
+        x, weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
         out, groups.order, groups.bounds, groups.tile_ends, out if shares is None else shares,
         num_experts, N=size_out, K=size_in, PADDED=weight.padded_in,
         GROUPS=weight.scales.shape[-2], GROUP=weight.group, COLUMNS=weight.scales.shape[-1],
         SCALE_ROWS=weight.scale_rows, KIND=weight.kind, ZEROS=weight.zeros is not None,
         PER_ROW=num_pairs // len(x), SHARES=shares is not None, BLOCK_M=groups.block_m,
-        BLOCK_N=BLOCK_N, BLOCK_E=triton.next_power_of_2(num_experts), INNER=weight.inner,
-        num_warps=2 if few else 4, num_stages=3 if few else 2,
+        BLOCK_N=outputs, BLOCK_E=triton.next_power_of_2(num_experts), INNER=weight.inner,
+        STAGES=3 if few else 2, num_warps=4,
     )  # fmt: skip
     return out

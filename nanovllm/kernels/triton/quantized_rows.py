@@ -6,53 +6,70 @@ weights. Rows are not rounded. Where there are too few tiles to keep the memory 
 programs share one, each with a part of K, and the last to finish adds up the parts in their order.
 """
 
-import functools
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.plain.few_rows import Scaled
-from nanovllm.kernels.triton.arranged import LEAST_OUTPUTS, MOST_ROW_TILES, ArrangedMatrix
+from nanovllm.kernels.triton.arranged import LEAST_OUTPUTS, MOST_ROW_TILES, WORD, ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     await_inputs,
     can_copy_tiles,
     dot,
     early,
     let_next_begin,
-    num_multiprocessors,
-    shared_bytes,
     tiles_of,
+    with_room,
 )
+from nanovllm.kernels.triton.row_tiles import Tiles, choose_tiles
 from nanovllm.kernels.triton.unpack import unpack
 
-MOST_ROWS = 64  # of the kernel; with more, dequantized weights are faster
+
+@triton.jit
+def _of_outputs(  # type: ignore[no-untyped-def]
+    ptr, tiles, first_n, k, N: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    if COPIED:
+        return tl.reshape(tiles.load([k // GROUP, first_n]), (BLOCK_N,))
+    at = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1) // SCALE_ROWS
+    if GROUP:  # padding has no group of its own
+        at += tl.minimum(k // GROUP, GROUPS - 1) * COLUMNS
+    return tl.load(ptr + at)
+
+
+@triton.jit
+def load_scales(  # type: ignore[no-untyped-def]
+    scales_ptr, scales_tiles, zeros_ptr, zeros_tiles, first_n, k,
+    N: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, BLOCK_N: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """The scales and the zero points, if there are any, of BLOCK_N of N outputs and input k."""
+    scales = _of_outputs(scales_ptr, scales_tiles, first_n, k,
+                         N, GROUPS, GROUP, COLUMNS, SCALE_ROWS, BLOCK_N, COPIED)  # fmt: skip
+    zeros = scales
+    if ZEROS:
+        zeros = _of_outputs(zeros_ptr, zeros_tiles, first_n, k,
+                            N, GROUPS, GROUP, COLUMNS, SCALE_ROWS, BLOCK_N, COPIED)  # fmt: skip
+    return scales, zeros
 
 
 @triton.jit
 def add_product(  # type: ignore[no-untyped-def]
-    acc, x, codes, scales_ptr, zeros_ptr, n, k, TURNED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    KIND: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr,
+    acc, x, words, scales, zeros,
+    SCALED: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """acc plus x [T, inner] times the weights of outputs n from input k on, scaled by group.
+    """acc [outputs, T] plus the weights of `words` times x [T, inner], and times scales if SCALED.
 
-    TURNED: acc is [outputs, T]. The tensor cores' left matrix has 16 rows, and their right one 8
-    columns, so that suits few rows.
+    The weights are the left matrix, which tensor cores read from registers. The right one is x,
+    with as few as 8 rows.
     """
-    at = n // SCALE_ROWS
-    if GROUP:  # padding has no group of its own
-        at += tl.minimum(k // GROUP, GROUPS - 1) * COLUMNS
-    if GROUP:
-        scales = tl.load(scales_ptr + at)
-    weight = unpack(codes, KIND, HALF, x.dtype)
+    weight = unpack(words, KIND, HALF, x.dtype)
     if ZEROS:
-        weight -= tl.load(zeros_ptr + at).to(weight.dtype)[:, None]  # exact
-    product = dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
-    if GROUP:
-        scales = scales.to(tl.float32)
-        product *= scales[:, None] if TURNED else scales[None, :]
+        weight -= zeros.to(weight.dtype)[:, None]  # exact
+    product = dot(weight, tl.trans(x))
+    if SCALED:
+        product *= scales.to(tl.float32)[:, None]
     return acc + product
 
 
@@ -75,15 +92,16 @@ def _load_x(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, x_tiles, codes_ptr, codes_tiles, scales_ptr, zeros_ptr, squares_ptr, bias_ptr,
-    residual_ptr, norm_ptr, out_ptr, product_ptr, out_squares_ptr, parts_ptr, arrivals_ptr,
-    num_rows, eps,
+    x_ptr, x_tiles, words_ptr, words_tiles, scales_ptr, scales_tiles, zeros_ptr, zeros_tiles,
+    squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr, out_squares_ptr, parts_ptr,
+    arrivals_ptr, num_rows, eps,
     N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, INNER: tl.constexpr, COPIED: tl.constexpr,
-    COPIED_X: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, INNER: tl.constexpr, RUNS: tl.constexpr,
+    COPIED: tl.constexpr, COPIED_X: tl.constexpr, COPIED_SCALES: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of K of one tile of outputs. Neighbouring programs share its codes."""
     first_t = tl.program_id(0) * BLOCK_T
@@ -94,9 +112,13 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
     at = t[:, None] * N + n[None, :]
     inside_n = tl.minimum(n, N - 1) if N % BLOCK_N else n
     FOUR: tl.constexpr = KIND == "int4"  # noqa: N806
-    STEP: tl.constexpr = INNER * (1 + FOUR)  # noqa: N806
-    ROW_BYTES: tl.constexpr = PADDED // (1 + FOUR)  # noqa: N806
+    OUTPUTS: tl.constexpr = N * (1 + GATED)  # noqa: N806
+    STEP: tl.constexpr = INNER * RUNS  # noqa: N806
     SHARE: tl.constexpr = (PADDED // STEP + SPLIT - 1) // SPLIT * STEP  # noqa: N806
+    WORDS: tl.constexpr = INNER // 4  # noqa: N806
+    ROW_WORDS: tl.constexpr = PADDED // (4 * (1 + FOUR))  # noqa: N806
+    # Products that are scaled one by one have no accumulator that the tensor cores wait for.
+    EACH: tl.constexpr = GROUP > 0 or BLOCK_T <= 64  # noqa: N806
     await_inputs(EARLY)
     # Loads for the end of the kernel start before those of the codes, which take longest.
     if P:
@@ -107,42 +129,53 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
         residual = tl.load(residual_ptr + at, mask=real, other=0.0)
         norm = tl.load(norm_ptr + inside_n)
     if not GROUP:
-        scales = tl.load(scales_ptr + inside_n)
+        scales, zeros = load_scales(
+            scales_ptr, scales_tiles, zeros_ptr, zeros_tiles, first_n, 0, OUTPUTS, GROUPS, GROUP,
+            COLUMNS, SCALE_ROWS, ZEROS, BLOCK_N, COPIED_SCALES,
+        )  # fmt: skip
         if GATED:
-            up_scales = tl.load(scales_ptr + N + inside_n)
-    TURNED: tl.constexpr = BLOCK_T < 64  # noqa: N806
-    acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
+            up_scales, up_zeros = load_scales(
+                scales_ptr, scales_tiles, zeros_ptr, zeros_tiles, N + first_n, 0, OUTPUTS, GROUPS,
+                GROUP, COLUMNS, SCALE_ROWS, ZEROS, BLOCK_N, COPIED_SCALES,
+            )  # fmt: skip
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = acc
     split = tl.program_id(2)
-    b = tl.arange(0, INNER)
-    for k in range(split * SHARE, tl.minimum((split + 1) * SHARE, PADDED), STEP):
-        byte = k // 2 if FOUR else k
-        if COPIED:
-            codes = codes_tiles.load([first_n, byte])
-            if GATED:
-                up_codes = codes_tiles.load([N + first_n, byte])
-        else:
-            codes_at = codes_ptr + inside_n.to(tl.int64)[:, None] * ROW_BYTES + (byte + b)[None, :]
-            codes = tl.load(codes_at)
-            if GATED:
-                up_codes = tl.load(codes_at + N * ROW_BYTES)
-        for half in tl.static_range(1 + FOUR):
-            at_k = k + half * INNER
-            x = _load_x(
-                x_ptr, x_tiles, first_t, at_k, num_rows, K, PADDED, BLOCK_T, INNER, COPIED_X
-            )
-            acc = add_product(
-                acc, x, codes, scales_ptr, zeros_ptr, inside_n, at_k,
-                TURNED, GROUPS, GROUP, COLUMNS, SCALE_ROWS, KIND, half, ZEROS,
-            )  # fmt: skip
-            if GATED:
-                up = add_product(
-                    up, x, up_codes, scales_ptr, zeros_ptr, N + inside_n, at_k,
-                    TURNED, GROUPS, GROUP, COLUMNS, SCALE_ROWS, KIND, half, ZEROS,
-                )  # fmt: skip
-    if TURNED:
-        acc = tl.trans(acc)
-        up = tl.trans(up)
+    end = tl.minimum((split + 1) * SHARE, PADDED)
+    for first_k in tl.range(split * SHARE, end, STEP, num_stages=STAGES):
+        for run in tl.static_range(RUNS // (1 + FOUR)):
+            word = first_k // (4 * (1 + FOUR)) + run * WORDS
+            if COPIED:
+                words = words_tiles.load([first_n, word])
+                if GATED:
+                    up_words = words_tiles.load([N + first_n, word])
+            else:
+                w = word + tl.arange(0, WORDS)
+                words_at = words_ptr + inside_n.to(tl.int64)[:, None] * ROW_WORDS + w[None, :]
+                words = tl.load(words_at)
+                if GATED:
+                    up_words = tl.load(words_at + N * ROW_WORDS)
+            for half in tl.static_range(1 + FOUR):
+                k = first_k + (run * (1 + FOUR) + half) * INNER
+                x = _load_x(
+                    x_ptr, x_tiles, first_t, k, num_rows, K, PADDED, BLOCK_T, INNER, COPIED_X
+                )
+                if GROUP:
+                    scales, zeros = load_scales(
+                        scales_ptr, scales_tiles, zeros_ptr, zeros_tiles, first_n, k, OUTPUTS,
+                        GROUPS, GROUP, COLUMNS, SCALE_ROWS, ZEROS, BLOCK_N, COPIED_SCALES,
+                    )  # fmt: skip
+                acc = add_product(acc, x, words, scales, zeros, EACH, KIND, half, ZEROS)
+                if GATED:
+                    if GROUP:
+                        up_scales, up_zeros = load_scales(
+                            scales_ptr, scales_tiles, zeros_ptr, zeros_tiles, N + first_n, k,
+                            OUTPUTS, GROUPS, GROUP, COLUMNS, SCALE_ROWS, ZEROS, BLOCK_N,
+                            COPIED_SCALES,
+                        )  # fmt: skip
+                    up = add_product(up, x, up_words, up_scales, up_zeros, EACH, KIND, half, ZEROS)
+    acc = tl.trans(acc)
+    up = tl.trans(up)
     if SPLIT > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         size = num_rows * N
@@ -161,12 +194,13 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(arrivals_ptr + tile, 0)  # for the next call
             acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
             up = acc
-            for part in tl.static_range(SPLIT):
+            # One part of a large tile at a time: registers have no room for more.
+            for part in tl.range(0, SPLIT, loop_unroll_factor=SPLIT if BLOCK_T <= 64 else 1):
                 parts_at = parts_ptr + part * (1 + GATED) * size + at
                 acc += tl.load(parts_at, mask=real, other=0.0, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(parts_at + size, mask=real, other=0.0, cache_modifier=".cg")
-        if not GROUP:
+        if not EACH:
             acc *= scales.to(tl.float32)[None, :]
             if GATED:
                 up *= up_scales.to(tl.float32)[None, :]
@@ -192,18 +226,6 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(square_at, tl.sum(wide * wide, axis=1), mask=t < num_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a product is divided."""
-
-    rows: int
-    outputs: int
-    splits: int  # programs that share a tile of outputs, each with a part of the inputs
-    stages: int  # tiles of inputs in flight
-    warps: int = 4
-    copies_x: bool = False  # by the tensor memory accelerator, as it does codes
-
-
 def launch(
     x: torch.Tensor,
     weight: ArrangedMatrix,
@@ -219,6 +241,7 @@ def launch(
     assert x.is_contiguous() and out.is_contiguous() and weight.has_rows_kernel
     tiles = tiles or choose_tiles(num_rows, weight, gated, x.dtype)
     columns = triton.cdiv(size_out, tiles.outputs)
+    assert weight.padded_in % (weight.inner * tiles.runs) == 0
     assert triton.cdiv(num_rows, tiles.rows) <= MOST_ROW_TILES and tiles.outputs >= LEAST_OUTPUTS
     squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
     residual, norm, product = addends or (x, x, x)
@@ -230,10 +253,18 @@ def launch(
     copied = can_copy_tiles(x.device)
     # Rows of a matrix that begin at multiples of 16 bytes.
     copied_x = copied and tiles.copies_x and size_in * x.itemsize % 16 == 0
+    whole_x = with_room(x, tiles.rows)
+    copied_x &= len(whole_x) % tiles.rows == 0  # others are slow to copy
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    # Tiles of scales with few bytes, or those of blocks, are loaded by the threads.
+    copied_scales = copied and weight.group > 0 and weight.scale_rows == 1
+    copied_scales &= size_out % 16 == 0
     _quantized_rows_kernel[(triton.cdiv(num_rows, tiles.rows), columns, tiles.splits)](
-        x, tiles_of(x, tiles.rows, weight.inner) if copied_x else None,
-        weight.codes, tiles_of(weight.codes, tiles.outputs, weight.inner) if copied else None,
-        weight.scales, weight.scales if weight.zeros is None else weight.zeros,
+        x, tiles_of(whole_x, tiles.rows, weight.inner) if copied_x else None,
+        weight.words,
+        tiles_of(weight.words, tiles.outputs, weight.inner // WORD) if copied else None,
+        weight.scales, tiles_of(weight.scales, 1, tiles.outputs) if copied_scales else None,
+        zeros, tiles_of(zeros, 1, tiles.outputs) if copied_scales else None,
         squares_in, x if bias is None else bias, residual, norm, out, product, squares, parts,
         weight.arrivals, num_rows, eps,
         N=size_out, K=size_in, PADDED=weight.padded_in, GROUPS=weight.scales.shape[-2],
@@ -241,43 +272,8 @@ def launch(
         KIND=weight.kind, ZEROS=weight.zeros is not None,
         P=width, BLOCK_P=triton.next_power_of_2(max(1, width)), BIAS=bias is not None,
         GATED=gated, ADD=addends is not None, SPLIT=tiles.splits,
-        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, INNER=weight.inner, COPIED=copied,
-        COPIED_X=copied_x, num_warps=tiles.warps, num_stages=tiles.stages, **early(x.device),
+        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, INNER=weight.inner, RUNS=tiles.runs,
+        COPIED=copied, COPIED_X=copied_x, COPIED_SCALES=copied_scales,
+        num_warps=tiles.warps, STAGES=tiles.stages, **early(x.device),
     )  # fmt: skip
     return squares
-
-
-def choose_tiles(num_rows: int, weight: ArrangedMatrix, gated: bool, dtype: torch.dtype) -> Tiles:
-    """The tiles for a product, from its shape alone."""
-    return _tiles(
-        num_rows, weight.padded_in, weight.size_out // (1 + gated), weight.inner,
-        weight.kind == "int4", gated, dtype.itemsize, num_multiprocessors(weight.device),
-        shared_bytes(weight.device), dtype.itemsize == 2 and can_copy_tiles(weight.device),
-    )  # fmt: skip
-
-
-@functools.cache
-def _tiles(
-    num_rows: int, padded_in: int, size_out: int, inner: int, four_bits: bool, gated: bool,
-    itemsize: int, processors: int, room: int, wide: bool,
-) -> Tiles:  # fmt: skip
-    """Tiles of which about two programs run on each processor, with the fewest instructions.
-
-    Not measured yet.
-    """
-    four_warps = num_rows > 32 and wide
-    rows = (
-        64 if four_warps else next(size for size in (8, 16, 32) if num_rows <= size or size == 32)
-    )
-    outputs = 64 if not gated or four_warps else 32
-    programs = triton.cdiv(num_rows, rows) * triton.cdiv(size_out, outputs)
-    steps = padded_in // (inner * (1 + four_bits))
-    splits, most = 1, 8 if rows == 8 else 4
-    while splits < most and programs * splits < 3 * processors and steps >= 4 * splits:
-        splits *= 2
-    room //= 3
-    # Weights go through shared memory too, where four warps multiply them.
-    room -= outputs * inner * itemsize if four_warps else 0
-    tile_bytes = rows * inner * itemsize * (1 + four_bits) + outputs * inner * (1 + gated)
-    stages = max(2, min(4, room // tile_bytes))
-    return Tiles(rows, outputs, splits, stages, 4 if four_warps else 2)

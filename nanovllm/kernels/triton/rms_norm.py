@@ -6,12 +6,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, x_stride, residual_stride,
+def norm_row(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, eps, row, x_stride, residual_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises one row, held in registers."""
-    row = tl.program_id(0).to(tl.int64)
+    """The norm of a row in float32, held in registers, with zeros after its end."""
     n = tl.arange(0, BLOCK)
     inside = n < N
     weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
@@ -22,7 +21,20 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(sum_ptr + row * N + n, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
-    tl.store(out_ptr + row * N + n, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    return x * scale * weight
+
+
+@triton.jit
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, x_stride, residual_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """One program normalises one row."""
+    row = tl.program_id(0).to(tl.int64)
+    norm = norm_row(x_ptr, residual_ptr, weight_ptr, sum_ptr, eps, row, x_stride, residual_stride,
+                    N, BLOCK, ADD)  # fmt: skip
+    n = tl.arange(0, BLOCK)
+    tl.store(out_ptr + row * N + n, norm.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -32,7 +44,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _rms_norm_kernel[(num_rows,)](
         x, x, weight, out, out, eps, x.stride(0), 0,
-        N=size, BLOCK=triton.next_power_of_2(size), ADD=False, num_warps=_num_warps(size),
+        N=size, BLOCK=triton.next_power_of_2(size), ADD=False, num_warps=num_warps_of(size),
     )  # fmt: skip
     return out
 
@@ -46,10 +58,11 @@ def add_rms_norm(
     out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),
-        N=size, BLOCK=triton.next_power_of_2(size), ADD=True, num_warps=_num_warps(size),
+        N=size, BLOCK=triton.next_power_of_2(size), ADD=True, num_warps=num_warps_of(size),
     )  # fmt: skip
     return out, total
 
 
-def _num_warps(size: int) -> int:
+def num_warps_of(size: int) -> int:
+    """The warps of a program that holds a row of this size in registers."""
     return min(8, max(1, int(triton.next_power_of_2(size)) // 256))

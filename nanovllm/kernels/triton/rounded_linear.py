@@ -13,14 +13,17 @@ from nanovllm.kernels.triton.common import (
     INTERPRETED,
     can_copy_tiles,
     capability,
+    num_multiprocessors,
     tiles_of,
 )
-from nanovllm.kernels.triton.quantize_rows import quantize_rows
+from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
+from nanovllm.kernels.triton.row_tiles import FEW
 
-BLOCK_T, BLOCK_N, BLOCK_K = 128, 128, 128
+BLOCK_K = 128
 TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights for
 E4M3_AT = 89  # the compute capability whose tensor cores multiply e4m3
 ALIGNED = 16  # PyTorch's product needs sizes that are multiples of it
+FAST_SUMS = False  # whether its sums of e4m3 products have fewer bits than float32
 
 
 @triton.jit
@@ -39,7 +42,7 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, COPIED: tl.constexpr,
+    BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs."""
     tiles_t = tl.cdiv(num_rows, BLOCK_T)
@@ -60,7 +63,11 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     else:
         acc = tl.zeros([BLOCK_T, BLOCK_N], acc_type)
     b = tl.arange(0, BLOCK_K)
-    for k in range(0, K, BLOCK_K):
+    ALONE: tl.constexpr = SCALE_ROWS % BLOCK_N == 0  # noqa: N806
+    if BLOCKS and ALONE:  # a tile has one scale, which is loaded an iteration before its use
+        scale_at = scales_ptr + first_n // SCALE_ROWS
+        next_scale = tl.load(scale_at).to(tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if COPIED:
             x = x_tiles.load([first_t, k])
             weight = weight_tiles.load([first_n, k])
@@ -69,9 +76,15 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
             weight = tl.load(weight_ptr + n_at.to(tl.int64)[:, None] * K + (k + b)[None, :])
         if BLOCKS:
             row_scales = tl.load(row_scales_ptr + t_at * (K // BLOCK_K) + k // BLOCK_K)
-            scales = tl.load(scales_ptr + n_at // SCALE_ROWS + k // BLOCK_K * COLUMNS)
-            scale = row_scales[:, None] * scales.to(tl.float32)[None, :]
-            acc += _product(x, weight) * scale
+            if ALONE:
+                row_scales *= next_scale
+                following = tl.minimum(k // BLOCK_K + 1, K // BLOCK_K - 1)
+                next_scale = tl.load(scale_at + following * COLUMNS).to(tl.float32)
+                acc += _product(x, weight) * row_scales[:, None]
+            else:
+                scales = tl.load(scales_ptr + n_at // SCALE_ROWS + k // BLOCK_K * COLUMNS)
+                scale = row_scales[:, None] * scales.to(tl.float32)[None, :]
+                acc += _product(x, weight) * scale
         else:
             acc += _product(x, weight)
     if not BLOCKS:
@@ -99,50 +112,55 @@ def can_round(weight: ArrangedMatrix, device: torch.device) -> bool:
     return weight.kind == "int8" and weight.group == 0
 
 
-def rounded_linear(
-    x: torch.Tensor, weight: ArrangedMatrix, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`x @ weight.T + bias` with the rows of x [T, K] rounded to the codes' type."""
+def rounding_of(weight: ArrangedMatrix, num_rows: int) -> Rounding | None:
+    """How that many rows are rounded before such a weight multiplies them; None if they are not."""
+    if num_rows <= FEW or weight.order is not None or not can_round(weight, weight.device):
+        return None
     dtype = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
-    codes, scales = quantize_rows(x, dtype, weight.group, weight.input_scale, weight.padded_in)
-    return multiply_rounded(codes, scales, weight, bias, x.dtype)
+    return Rounding(dtype, weight.group, weight.input_scale, weight.padded_in)
 
 
-def multiply_rounded(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight: ArrangedMatrix,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
+def rounded_linear(
+    x: RoundedRows, weight: ArrangedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product of rows that `quantize_rows` has rounded."""
-    aligned = weight.size_out % ALIGNED == 0 and dtype == torch.bfloat16 and not weight.group
-    if weight.kind == "e4m3" and aligned and codes.is_cuda:
+    """`x @ weight.T + bias` for rows [T, K] that the weight's rounding has made."""
+    aligned = weight.size_out % ALIGNED == 0 and x.dtype == torch.bfloat16 and not weight.group
+    if weight.kind == "e4m3" and aligned and x.codes.is_cuda:
         matrix = weight.codes.view(torch.float8_e4m3fn).t()
-        columns = weight.scales.float().view(1, -1)
-        out = torch._scaled_mm(codes, matrix, scales, columns, out_dtype=dtype)
+        columns = weight.scales.view(1, -1)
+        out = torch._scaled_mm(
+            x.codes, matrix, x.scales, columns, out_dtype=x.dtype, use_fast_accum=FAST_SUMS
+        )
         return out if bias is None else out.add_(bias)
-    return _multiply(codes, scales, weight, bias, dtype)
+    return multiply(x, weight, bias)
 
 
-def _multiply(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+def multiply(
+    x: RoundedRows,
     weight: ArrangedMatrix,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    tiles: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    num_rows, size_in = codes.shape
-    out = torch.empty(num_rows, weight.size_out, dtype=dtype, device=codes.device)
-    matrix = weight.codes.view(codes.dtype)
-    copied = can_copy_tiles(codes.device)
-    grid = triton.cdiv(num_rows, BLOCK_T) * triton.cdiv(weight.size_out, BLOCK_N)
+    """The product by a kernel of ours. Its tiles: rows, outputs, warps, and stages."""
+    (num_rows, size_in), size_out = x.codes.shape, weight.size_out
+    out = torch.empty(num_rows, size_out, dtype=x.dtype, device=x.codes.device)
+    matrix = weight.codes.view(x.codes.dtype)
+    copied = can_copy_tiles(out.device)
+    processors = num_multiprocessors(out.device)
+    rows, outputs, warps, stages = tiles or _choose_tiles(num_rows, size_out, processors)
+    grid = triton.cdiv(num_rows, rows) * triton.cdiv(size_out, outputs)
     _rounded_kernel[(grid,)](
-        codes, tiles_of(codes, BLOCK_T, BLOCK_K) if copied else None,
-        matrix, tiles_of(matrix, BLOCK_N, BLOCK_K) if copied else None,
-        scales, weight.scales, out if bias is None else bias, out, num_rows,
-        N=weight.size_out, K=size_in, BLOCKS=weight.group > 0, COLUMNS=weight.scales.shape[-1],
-        SCALE_ROWS=weight.scale_rows, BIAS=bias is not None, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, TOGETHER=TOGETHER, COPIED=copied, num_warps=8, num_stages=3,
+        x.codes, tiles_of(x.codes, rows, BLOCK_K) if copied else None,
+        matrix, tiles_of(matrix, outputs, BLOCK_K) if copied else None,
+        x.scales, weight.scales, out if bias is None else bias, out, num_rows,
+        N=size_out, K=size_in, BLOCKS=weight.group > 0, COLUMNS=weight.scales.shape[-1],
+        SCALE_ROWS=weight.scale_rows, BIAS=bias is not None, BLOCK_T=rows, BLOCK_N=outputs,
+        BLOCK_K=BLOCK_K, TOGETHER=TOGETHER, COPIED=copied, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out
+
+
+def _choose_tiles(num_rows: int, size_out: int, processors: int) -> tuple[int, int, int, int]:
+    """Large tiles read least; of small ones, three run side by side on a processor."""
+    large = triton.cdiv(num_rows, 128) * triton.cdiv(size_out, 128)
+    return (128, 128, 8, 4) if large >= 2 * processors else (128, 64, 4, 3)

@@ -8,16 +8,22 @@ BLOCK = 1024
 
 
 @triton.jit
-def activate(x_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BLOCK outputs of one row."""
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def activated(x_ptr, n, size):  # type: ignore[no-untyped-def]
+    """Outputs n of one row in float32, zeros after its end."""
     inside = n < size
     gate = tl.load(x_ptr + n, mask=inside, other=0.0)
     up = tl.load(x_ptr + size + n, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded as in the twin
-    out = silu.to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+    return silu.to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
+def activate(x_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BLOCK outputs of one row."""
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    out = activated(x_ptr, n, size)
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < size)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 Multiplying quantized weights takes more instructions than bytes: a GPU that reads one byte for each
 weight at full speed has about seven instruction slots for it, and half as many for 4 bits. So the
 bits of a code become the mantissa of a number with a known exponent, from which a constant is
-subtracted: two weights at a time, and all of it exact.
+subtracted: two weights at a time, and all of it exact. Codes are in the order of
+`arranged.in_word_order`, so that numbers are made where the tensor cores read them.
 """
 
 import triton
@@ -11,116 +12,142 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.common import INTERPRETED
 
-# Bytes b3 b2 b1 b0 of $2 become two numbers in $0, two in $1. 0x43 and 0x64 are the upper bytes of
-# bfloat16's 128 and of float16's 1024: the lower byte is added to those. The last step is a
-# multiply-add, which capability 8.0 has for bfloat16 too.
-INT8_TO_BF16 = tl.constexpr(
-    """{ .reg .b32 p, q, a, b, one; mov.b32 one, 0xbf80bf80;
-    prmt.b32 p, $2, 0x43434343, 0x5140;
-    prmt.b32 q, $2, 0x43434343, 0x5342;
-    and.b32 a, p, 0xff7fff7f;
-    and.b32 b, p, 0xff80ff80;
-    fma.rn.bf16x2 $0, b, one, a;
-    and.b32 a, q, 0xff7fff7f;
-    and.b32 b, q, 0xff80ff80;
-    fma.rn.bf16x2 $1, b, one, a; }"""
-)  # (128 + the lower 7 bits) - (128 or, with the sign's bit, 256)
-INT8_TO_FP16 = tl.constexpr(
-    """{ .reg .b32 p, q, a, one, c; mov.b32 one, 0x3c003c00; mov.b32 c, 0xe480e480;
-    xor.b32 a, $2, 0x80808080;
-    prmt.b32 p, a, 0x64646464, 0x5140;
-    prmt.b32 q, a, 0x64646464, 0x5342;
-    fma.rn.f16x2 $0, p, one, c;
-    fma.rn.f16x2 $1, q, one, c; }"""
-)  # (1024 + the code plus 128) - 1152
-E4M3_TO_BF16 = tl.constexpr(
-    """{ .reg .b32 p, q, a, c, z; mov.b32 c, 0x7b807b80; mov.b32 z, 0x80008000;
-    prmt.b32 p, $2, 0, 0x1404;
-    prmt.b32 q, $2, 0, 0x3424;
-    and.b32 a, p, 0x7f007f00;
-    shr.b32 a, a, 4;
-    lop3.b32 p, p, 0x80008000, a, 0xea;
-    and.b32 a, q, 0x7f007f00;
-    shr.b32 a, a, 4;
-    lop3.b32 q, q, 0x80008000, a, 0xea;
-    fma.rn.bf16x2 $0, p, c, z;
-    fma.rn.bf16x2 $1, q, c, z; }"""
-)  # exponent and mantissa in their places, times 2^120 for the difference of the exponents' biases
-E4M3_TO_FP16 = tl.constexpr(
-    """{ .reg .b32 p, q, a, c, z; mov.b32 c, 0x5c005c00; mov.b32 z, 0x80008000;
-    prmt.b32 p, $2, 0, 0x1404;
-    prmt.b32 q, $2, 0, 0x3424;
-    and.b32 a, p, 0x7f007f00;
-    shr.b32 a, a, 1;
-    lop3.b32 p, p, 0x80008000, a, 0xea;
-    and.b32 a, q, 0x7f007f00;
-    shr.b32 a, a, 1;
-    lop3.b32 q, q, 0x80008000, a, 0xea;
-    fma.rn.f16x2 $0, p, c, z;
-    fma.rn.f16x2 $1, q, c, z; }"""
-)  # the same, times 2^8
-LOW_TO_BF16 = tl.constexpr(
-    """{ .reg .b32 p, q, a, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc308c308;
-    and.b32 a, $2, 0x0f0f0f0f;
-    prmt.b32 p, a, 0x43434343, 0x5140;
-    prmt.b32 q, a, 0x43434343, 0x5342;
-    fma.rn.bf16x2 $0, p, one, c;
-    fma.rn.bf16x2 $1, q, one, c; }"""
-)  # (128 + the code plus 8) - 136
-HIGH_TO_BF16 = tl.constexpr(
-    LOW_TO_BF16.value.replace("and.b32 a, $2", "shr.b32 a, $2, 4; and.b32 a, a")
+# A word $4 becomes the numbers of its bytes 0, 2, 1, 3 in $0 to $3. `p` and `q` are pairs of 16-bit
+# numbers, of bytes 0 and 2, and 1 and 3. 0x4300 and 0x6400 are bfloat16's 128 and float16's 1024;
+# the lowest bits of a code are added to those. Each last step is a multiply-add, which capability
+# 8.0 has for bfloat16 too.
+_BODY = """{ .reg .b32 v, p, q, a, b, c, d;
+    OPERATIONS
+    mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; }"""
+
+
+def _of_pairs(constants: str, first: str, other: str) -> tl.constexpr:
+    """Instructions that make p of v = $4, and q of v shifted to where p's bits were."""
+    return tl.constexpr(_BODY.replace("OPERATIONS", f"{constants} {first} {other}"))
+
+
+def _int8(step: str, out: str) -> str:
+    """128 plus the lower 7 bits, minus 128 or, with the sign's bit, 256."""
+    return f"""{step}
+    lop3.b32 a, v, 0x007f007f, c, 0xea;
+    lop3.b32 b, v, 0x00800080, c, 0xea;
+    fma.rn.bf16x2 {out}, b, d, a;"""
+
+
+def _biased(step: str, out: str, mask: str, table: str, kind: str) -> str:
+    """The bits of `mask` joined with c, plus d."""
+    return f"""{step}
+    lop3.b32 a, v, {mask}, c, {table};
+    fma.rn.{kind} {out}, a, b, d;"""
+
+
+def _e4m3(step: str, out: str, shift: int, kind: str) -> str:
+    """Exponent and mantissa in their places, times c for the exponents' other bias."""
+    return f"""{step}
+    and.b32 a, v, 0x7f007f00;
+    shr.b32 a, a, {shift};
+    lop3.b32 a, v, 0x80008000, a, 0xea;
+    fma.rn.{kind} {out}, a, c, d;"""
+
+
+def _pairs(make, constants: str, first: str, other: str, *args):  # type: ignore[no-untyped-def]
+    return _of_pairs(constants, make(first, "p", *args), make(other, "q", *args))
+
+
+AS_IS, NEXT = "mov.b32 v, $4;", "shr.b32 v, $4, 8;"
+UPPER = "shl.b32 v, $4, 8;"  # of e4m3, whose bits are taken from upper bytes
+OR, XOR = "0xea", "0x6a"  # of the two bits that `and` leaves, with those of c
+BF16_128 = "mov.b32 c, 0x43004300; mov.b32 b, 0x3f803f80;"
+FP16_1024 = "mov.b32 b, 0x3c003c00;"
+
+INT8_TO_BF16 = _pairs(_int8, "mov.b32 c, 0x43004300; mov.b32 d, 0xbf80bf80;", AS_IS, NEXT)
+INT8_TO_FP16 = _pairs(  # (1024 + the code plus 128) - 1152
+    _biased, FP16_1024 + "mov.b32 c, 0x64806480; mov.b32 d, 0xe480e480;", AS_IS, NEXT,
+    "0x00ff00ff", XOR, "f16x2",
+)  # fmt: skip
+E4M3_TO_BF16 = _pairs(
+    _e4m3, "mov.b32 c, 0x7b807b80; mov.b32 d, 0x80008000;", UPPER, AS_IS, 4, "bf16x2"
+)  # times 2^120
+E4M3_TO_FP16 = _pairs(
+    _e4m3, "mov.b32 c, 0x5c005c00; mov.b32 d, 0x80008000;", UPPER, AS_IS, 1, "f16x2"
+)  # times 2^8
+LOW_TO_BF16, HIGH_TO_BF16 = (
+    _pairs(  # (128 + the code plus 8) - 136
+        _biased, BF16_128 + "mov.b32 d, 0xc308c308;", first, other, "0x000f000f", OR, "bf16x2"
+    )
+    for first, other in ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
 )
-LOW_TO_FP16 = tl.constexpr(
-    LOW_TO_BF16.value.replace("bf16x2", "f16x2")
-    .replace("0x3f803f80", "0x3c003c00")
-    .replace("0xc308c308", "0xe408e408")
-    .replace("0x43434343", "0x64646464")
-)
-HIGH_TO_FP16 = tl.constexpr(
-    LOW_TO_FP16.value.replace("and.b32 a, $2", "shr.b32 a, $2, 4; and.b32 a, a")
-)
+LOW_TO_FP16, HIGH_TO_FP16 = (
+    _pairs(  # (1024 + the code plus 8) - 1032
+        _biased, FP16_1024 + "mov.b32 c, 0x64006400; mov.b32 d, 0xe408e408;", first, other,
+        "0x000f000f", OR, "f16x2",
+    )
+    for first, other in ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
+)  # fmt: skip
 
 
 @triton.jit
 def unpack(  # type: ignore[no-untyped-def]
-    codes, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr,
+    words, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Bytes as numbers of `dtype`. KIND is that of an `ArrangedMatrix`.
+    """Words [N, W] as numbers [N, 4 * W] of `dtype`. KIND is that of an `ArrangedMatrix`.
 
     Of int4, HALF says which half of each byte: 0 is the low one.
     """
     if INTERPRETED:  # what multiplies them takes float32
-        numbers = unpack_plain(codes, KIND, HALF)
+        numbers = unpack_plain(words, KIND, HALF)
     elif dtype == tl.bfloat16:
         BF16: tl.constexpr = (  # noqa: N806
             INT8_TO_BF16 if KIND == "int8" else E4M3_TO_BF16 if KIND == "e4m3"
             else HIGH_TO_BF16 if HALF else LOW_TO_BF16
         )  # fmt: skip
-        numbers = tl.inline_asm_elementwise(  # four codes, in one register, at a time
-            BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
+        a, b, c, d = tl.inline_asm_elementwise(
+            BF16, "=h,=h,=h,=h,r", [words], is_pure=True, pack=1,
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        )  # fmt: skip
+        numbers = _in_order(a, b, c, d)
     elif dtype == tl.float16:
         FP16: tl.constexpr = (  # noqa: N806
             INT8_TO_FP16 if KIND == "int8" else E4M3_TO_FP16 if KIND == "e4m3"
             else HIGH_TO_FP16 if HALF else LOW_TO_FP16
         )  # fmt: skip
-        numbers = tl.inline_asm_elementwise(
-            FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-        )
+        a, b, c, d = tl.inline_asm_elementwise(
+            FP16, "=h,=h,=h,=h,r", [words], is_pure=True, pack=1,
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        )  # fmt: skip
+        numbers = _in_order(a, b, c, d)
     else:
-        numbers = unpack_plain(codes, KIND, HALF)
+        numbers = unpack_plain(words, KIND, HALF)
     return numbers
 
 
 @triton.jit
-def unpack_plain(codes, KIND: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _in_order(a, b, c, d):  # type: ignore[no-untyped-def]
+    """The numbers of bytes 0, 2, 1 and 3 of words [N, W], in the order of their inputs."""
+    N: tl.constexpr = a.shape[0]  # noqa: N806
+    W: tl.constexpr = a.shape[1]  # noqa: N806
+    pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [N, W, 2 of a pair, 2 pairs]
+    of_16 = tl.reshape(pairs, (N, W // 4, 4, 2, 2))
+    return tl.reshape(tl.permute(of_16, (0, 1, 4, 2, 3)), (N, 4 * W))
+
+
+@triton.jit
+def unpack_plain(words, KIND: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """The same in float32, in ordinary operations."""
+    return _in_order(
+        _number(words, KIND, HALF), _number(words >> 16, KIND, HALF),
+        _number(words >> 8, KIND, HALF), _number(words >> 24, KIND, HALF),
+    )  # fmt: skip
+
+
+@triton.jit
+def _number(bits, KIND: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of the lowest byte."""
     if KIND == "int8":
-        numbers = codes.to(tl.float32)
+        number = ((bits << 24) >> 24).to(tl.float32)
     elif KIND == "e4m3":  # exponent and mantissa in float16's places, times 2^8
-        bits = codes.to(tl.int16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        number = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
-        numbers = (((codes >> 4 * HALF) & 15).to(tl.int32) - 8).to(tl.float32)
-    return numbers
+        number = ((bits >> 4 * HALF & 15) - 8).to(tl.float32)
+    return number

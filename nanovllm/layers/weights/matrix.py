@@ -1,7 +1,7 @@
 """Matrices in the form in which a layer multiplies by them: the fastest that the device has."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.weights.format import Weight
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding  # which needs Triton
 
 
 class Matrix(ABC):
@@ -18,6 +21,10 @@ class Matrix(ABC):
     """
 
     operand: Any = None
+
+    def rounding(self, num_rows: int) -> "Rounding | None":  # noqa: ARG002
+        """How `linear` rounds that many rows, so that the kernel before it can do so."""
+        return None
 
     @abstractmethod
     def linear(
@@ -59,8 +66,14 @@ class ArrangedMatrix(Matrix):
         self.operand = operand
         self.kernels = kernels
 
+    def rounding(self, num_rows: int) -> "Rounding | None":
+        return self.kernels.rounding(self.operand, num_rows)
+
     def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        x: "torch.Tensor | RoundedRows",
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return _to(out, self.kernels.quantized_linear(x, self.operand, bias))
 
