@@ -30,7 +30,7 @@ class ArrangedMatrix:
 
     codes: torch.Tensor  # [..., N, bytes], int8
     scales: torch.Tensor  # [..., groups, ceil(N / scale_rows)], float32 if one group
-    zeros: torch.Tensor | None  # of the shape of `scales`, int8
+    zeros: torch.Tensor | None  # of the shape of `scales`, bfloat16: small whole numbers
     kind: str  # "int8", "e4m3" or "int4"
     shape: tuple[int, ...]  # [..., N, K] without padding
     group: int
@@ -98,7 +98,7 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
     return ArrangedMatrix(
         codes=codes,
         scales=scales if group and scales.dtype in FLOATS else scales.float(),
-        zeros=zeros,
+        zeros=None if zeros is None else zeros.bfloat16(),
         kind=kind,
         shape=tuple(weight.codes.shape),
         group=group,

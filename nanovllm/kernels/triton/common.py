@@ -125,6 +125,32 @@ def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
+@triton.jit
+def add_parts(  # type: ignore[no-untyped-def]
+    acc, parts_ptr, arrivals_ptr, tile, split, size, at, real, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Whether this program is the last of SPLIT that share a tile, and then the sum of their parts.
+
+    Each gives its part `acc` of the tile. They are added in their order, in float32, so that the
+    sum does not depend on which ends last. `at` are the places of the tile's elements in a matrix
+    of `size` of them.
+    """
+    acc = acc.to(tl.float32)
+    finishes = True
+    if SPLIT > 1:
+        tl.store(parts_ptr + split * size + at, acc, mask=real)
+        # The barrier puts all threads' writes before the release; the acquire the reads after it.
+        tl.debug_barrier()
+        finishes = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+        if finishes:
+            tl.store(arrivals_ptr + tile, 0)  # for the next call
+            acc = tl.zeros_like(acc)
+            for part in tl.range(0, SPLIT):
+                acc += tl.load(parts_ptr + part * size + at, mask=real, other=0.0,
+                               cache_modifier=".cg")  # fmt: skip
+    return finishes, acc
+
+
 def tile_keys(block_d: int, dtype: torch.dtype) -> int:
     """Keys of a tile, for rows of `block_d` elements: a power of two that divides TILE.
 

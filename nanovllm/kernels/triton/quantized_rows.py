@@ -64,9 +64,7 @@ def add_product(  # type: ignore[no-untyped-def]
     The weights are the left matrix, which tensor cores read from registers. The right one is x,
     with as few as 8 rows.
     """
-    weight = unpack(words, KIND, HALF, x.dtype)
-    if ZEROS:
-        weight -= zeros.to(weight.dtype)[:, None]  # exact
+    weight = unpack(words, zeros, x, KIND, HALF, ZEROS)
     product = dot(weight, tl.trans(x))
     if SCALED:
         product *= scales.to(tl.float32)[:, None]
@@ -257,7 +255,7 @@ def launch(
     copied_x &= len(whole_x) % tiles.rows == 0  # others are slow to copy
     zeros = weight.scales if weight.zeros is None else weight.zeros
     # Tiles of scales with few bytes, or those of blocks, are loaded by the threads.
-    copied_scales = copied and weight.group > 0 and weight.scale_rows == 1
+    copied_scales = copied and tiles.copies_scales and weight.group > 0 and weight.scale_rows == 1
     copied_scales &= size_out % 16 == 0
     _quantized_rows_kernel[(triton.cdiv(num_rows, tiles.rows), columns, tiles.splits)](
         x, tiles_of(whole_x, tiles.rows, weight.inner) if copied_x else None,

@@ -11,6 +11,7 @@ import triton.language as tl
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     INTERPRETED,
+    add_parts,
     can_copy_tiles,
     capability,
     num_multiprocessors,
@@ -39,12 +40,13 @@ def _product(x, weight):  # type: ignore[no-untyped-def]
 @triton.jit
 def _rounded_kernel(  # type: ignore[no-untyped-def]
     x_ptr, x_tiles, weight_ptr, weight_tiles, row_scales_ptr, scales_ptr, bias_ptr, out_ptr,
-    num_rows,
+    parts_ptr, arrivals_ptr, num_rows,
     N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs."""
+    """A part of K of one tile of outputs."""
     tiles_t = tl.cdiv(num_rows, BLOCK_T)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -63,11 +65,15 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     else:
         acc = tl.zeros([BLOCK_T, BLOCK_N], acc_type)
     b = tl.arange(0, BLOCK_K)
+    SHARE: tl.constexpr = (K // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # noqa: N806
+    split = tl.program_id(1)
+    begin = split * SHARE
+    end = tl.minimum(begin + SHARE, K)
     ALONE: tl.constexpr = SCALE_ROWS % BLOCK_N == 0  # noqa: N806
     if BLOCKS and ALONE:  # a tile has one scale, which is loaded an iteration before its use
         scale_at = scales_ptr + first_n // SCALE_ROWS
-        next_scale = tl.load(scale_at).to(tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        next_scale = tl.load(scale_at + begin // BLOCK_K * COLUMNS).to(tl.float32)
+    for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         if COPIED:
             x = x_tiles.load([first_t, k])
             weight = weight_tiles.load([first_n, k])
@@ -87,19 +93,18 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
                 acc += _product(x, weight) * scale
         else:
             acc += _product(x, weight)
-    if not BLOCKS:
-        scale = (
-            tl.load(row_scales_ptr + t_at)[:, None]
-            * tl.load(scales_ptr + n_at).to(tl.float32)[None, :]
-        )
-        out = acc.to(tl.float32) * scale
-    else:
-        out = acc
-    if BIAS:
-        out += tl.load(bias_ptr + n_at).to(tl.float32)[None, :]
-    out_at = out_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
+    out_at = t.to(tl.int64)[:, None] * N + n[None, :]
     real = (t < num_rows)[:, None] & (n < N)[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=real)
+    finishes, acc = add_parts(acc, parts_ptr, arrivals_ptr, program, split, num_rows * N, out_at,
+                              real, SPLIT)  # fmt: skip
+    if finishes:
+        out = acc.to(tl.float32)
+        if not BLOCKS:
+            row_scales = tl.load(row_scales_ptr + t_at)[:, None]
+            out *= row_scales * tl.load(scales_ptr + n_at).to(tl.float32)[None, :]
+        if BIAS:
+            out += tl.load(bias_ptr + n_at).to(tl.float32)[None, :]
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
 def can_round(weight: ArrangedMatrix, device: torch.device) -> bool:
@@ -139,28 +144,33 @@ def multiply(
     x: RoundedRows,
     weight: ArrangedMatrix,
     bias: torch.Tensor | None,
-    tiles: tuple[int, int, int, int] | None = None,
+    tiles: tuple[int, int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    """The product by a kernel of ours. Its tiles: rows, outputs, warps, and stages."""
+    """The product by a kernel of ours. Its tiles: rows, outputs, warps, stages, and splits."""
     (num_rows, size_in), size_out = x.codes.shape, weight.size_out
     out = torch.empty(num_rows, size_out, dtype=x.dtype, device=x.codes.device)
     matrix = weight.codes.view(x.codes.dtype)
     copied = can_copy_tiles(out.device)
     processors = num_multiprocessors(out.device)
-    rows, outputs, warps, stages = tiles or _choose_tiles(num_rows, size_out, processors)
+    rows, outputs, warps, stages, splits = tiles or _choose_tiles(num_rows, size_out, processors)
     grid = triton.cdiv(num_rows, rows) * triton.cdiv(size_out, outputs)
-    _rounded_kernel[(grid,)](
+    parts = out
+    if splits > 1:
+        parts = out.new_empty(splits, num_rows, size_out, dtype=torch.float32)
+    _rounded_kernel[(grid, splits)](
         x.codes, tiles_of(x.codes, rows, BLOCK_K) if copied else None,
         matrix, tiles_of(matrix, outputs, BLOCK_K) if copied else None,
-        x.scales, weight.scales, out if bias is None else bias, out, num_rows,
+        x.scales, weight.scales, out if bias is None else bias, out,
+        parts, weight.arrivals, num_rows,
         N=size_out, K=size_in, BLOCKS=weight.group > 0, COLUMNS=weight.scales.shape[-1],
         SCALE_ROWS=weight.scale_rows, BIAS=bias is not None, BLOCK_T=rows, BLOCK_N=outputs,
-        BLOCK_K=BLOCK_K, TOGETHER=TOGETHER, COPIED=copied, STAGES=stages, num_warps=warps,
+        BLOCK_K=BLOCK_K, TOGETHER=TOGETHER, COPIED=copied, STAGES=stages, SPLIT=splits,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def _choose_tiles(num_rows: int, size_out: int, processors: int) -> tuple[int, int, int, int]:
+def _choose_tiles(num_rows: int, size_out: int, processors: int) -> tuple[int, int, int, int, int]:
     """Large tiles read least; of small ones, three run side by side on a processor."""
     large = triton.cdiv(num_rows, 128) * triton.cdiv(size_out, 128)
-    return (128, 128, 8, 4) if large >= 2 * processors else (128, 64, 4, 3)
+    return (128, 128, 8, 4, 1) if large >= 2 * processors else (128, 64, 4, 3, 1)

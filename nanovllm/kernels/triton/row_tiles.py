@@ -30,6 +30,7 @@ class Tiles:
     stages: int  # tiles of inputs in flight
     warps: int = 4
     copies_x: bool = False  # by the tensor memory accelerator, as it does codes
+    copies_scales: bool = True  # of groups
     runs: int = 1  # times `inner` inputs in a tile; codes of 4 bits have an even number
 
 
@@ -78,7 +79,7 @@ def _wgmma_tiles(
     # Codes leave shared memory when they become numbers, the rows when they were multiplied.
     codes, x = outputs * (1 + gated) * inner, rows * itemsize * runs * inner
     stages = max(2, min(MOST_STAGES, (room // side_by_side + codes) // (codes + x)))
-    return Tiles(rows, outputs, splits, stages, 4 * groups, rows >= 32, runs)
+    return Tiles(rows, outputs, splits, stages, 4 * groups, rows >= 32, runs=runs)
 
 
 @functools.cache
@@ -96,4 +97,4 @@ def _other_tiles(
         splits *= 2
     stage = (rows * itemsize * runs + outputs * (1 + gated)) * inner
     stages = max(2, min(MOST_STAGES, room // 3 // stage))
-    return Tiles(rows, outputs, splits, stages, 4 if rows == 32 else 2, False, runs)
+    return Tiles(rows, outputs, splits, stages, 4 if rows == 32 else 2, runs=runs)

@@ -71,53 +71,61 @@ E4M3_TO_BF16 = _pairs(
 E4M3_TO_FP16 = _pairs(
     _e4m3, "mov.b32 c, 0x5c005c00; mov.b32 d, 0x80008000;", UPPER, AS_IS, 1, "f16x2"
 )  # times 2^8
+# (128 plus the code plus 8), or 1024 for 128, plus $5: minus the sum of those constants and of the
+# zero point, twice.
 LOW_TO_BF16, HIGH_TO_BF16 = (
-    _pairs(  # (128 + the code plus 8) - 136
-        _biased, BF16_128 + "mov.b32 d, 0xc308c308;", first, other, "0x000f000f", OR, "bf16x2"
-    )
+    _pairs(_biased, BF16_128 + "mov.b32 d, $5;", first, other, "0x000f000f", OR, "bf16x2")
     for first, other in ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
 )
 LOW_TO_FP16, HIGH_TO_FP16 = (
-    _pairs(  # (1024 + the code plus 8) - 1032
-        _biased, FP16_1024 + "mov.b32 c, 0x64006400; mov.b32 d, 0xe408e408;", first, other,
+    _pairs(
+        _biased, FP16_1024 + "mov.b32 c, 0x64006400; mov.b32 d, $5;", first, other,
         "0x000f000f", OR, "f16x2",
     )
     for first, other in ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
 )  # fmt: skip
+INT4_BF16, INT4_FP16 = tl.constexpr(128.0 + 8.0), tl.constexpr(1024.0 + 8.0)
 
 
 @triton.jit
 def unpack(  # type: ignore[no-untyped-def]
-    words, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr,
+    words, zeros, like, KIND: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Words [N, W] as numbers [N, 4 * W] of `dtype`. KIND is that of an `ArrangedMatrix`.
+    """Words [N, W] as numbers [N, 4 * W] of the type of `like`, minus zeros [N] if ZEROS.
 
-    Of int4, HALF says which half of each byte: 0 is the low one.
+    All of it is exact. KIND is that of an `ArrangedMatrix`. Of int4, HALF says which half of each byte: 0 is the low
+    one.
     """
-    if INTERPRETED:  # what multiplies them takes float32
+    if INTERPRETED or like.dtype == tl.float32:
         numbers = unpack_plain(words, KIND, HALF)
-    elif dtype == tl.bfloat16:
-        BF16: tl.constexpr = (  # noqa: N806
-            INT8_TO_BF16 if KIND == "int8" else E4M3_TO_BF16 if KIND == "e4m3"
-            else HIGH_TO_BF16 if HALF else LOW_TO_BF16
-        )  # fmt: skip
+        if ZEROS:
+            numbers -= zeros.to(tl.float32)[:, None]
+    elif KIND == "int4":
+        LOW: tl.constexpr = LOW_TO_BF16 if like.dtype == tl.bfloat16 else LOW_TO_FP16  # noqa: N806
+        HIGH: tl.constexpr = HIGH_TO_BF16 if like.dtype == tl.bfloat16 else HIGH_TO_FP16  # noqa: N806
+        bias = tl.zeros([words.shape[0]], tl.float32)
+        bias -= INT4_BF16 if like.dtype == tl.bfloat16 else INT4_FP16
+        if ZEROS:
+            bias -= zeros.to(tl.float32)
+        bits = bias.to(like.dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        twice = (bits | bits << 16).to(tl.int32, bitcast=True)
         a, b, c, d = tl.inline_asm_elementwise(
-            BF16, "=h,=h,=h,=h,r", [words], is_pure=True, pack=1,
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        )  # fmt: skip
-        numbers = _in_order(a, b, c, d)
-    elif dtype == tl.float16:
-        FP16: tl.constexpr = (  # noqa: N806
-            INT8_TO_FP16 if KIND == "int8" else E4M3_TO_FP16 if KIND == "e4m3"
-            else HIGH_TO_FP16 if HALF else LOW_TO_FP16
-        )  # fmt: skip
-        a, b, c, d = tl.inline_asm_elementwise(
-            FP16, "=h,=h,=h,=h,r", [words], is_pure=True, pack=1,
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            HIGH if HALF else LOW, "=h,=h,=h,=h,r,r", [words, twice[:, None]],
+            dtype=(like.dtype, like.dtype, like.dtype, like.dtype), is_pure=True, pack=1,
         )  # fmt: skip
         numbers = _in_order(a, b, c, d)
     else:
-        numbers = unpack_plain(words, KIND, HALF)
+        EIGHT: tl.constexpr = (  # noqa: N806
+            (INT8_TO_BF16 if KIND == "int8" else E4M3_TO_BF16) if like.dtype == tl.bfloat16
+            else INT8_TO_FP16 if KIND == "int8" else E4M3_TO_FP16
+        )  # fmt: skip
+        a, b, c, d = tl.inline_asm_elementwise(
+            EIGHT, "=h,=h,=h,=h,r", [words], dtype=(like.dtype, like.dtype, like.dtype, like.dtype), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        numbers = _in_order(a, b, c, d)
+        if ZEROS:
+            numbers -= zeros.to(like.dtype)[:, None]
     return numbers
 
 
