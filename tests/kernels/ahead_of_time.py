@@ -161,12 +161,12 @@ def arranged(size_out: int, size_in: int, form: Format) -> Any:
 def quantized_rows(
     size_out: int, size_in: int, form: Format, rows: int, dtype: torch.dtype, bias: bool = False
 ) -> None:
-    from nanovllm.kernels.triton.quantized_linear import quantized_linear
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
 
     x = torch.empty(rows, size_in, dtype=dtype)
     with mock.patch.object(row_tiles(), "num_multiprocessors", return_value=132):
         some = torch.empty(size_out, dtype=dtype) if bias else None
-        quantized_linear(x, arranged(size_out, size_in, form), some)
+        quantized_linear(x, arrange(quantized(size_out, size_in, form)), some)
 
 
 def quantized_many_rows(form: Format, rows: int) -> None:

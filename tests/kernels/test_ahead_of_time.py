@@ -117,7 +117,9 @@ def test_offsets_in_the_cache_have_64_bits(name: str, capability: int, compiled:
     )
     assert f".target sm_{capability}" in ptx
     reached = {"k_cache_ptr", "v_cache_ptr"} if "store" in name else {"k_ptr", "v_ptr"}
-    reached |= {"k_scales_ptr", "v_scales_ptr"} if "codes" in name else set()
+    if "codes" in name:
+        reached |= {"k_scales_ptr", "v_scales_ptr"}
+        reached |= {"k_codes_ptr", "v_codes_ptr"} if "prefill" in name else set()
     assert caches_reached(ir) == reached, ir
 
 
@@ -125,7 +127,7 @@ def test_offsets_in_the_cache_have_64_bits(name: str, capability: int, compiled:
 GROWING = {
     "q_ptr", "k_ptr", "v_ptr", "out_ptr", "tables_ptr", "x_ptr", "residual_ptr", "sum_ptr",
     "qkv_ptr", "key_ptr", "value_ptr", "k_cache_ptr", "v_cache_ptr", "cos_ptr", "sin_ptr",
-    "logits_ptr", "experts_ptr",
+    "logits_ptr", "experts_ptr", "k_codes_ptr", "v_codes_ptr",
 }  # fmt: skip
 
 

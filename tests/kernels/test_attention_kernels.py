@@ -92,6 +92,7 @@ class Paged:
         q *= torch.tensor([0.1, 1.0, 4.0])[torch.randint(3, (len(q), 1, 1))].to(**options)
         self.q = q if shape.strided else q.contiguous()
         ends = itertools.accumulate(asking)
+        whole: list[tuple[slice, torch.Tensor]] = []
         blocks = order[:-1].split([*counts, len(order) - 1 - sum(counts)])
         for row, (n, new, end) in enumerate(zip(shape.contexts, asking, ends, strict=True)):
             self.tables[row, : counts[row]] = blocks[row]
@@ -102,8 +103,10 @@ class Paged:
                 self.tables[row, : max(0, n - new + 1 - shape.window) // size] = order[-1]
             if shape.queries:
                 self.k[end - new : end], self.v[end - new : end] = keys_values[:, n - new :]
+                if new == n:
+                    whole.append((slice(end - new, end), slots.to(device)))
         if shape.quantized:
-            self._quantize()
+            self._quantize(whole)
         self.tables = self.tables.to(device)
         self.lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
         self.cu_q, self.cu_k = (
@@ -111,8 +114,12 @@ class Paged:
             for n in (asking, shape.contexts)
         )
 
-    def _quantize(self) -> None:
-        """Make codes and scales of the caches, which become what those stand for."""
+    def _quantize(self, whole: list[tuple[slice, torch.Tensor]]) -> None:
+        """Make codes and scales of the caches, which become what those stand for.
+
+        `whole` are the rows and the slots of sequences without a cached part. A prefill reads their
+        keys and values from k and v, as they are after they were stored: rounded in two steps.
+        """
         unowned = self.caches.isnan()
         quantized = [quantize(x.flatten(0, 1)) for x in self.caches.nan_to_num()]
         self.codes, scales = (torch.stack(x) for x in zip(*quantized, strict=True))
@@ -124,6 +131,13 @@ class Paged:
         self.scales[unowned[..., 0]] = torch.nan
         self.scales = self.scales.transpose(2, 3).contiguous()
         self.caches[unowned] = torch.nan
+        self.k.fill_(torch.nan)
+        self.v.fill_(torch.nan)
+        for rows, slots in whole:
+            self.k[rows], self.v[rows] = stored = self.caches.flatten(1, 2)[:, slots].to(
+                self.k.dtype
+            )
+            self.caches.flatten(1, 2)[:, slots] = stored.float()
 
     def kernel_layer(self) -> KVLayer:
         """The cache as kernels get it."""
@@ -167,11 +181,13 @@ class Paged:
         plan = kernels.plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
         if use_cache:
             unread = torch.full_like(self.k, torch.nan)
-            keys = (unread, unread, self.kernel_layer())
+            own = (self.k, self.v) if self.shape.quantized else (unread, unread)
+            keys = (*own, self.kernel_layer())
         else:
             assert self.shape.queries == self.shape.contexts
             keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
-        if not use_cache and can_copy_tiles(self.q.device):  # however few tokens there are
+        own = self.shape.quantized or not use_cache
+        if own and can_copy_tiles(self.q.device):  # however few tokens there are
             plan.copies_tiles = self.shape.copies_tiles
         with self.conversion(kernels):
             return kernels.prefill_attention(self.q, *keys, plan)
@@ -356,15 +372,13 @@ def test_prefill_with_copied_tiles_equals_its_twin(kernel_device: str, group: in
     assert_prefills_as_its_twin(Shape(lens, lens, group=group, **LARGE_HEADS), False, kernel_device)
 
 
-def test_short_steps_and_cached_keys_do_not_copy_tiles(kernel_device: str) -> None:
+def test_short_steps_do_not_copy_tiles(kernel_device: str) -> None:
     from nanovllm.kernels.triton.common import can_copy_tiles
     from nanovllm.kernels.triton.prefill_attention import plan_prefill
 
     ends = torch.tensor([0, 5000], dtype=torch.int32, device=kernel_device)
-    tables = torch.zeros(1, 100, dtype=torch.int32, device=kernel_device)
-    steps = [(None, 4096), (None, 4095), (tables, 5000)]
-    copied = [plan_prefill(ends, ends, given, size, 16).copies_tiles for given, size in steps]
-    assert copied == [can_copy_tiles(ends.device), False, False]
+    copied = [plan_prefill(ends, ends, None, size, 16).copies_tiles for size in (4096, 4095)]
+    assert copied == [can_copy_tiles(ends.device), False]
 
 
 @pytest.mark.slow
@@ -501,6 +515,8 @@ def test_prefill_from_the_cache_equals_its_twin(kernel_device: str, shape: Shape
 @example(Shape([500, 129, 65], [1, 65, 64], block_size=64, dtype=BF16, quantized=True))
 @example(Shape([500, 129], [1, 65], dtype=FP16, quantized=True, window=70))
 @example(Shape([500, 129], [1, 65], dtype=BF16, quantized=True, converted=True))
+@example(Shape([500, 129, 70], [1, 129, 70], head_dim=64, dtype=BF16, quantized=True))
+@example(Shape([70, 129], [70, 65], dtype=FP16, quantized=True, window=50, strided=True))
 def test_prefill_from_codes_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, True, kernel_device)
 

@@ -95,6 +95,8 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
         scales, zeros = (_expand(values, scale_rows, size_out) for values in (scales, zeros))
         scale_rows = 1
     assert scales is not None
+    if kind == "e4m3":
+        scales, scale_rows = _with_nan(weight.codes, scales, scale_rows)
     return ArrangedMatrix(
         codes=codes,
         scales=scales if group and scales.dtype in FLOATS else scales.float(),
@@ -119,6 +121,21 @@ def in_word_order(codes: torch.Tensor) -> torch.Tensor:
     """
     of_16 = codes.view(*codes.shape[:-1], -1, 2, 4, 2)
     return of_16.movedim(-3, -1).flatten(-4).contiguous()
+
+
+def _with_nan(
+    codes: torch.Tensor, scales: torch.Tensor, scale_rows: int
+) -> tuple[torch.Tensor, int]:
+    """The scales of e4m3 codes, NaN for outputs that have the code of NaN.
+
+    The kernels take that code for a number.
+    """
+    is_nan = (codes.view(torch.uint8).bitwise_and(0x7F) == 0x7F).any(-1)
+    if not is_nan.any():
+        return scales, scale_rows
+    expanded = _expand(scales, scale_rows, codes.shape[-2])
+    assert expanded is not None
+    return expanded.masked_fill(is_nan.unsqueeze(-2), torch.nan), 1
 
 
 def _padded(codes: torch.Tensor, run: int) -> torch.Tensor:

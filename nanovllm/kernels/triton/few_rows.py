@@ -35,7 +35,8 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
     with_room,
 )
-from nanovllm.kernels.triton.row_tiles import FEW
+from nanovllm.kernels.triton.rounded_linear import can_round
+from nanovllm.kernels.triton.row_tiles import FEW, FEW_ROUNDED
 
 LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
@@ -222,8 +223,11 @@ def few_rows_for(
     device = made[0].device
     if not can_copy_tiles(device):
         return None
-    if any(isinstance(weight, ArrangedMatrix) for weight in made):
-        return FewRows(FEW)
+    arranged = [weight for weight in made if isinstance(weight, ArrangedMatrix)]
+    if arranged:
+        return FewRows(
+            min(FEW_ROUNDED if can_round(weight, device) else FEW for weight in arranged)
+        )
     if triton.cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(
         device
     ):

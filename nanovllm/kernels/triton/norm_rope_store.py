@@ -24,6 +24,48 @@ FEW_TOKENS = 128  # up to this many, several programs share a token's heads, to 
 
 
 @triton.jit
+def _store_kv(  # type: ignore[no-untyped-def]
+    k1, k2, v1, v2, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_scales_ptr, v_scales_ptr,
+    k_fixed, v_fixed, block_size, token, head, d1, d2, inside,
+    D: tl.constexpr, KVH: tl.constexpr, STORE: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Write halves of heads: keys k1 and k2 for the first KVH, then values v1 and v2."""
+    is_k = (head >= 0) & (head < KVH)
+    is_v = (head >= KVH) & (head < 2 * KVH)
+    v_head = head - KVH
+    kept1, kept2 = k1, k2
+    if QUANTIZED:
+        wide1 = tl.where(is_k[:, None], k1, v1).to(tl.float32)
+        wide2 = tl.where(is_k[:, None], k2, v2).to(tl.float32)
+        largest = largest_of(tl.maximum(tl.abs(wide1), tl.abs(wide2), tl.PropagateNan.ALL), 1)
+        scale = scale_of(largest, tl.where(is_k, k_fixed, v_fixed))
+        codes1, codes2 = codes_of(wide1, scale[:, None]), codes_of(wide2, scale[:, None])
+        kept1 = values_of(codes1, scale[:, None]).to(v1.dtype)
+        kept2 = values_of(codes2, scale[:, None]).to(v1.dtype)
+        v_at = v_ptr + token * KVH * D + v_head[:, None] * D
+        tl.store(v_at + d1[None, :], kept1, mask=is_v[:, None] & inside[None, :])
+        tl.store(v_at + d2[None, :], kept2, mask=is_v[:, None] & inside[None, :])
+        k1, k2, v1, v2 = codes1, codes2, codes1, codes2
+    k_at = k_ptr + token * KVH * D + head[:, None] * D
+    tl.store(k_at + d1[None, :], kept1, mask=is_k[:, None] & inside[None, :])
+    tl.store(k_at + d2[None, :], kept2, mask=is_k[:, None] & inside[None, :])
+    slot = tl.load(slots_ptr + token).to(tl.int64) if STORE else -1
+    if slot >= 0:
+        k_to = k_cache_ptr + slot * KVH * D + head[:, None] * D
+        tl.store(k_to + d1[None, :], k1, mask=is_k[:, None] & inside[None, :])
+        tl.store(k_to + d2[None, :], k2, mask=is_k[:, None] & inside[None, :])
+        v_to = v_cache_ptr + slot * KVH * D + v_head[:, None] * D
+        tl.store(v_to + d1[None, :], v1, mask=is_v[:, None] & inside[None, :])
+        tl.store(v_to + d2[None, :], v2, mask=is_v[:, None] & inside[None, :])
+        if QUANTIZED:
+            scale_at = slot // block_size * KVH * block_size + slot % block_size
+            k_scale_to = k_scales_ptr + scale_at + head * block_size
+            v_scale_to = v_scales_ptr + scale_at + v_head * block_size
+            tl.store(k_scale_to, scale.to(tl.bfloat16), mask=is_k)
+            tl.store(v_scale_to, scale.to(tl.bfloat16), mask=is_v)
+
+
+@triton.jit
 def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_fixed, v_fixed,
@@ -47,8 +89,6 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
         d1 = tl.where(turns, d, d + R // 2)
         d2 = tl.where(turns, d + R // 2, d + HALF)
     is_q = head < H
-    is_k = (head >= H) & (head < H + KVH)
-    is_v = (head >= H + KVH) & (head < H + 2 * KVH)
     real = (head < H + 2 * KVH)[:, None] & inside[None, :]
     await_inputs(EARLY)
     let_next_begin(EARLY)
@@ -70,42 +110,13 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + token * rope_stride + d, mask=turns, other=0.0)[None, :]
     out1 = (x1 * cos - x2 * sin).to(raw1.dtype)
     out2 = (x2 * cos + x1 * sin).to(raw1.dtype)
-    k1, k2, v1, v2 = out1, out2, raw1, raw2
-    if QUANTIZED:
-        kv1 = tl.where(is_k[:, None], out1, raw1).to(tl.float32)
-        kv2 = tl.where(is_k[:, None], out2, raw2).to(tl.float32)
-        largest = largest_of(tl.maximum(tl.abs(kv1), tl.abs(kv2), tl.PropagateNan.ALL), 1)
-        head_scale = scale_of(largest, tl.where(is_k, k_fixed, v_fixed))
-        k1, k2 = codes_of(kv1, head_scale[:, None]), codes_of(kv2, head_scale[:, None])
-        v1, v2 = k1, k2
-        kept1 = values_of(k1, head_scale[:, None]).to(raw1.dtype)
-        kept2 = values_of(k2, head_scale[:, None]).to(raw1.dtype)
-        v_at = v_ptr + token * KVH * D + (head - H - KVH)[:, None] * D
-        tl.store(v_at + d1[None, :], kept1, mask=is_v[:, None] & inside[None, :])
-        tl.store(v_at + d2[None, :], kept2, mask=is_v[:, None] & inside[None, :])
-        out1 = tl.where(is_q[:, None], out1, kept1)
-        out2 = tl.where(is_q[:, None], out2, kept2)
-
     q_at = q_ptr + token * H * D + head[:, None] * D
     tl.store(q_at + d1[None, :], out1, mask=is_q[:, None] & inside[None, :])
     tl.store(q_at + d2[None, :], out2, mask=is_q[:, None] & inside[None, :])
-    k_at = k_ptr + token * KVH * D + (head - H)[:, None] * D
-    tl.store(k_at + d1[None, :], out1, mask=is_k[:, None] & inside[None, :])
-    tl.store(k_at + d2[None, :], out2, mask=is_k[:, None] & inside[None, :])
-    slot = tl.load(slots_ptr + token).to(tl.int64) if STORE else -1
-    if slot >= 0:
-        k_to = k_cache_ptr + slot * KVH * D + (head - H)[:, None] * D
-        tl.store(k_to + d1[None, :], k1, mask=is_k[:, None] & inside[None, :])
-        tl.store(k_to + d2[None, :], k2, mask=is_k[:, None] & inside[None, :])
-        v_to = v_cache_ptr + slot * KVH * D + (head - H - KVH)[:, None] * D
-        tl.store(v_to + d1[None, :], v1, mask=is_v[:, None] & inside[None, :])
-        tl.store(v_to + d2[None, :], v2, mask=is_v[:, None] & inside[None, :])
-        if QUANTIZED:
-            scale_at = slot // block_size * KVH * block_size + slot % block_size
-            k_scale_to = k_scales_ptr + scale_at + (head - H) * block_size
-            v_scale_to = v_scales_ptr + scale_at + (head - H - KVH) * block_size
-            tl.store(k_scale_to, head_scale.to(tl.bfloat16), mask=is_k)
-            tl.store(v_scale_to, head_scale.to(tl.bfloat16), mask=is_v)
+    if (tl.program_id(1) + 1) * BLOCK_H > H:  # the others have no keys and values
+        _store_kv(out1, out2, raw1, raw2, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+                  k_scales_ptr, v_scales_ptr, k_fixed, v_fixed, block_size, token, head - H, d1, d2,
+                  inside, D, KVH, STORE, QUANTIZED)  # fmt: skip
 
 
 def norm_rope_store(

@@ -40,13 +40,13 @@ class PrefillPlan:
     tile_seqs: torch.Tensor  # [tiles], int32: a tile's sequence; S for a surplus tile
     tile_ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one
     tile_queries: int
-    copies_tiles: bool  # of keys, if their shape allows it
+    copies_tiles: bool  # of the step's own keys, if their shape allows it
 
 
 @triton.jit
 def _fold_tiles(  # type: ignore[no-untyped-def]
     start, stop, q, position, begin, end, top, total, acc, k_ptr, v_ptr, k_tiles, v_tiles,
-    table_ptr, first_key, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    table_ptr, first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
     num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
@@ -56,8 +56,8 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
         if COPIED and not MASKED:
-            k = k_tiles.load([first_key + key, kv_head * D])
-            v = v_tiles.load([first_key + key, kv_head * D])
+            k = k_tiles.load([first_row + key, kv_head * D])
+            v = v_tiles.load([first_row + key, kv_head * D])
         else:
             if BLOCK_SIZE:
                 k_at, _ = cache_offsets(
@@ -65,7 +65,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
                 )
                 v_at = k_at
             else:
-                row = (first_key + key).to(tl.int64)
+                row = (first_row + key).to(tl.int64)
                 k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
                 v_at = row * v_row_stride + kv_head * v_head_stride + n * v_row_stride
             k_at = k_ptr + k_at[:, None] + d[None, :]
@@ -116,16 +116,64 @@ def _fold_codes(  # type: ignore[no-untyped-def]
     return top, total, even, odd
 
 
+@triton.jit
+def _attend_tiles(  # type: ignore[no-untyped-def]
+    q, position, begin, start, seen_by_all, end, top, k_ptr, v_ptr, k_tiles, v_tiles, table_ptr,
+    first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
+    scale_log2,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile of queries [M, BLOCK_D] over all keys that one of them sees."""
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    for masked in tl.static_range(2):
+        top, total, acc = _fold_tiles(
+            seen_by_all if masked else start, end if masked else seen_by_all, q, position, begin,
+            end, top, total, acc, k_ptr, v_ptr, k_tiles, v_tiles, table_ptr, first_row, kv_head,
+            k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2, D,
+            BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, COPIED, masked,
+        )  # fmt: skip
+    return total, acc
+
+
+@triton.jit
+def _attend_pairs(  # type: ignore[no-untyped-def]
+    q_at, inside, position, begin, start, seen_by_all, end, top, k_ptr, v_ptr, k_scales_ptr,
+    v_scales_ptr, table_ptr, kv_head, num_kv_heads, scale_log2,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CONVERTED: tl.constexpr,
+):  # fmt: skip
+    """The same with pairs of codes from the cache, for queries at `q_at` [M]."""
+    q_even, q_odd, factor = halves_of_queries(q_at, inside, D, BLOCK_D, CONVERTED)
+    factor *= scale_log2
+    total = tl.zeros([q_at.shape[0]], tl.float32)
+    even = tl.zeros([BLOCK_D // 2, q_at.shape[0]], tl.float32)
+    odd = even
+    for masked in tl.static_range(2):
+        top, total, even, odd = _fold_codes(
+            seen_by_all if masked else start, end if masked else seen_by_all, q_even, q_odd, factor,
+            position, begin, end, top, total, even, odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+            table_ptr, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, CONVERTED,
+            masked,
+        )  # fmt: skip
+    return total, interleave(even, odd, CONVERTED)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, tables_ptr, cu_q_ptr,
-    cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, out_ptr, scale_log2, q_row_stride, q_head_stride,
-    k_row_stride, k_head_stride, v_row_stride, v_head_stride, table_stride, num_seqs, num_kv_heads,
+    q_ptr, k_ptr, v_ptr, k_codes_ptr, v_codes_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles,
+    tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, out_ptr, scale_log2,
+    q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    table_stride, num_seqs, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries. BLOCK_SIZE 0: K and V are the step's own, one row for each token."""
+    """One tile of queries. BLOCK_SIZE 0: K and V are the step's own, one row for each token.
+
+    QUANTIZED: those that are not the step's own are codes in the cache.
+    """
     kv_head = tl.program_id(0) % num_kv_heads
     number = tl.program_id(0) // num_kv_heads
     seq = tl.load(tile_seqs_ptr + number)
@@ -134,8 +182,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         tile = tl.load(tile_ends_ptr + seq) - 1 - number
         first_row = tl.load(cu_q_ptr + seq)
         num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
-        first_key = tl.load(cu_k_ptr + seq)
-        num_keys = tl.load(cu_k_ptr + seq + 1) - first_key
+        num_keys = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
         m = tl.arange(0, BLOCK_Q * BLOCK_G)
         d = tl.arange(0, BLOCK_D)
         query = tile * BLOCK_Q + m // BLOCK_G
@@ -155,39 +202,22 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             start = begin // BLOCK_N * BLOCK_N
             seen_by_all = start  # any tile may be at the edge of some query's window
             top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first tile may be hidden
-        total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
         table = tables_ptr + seq.to(tl.int64) * table_stride
         position = num_keys - num_queries + query
-        if QUANTIZED:
-            q_even, q_odd, factor = halves_of_queries(q_at, inside, D, BLOCK_D, CONVERTED)
-            factor *= scale_log2
-            even = tl.zeros([BLOCK_D // 2, BLOCK_Q * BLOCK_G], tl.float32)
-            odd = tl.zeros([BLOCK_D // 2, BLOCK_Q * BLOCK_G], tl.float32)
-            top, total, even, odd = _fold_codes(
-                start, seen_by_all, q_even, q_odd, factor, position, begin, end, top, total, even,
-                odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, kv_head, num_kv_heads, D,
-                BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, CONVERTED, False,
+        cached = num_keys > num_queries
+        if QUANTIZED and cached:
+            total, acc = _attend_pairs(
+                q_at, inside, position, begin, start, seen_by_all, end, top, k_codes_ptr,
+                v_codes_ptr, k_scales_ptr, v_scales_ptr, table, kv_head, num_kv_heads, scale_log2,
+                D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, CONVERTED,
             )  # fmt: skip
-            top, total, even, odd = _fold_codes(
-                seen_by_all, end, q_even, q_odd, factor, position, begin, end, top, total, even,
-                odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, kv_head, num_kv_heads, D,
-                BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, CONVERTED, True,
-            )  # fmt: skip
-            acc = interleave(even, odd, CONVERTED)
         else:
             q = tl.load(q_at[:, None] + d[None, :], mask=real, other=0.0)
-            acc = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], tl.float32)
-            top, total, acc = _fold_tiles(
-                start, seen_by_all, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
-                k_tiles, v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride,
-                v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D,
-                BLOCK_N, WINDOW, COPIED, False,
-            )  # fmt: skip
-            top, total, acc = _fold_tiles(
-                seen_by_all, end, q, position, begin, end, top, total, acc, k_ptr, v_ptr,
-                k_tiles, v_tiles, table, first_key, kv_head, k_row_stride, k_head_stride,
-                v_row_stride, v_head_stride, num_kv_heads, scale_log2, D, BLOCK_SIZE, BLOCK_D,
-                BLOCK_N, WINDOW, COPIED, True,
+            total, acc = _attend_tiles(
+                q, position, begin, start, seen_by_all, end, top, k_ptr, v_ptr, k_tiles, v_tiles,
+                table, first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+                num_kv_heads, scale_log2, D, 0 if QUANTIZED else BLOCK_SIZE, BLOCK_D, BLOCK_N,
+                WINDOW, COPIED,
             )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
@@ -215,8 +245,7 @@ def plan_prefill(
     most = num_tokens // tile_queries + num_seqs  # a bound that needs no sync
     numbers = torch.arange(most, dtype=torch.int32, device=cu_seqlens_q.device)
     tile_seqs = torch.searchsorted(tile_ends, numbers, right=True, out_int32=True)
-    # Copying gains less where a table must be read for each tile.
-    copies = block_tables is None and num_tokens >= MANY_TOKENS and can_copy_tiles(numbers.device)
+    copies = num_tokens >= MANY_TOKENS and can_copy_tiles(numbers.device)
     return PrefillPlan(
         cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends, tile_queries, copies
     )
@@ -239,10 +268,13 @@ def prefill_attention(
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     paged = plan.block_tables is not None
     quantized = paged and kv.k_scales is not None
+    codes = (k, v)
     if paged:
         assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
-        caches = (kv.k_cache, kv.v_cache)
-        k, v = (x.flatten(0, 1) for x in (map(as_pairs, caches) if quantized else caches))
+        if quantized:
+            codes = (as_pairs(kv.k_cache), as_pairs(kv.v_cache))
+        else:
+            k, v = (cache.flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
     tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
     group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     block_n = tile_keys(block_d, q.dtype)
@@ -250,12 +282,13 @@ def prefill_attention(
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
     # With a window, all tiles may be masked, and masked tiles are not copied.
     copied = plan.copies_tiles and kv.window is None and all(map(_is_matrix_of_heads, (k, v)))
+    copied &= quantized or not paged  # it gains less where a table must be read for each tile
     k_tiles, v_tiles = (
         tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
-        q, k, v, kv.k_scales, kv.v_scales, k_tiles, v_tiles, tables, plan.cu_seqlens_q,
+        q, k, v, *codes, kv.k_scales, kv.v_scales, k_tiles, v_tiles, tables, plan.cu_seqlens_q,
         plan.cu_seqlens_k, plan.tile_seqs, plan.tile_ends, out, kv.scale * LOG2E, q.stride(0),
         q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), tables.stride(0),
         len(plan.tile_ends), num_kv_heads,

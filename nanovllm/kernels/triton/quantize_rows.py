@@ -12,6 +12,7 @@ import triton.language as tl
 
 from nanovllm.kernels.plain.quantize_rows import LEAST, MOST
 from nanovllm.kernels.triton.common import INTERPRETED, await_inputs, early, let_next_begin
+from nanovllm.kernels.triton.kv_codes import largest_of
 from nanovllm.kernels.triton.rms_norm import norm_row, num_warps_of
 from nanovllm.kernels.triton.silu_and_mul import activated
 
@@ -33,7 +34,7 @@ def store_rounded(  # type: ignore[no-untyped-def]
     if STATIC:
         scales = tl.zeros([BLOCK // GROUP], tl.float32) + tl.load(scale_ptr).to(tl.float32)
     else:
-        top = tl.maximum(tl.max(tl.abs(groups), axis=1), LEAST_SCALED)
+        top = tl.maximum(largest_of(groups, 1), LEAST_SCALED, tl.PropagateNan.ALL)
         scales = top * (1 / MOST)
     inverse = 1.0 / scales if INTERPRETED else tl.div_rn(1.0, scales)
     scaled = tl.minimum(tl.maximum(groups * inverse[:, None], -MOST), MOST)
@@ -68,27 +69,31 @@ def _rounded_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, sum_ptr, codes_ptr, scales_ptr, scale_ptr, eps, x_stride,
     residual_stride,
     K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, STATIC: tl.constexpr, ADD: tl.constexpr,
+    MOST: tl.constexpr, STATIC: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The norm is rounded to the type of x, as a kernel would that stores it, and then to codes."""
     row = tl.program_id(0).to(tl.int64)
+    await_inputs(EARLY)
     norm = norm_row(x_ptr, residual_ptr, weight_ptr, sum_ptr, eps, row, x_stride, residual_stride,
                     K, BLOCK, ADD)  # fmt: skip
     norm = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
     store_rounded(norm, codes_ptr, scales_ptr, scale_ptr, row, 0, N, GROUP, BLOCK, MOST, STATIC)
+    let_next_begin(EARLY)
 
 
 @triton.jit
 def _rounded_activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scales_ptr, scale_ptr, x_stride,
     K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, STATIC: tl.constexpr,
+    MOST: tl.constexpr, STATIC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
+    await_inputs(EARLY)
     out = activated(x_ptr + row * x_stride, first + tl.arange(0, BLOCK), K)
     out = out.to(x_ptr.dtype.element_ty).to(tl.float32)
     store_rounded(out, codes_ptr, scales_ptr, scale_ptr, row, first, N, GROUP, BLOCK, MOST, STATIC)
+    let_next_begin(EARLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,7 @@ class Rounding:
         rounded, options, block = self._new(len(x), x.shape[1] // 2, x, whole=False)
         _rounded_activation_kernel[(len(x), triton.cdiv(self.padded, block))](
             x, rounded.codes, rounded.scales, self._scale_or(x), x.stride(0), **options,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=min(16, max(1, block // 512)), **early(x.device),
         )  # fmt: skip
         return rounded
 
@@ -148,7 +153,7 @@ class Rounding:
         _rounded_norm_kernel[(len(x),)](
             x, before, weight, total, rounded.codes, rounded.scales, self._scale_or(x), eps,
             x.stride(0), before.stride(0), **options, ADD=residual is not None,
-            num_warps=num_warps_of(size),
+            num_warps=num_warps_of(size), **early(x.device),
         )  # fmt: skip
         return rounded, total
 

@@ -255,7 +255,7 @@ def launch(
     copied_x &= len(whole_x) % tiles.rows == 0  # others are slow to copy
     zeros = weight.scales if weight.zeros is None else weight.zeros
     # Tiles of scales with few bytes, or those of blocks, are loaded by the threads.
-    copied_scales = copied and tiles.copies_scales and weight.group > 0 and weight.scale_rows == 1
+    copied_scales = copied and weight.group > 0 and weight.scale_rows == 1
     copied_scales &= size_out % 16 == 0
     _quantized_rows_kernel[(triton.cdiv(num_rows, tiles.rows), columns, tiles.splits)](
         x, tiles_of(whole_x, tiles.rows, weight.inner) if copied_x else None,

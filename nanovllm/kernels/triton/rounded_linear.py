@@ -12,19 +12,23 @@ from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     INTERPRETED,
     add_parts,
+    await_inputs,
     can_copy_tiles,
     capability,
+    early,
+    let_next_begin,
     num_multiprocessors,
     tiles_of,
 )
 from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
-from nanovllm.kernels.triton.row_tiles import FEW
+from nanovllm.kernels.triton.row_tiles import FEW_ROUNDED, Tiles
 
 BLOCK_K = 128
 TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights for
 E4M3_AT = 89  # the compute capability whose tensor cores multiply e4m3
+SMALL = 64  # rows and outputs of a tile
+MOST_SPLITS = 4
 ALIGNED = 16  # PyTorch's product needs sizes that are multiples of it
-FAST_SUMS = False  # whether its sums of e4m3 products have fewer bits than float32
 
 
 @triton.jit
@@ -44,7 +48,7 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of K of one tile of outputs."""
     tiles_t = tl.cdiv(num_rows, BLOCK_T)
@@ -59,6 +63,7 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     n = first_n + tl.arange(0, BLOCK_N)
     n_at = tl.minimum(n, N - 1)
     t_at = tl.minimum(t, num_rows - 1).to(tl.int64)
+    await_inputs(EARLY)
     acc_type: tl.constexpr = tl.float32
     if x_ptr.dtype.element_ty == tl.int8 and not INTERPRETED:
         acc = tl.zeros([BLOCK_T, BLOCK_N], tl.int32)
@@ -72,7 +77,9 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     ALONE: tl.constexpr = SCALE_ROWS % BLOCK_N == 0  # noqa: N806
     if BLOCKS and ALONE:  # a tile has one scale, which is loaded an iteration before its use
         scale_at = scales_ptr + first_n // SCALE_ROWS
-        next_scale = tl.load(scale_at + begin // BLOCK_K * COLUMNS).to(tl.float32)
+        next_scale = tl.load(scale_at + tl.minimum(begin, K - 1) // BLOCK_K * COLUMNS).to(
+            tl.float32
+        )
     for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         if COPIED:
             x = x_tiles.load([first_t, k])
@@ -97,6 +104,7 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     real = (t < num_rows)[:, None] & (n < N)[None, :]
     finishes, acc = add_parts(acc, parts_ptr, arrivals_ptr, program, split, num_rows * N, out_at,
                               real, SPLIT)  # fmt: skip
+    let_next_begin(EARLY)
     if finishes:
         out = acc.to(tl.float32)
         if not BLOCKS:
@@ -119,7 +127,7 @@ def can_round(weight: ArrangedMatrix, device: torch.device) -> bool:
 
 def rounding_of(weight: ArrangedMatrix, num_rows: int) -> Rounding | None:
     """How that many rows are rounded before such a weight multiplies them; None if they are not."""
-    if num_rows <= FEW or weight.order is not None or not can_round(weight, weight.device):
+    if num_rows <= FEW_ROUNDED or weight.order is not None or not can_round(weight, weight.device):
         return None
     dtype = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
     return Rounding(dtype, weight.group, weight.input_scale, weight.padded_in)
@@ -129,48 +137,70 @@ def rounded_linear(
     x: RoundedRows, weight: ArrangedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x @ weight.T + bias` for rows [T, K] that the weight's rounding has made."""
-    aligned = weight.size_out % ALIGNED == 0 and x.dtype == torch.bfloat16 and not weight.group
-    if weight.kind == "e4m3" and aligned and x.codes.is_cuda:
+    if _takes_pytorch(x, weight):
         matrix = weight.codes.view(torch.float8_e4m3fn).t()
         columns = weight.scales.view(1, -1)
-        out = torch._scaled_mm(
-            x.codes, matrix, x.scales, columns, out_dtype=x.dtype, use_fast_accum=FAST_SUMS
-        )
+        out = torch._scaled_mm(x.codes, matrix, x.scales, columns, out_dtype=x.dtype)
         return out if bias is None else out.add_(bias)
     return multiply(x, weight, bias)
+
+
+def _takes_pytorch(x: RoundedRows, weight: ArrangedMatrix) -> bool:
+    """Whether PyTorch has that product, and is faster: it is with many tiles."""
+    if weight.kind != "e4m3" or weight.group or not x.codes.is_cuda:
+        return False
+    tiles = _small_tiles(len(x.codes), weight.size_out)
+    many = len(x.codes) > SMALL and tiles > 2 * num_multiprocessors(weight.device)
+    return many and weight.size_out % ALIGNED == 0 and x.dtype == torch.bfloat16
 
 
 def multiply(
     x: RoundedRows,
     weight: ArrangedMatrix,
     bias: torch.Tensor | None,
-    tiles: tuple[int, int, int, int, int] | None = None,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """The product by a kernel of ours. Its tiles: rows, outputs, warps, stages, and splits."""
+    """The product by a kernel of ours."""
     (num_rows, size_in), size_out = x.codes.shape, weight.size_out
     out = torch.empty(num_rows, size_out, dtype=x.dtype, device=x.codes.device)
     matrix = weight.codes.view(x.codes.dtype)
     copied = can_copy_tiles(out.device)
     processors = num_multiprocessors(out.device)
-    rows, outputs, warps, stages, splits = tiles or _choose_tiles(num_rows, size_out, processors)
-    grid = triton.cdiv(num_rows, rows) * triton.cdiv(size_out, outputs)
+    tiles = tiles or _choose_tiles(num_rows, size_out, size_in, weight.group, processors)
+    grid = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(size_out, tiles.outputs)
+    block_k = BLOCK_K * tiles.runs
+    assert size_in % block_k == 0
     parts = out
-    if splits > 1:
-        parts = out.new_empty(splits, num_rows, size_out, dtype=torch.float32)
-    _rounded_kernel[(grid, splits)](
-        x.codes, tiles_of(x.codes, rows, BLOCK_K) if copied else None,
-        matrix, tiles_of(matrix, outputs, BLOCK_K) if copied else None,
+    if tiles.splits > 1:
+        assert grid <= len(weight.arrivals)
+        parts = out.new_empty(tiles.splits, num_rows, size_out, dtype=torch.float32)
+    _rounded_kernel[(grid, tiles.splits)](
+        x.codes, tiles_of(x.codes, tiles.rows, block_k) if copied else None,
+        matrix, tiles_of(matrix, tiles.outputs, block_k) if copied else None,
         x.scales, weight.scales, out if bias is None else bias, out,
         parts, weight.arrivals, num_rows,
         N=size_out, K=size_in, BLOCKS=weight.group > 0, COLUMNS=weight.scales.shape[-1],
-        SCALE_ROWS=weight.scale_rows, BIAS=bias is not None, BLOCK_T=rows, BLOCK_N=outputs,
-        BLOCK_K=BLOCK_K, TOGETHER=TOGETHER, COPIED=copied, STAGES=stages, SPLIT=splits,
-        num_warps=warps,
+        SCALE_ROWS=weight.scale_rows, BIAS=bias is not None, BLOCK_T=tiles.rows,
+        BLOCK_N=tiles.outputs, BLOCK_K=block_k, TOGETHER=TOGETHER, COPIED=copied,
+        STAGES=tiles.stages, SPLIT=tiles.splits, num_warps=tiles.warps, **early(out.device),
     )  # fmt: skip
     return out
 
 
-def _choose_tiles(num_rows: int, size_out: int, processors: int) -> tuple[int, int, int, int, int]:
-    """Large tiles read least; of small ones, three run side by side on a processor."""
-    large = triton.cdiv(num_rows, 128) * triton.cdiv(size_out, 128)
-    return (128, 128, 8, 4, 1) if large >= 2 * processors else (128, 64, 4, 3, 1)
+def _small_tiles(num_rows: int, size_out: int) -> int:
+    return -(-num_rows // SMALL) * -(-size_out // SMALL)
+
+
+def _choose_tiles(num_rows: int, size_out: int, size_in: int, group: int, processors: int) -> Tiles:
+    """Small tiles, two or three of them on each processor, and parts of K if those are too few.
+
+    Tiles of many more are large, as those read least; with a scale for each 128 inputs, registers
+    bound them.
+    """
+    tiles, steps = _small_tiles(num_rows, size_out), size_in // BLOCK_K
+    if tiles > 3 * processors:
+        return Tiles(SMALL, 2 * SMALL, 1, 3) if group else Tiles(2 * SMALL, 2 * SMALL, 1, 4, 8)
+    splits = max(1, min(2 * processors // tiles, steps // 2, MOST_SPLITS))
+    if tiles * splits <= 2 * processors and not group and steps % 2 == 0:
+        return Tiles(SMALL, SMALL, splits, 3, runs=2)
+    return Tiles(SMALL, SMALL, splits, 4)

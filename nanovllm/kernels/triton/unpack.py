@@ -57,7 +57,6 @@ def _pairs(make, constants: str, first: str, other: str, *args):  # type: ignore
 AS_IS, NEXT = "mov.b32 v, $4;", "shr.b32 v, $4, 8;"
 UPPER = "shl.b32 v, $4, 8;"  # of e4m3, whose bits are taken from upper bytes
 OR, XOR = "0xea", "0x6a"  # of the two bits that `and` leaves, with those of c
-BF16_128 = "mov.b32 c, 0x43004300; mov.b32 b, 0x3f803f80;"
 FP16_1024 = "mov.b32 b, 0x3c003c00;"
 
 INT8_TO_BF16 = _pairs(_int8, "mov.b32 c, 0x43004300; mov.b32 d, 0xbf80bf80;", AS_IS, NEXT)
@@ -71,20 +70,25 @@ E4M3_TO_BF16 = _pairs(
 E4M3_TO_FP16 = _pairs(
     _e4m3, "mov.b32 c, 0x5c005c00; mov.b32 d, 0x80008000;", UPPER, AS_IS, 1, "f16x2"
 )  # times 2^8
-# (128 plus the code plus 8), or 1024 for 128, plus $5: minus the sum of those constants and of the
-# zero point, twice.
-LOW_TO_BF16, HIGH_TO_BF16 = (
-    _pairs(_biased, BF16_128 + "mov.b32 d, $5;", first, other, "0x000f000f", OR, "bf16x2")
-    for first, other in ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
-)
-LOW_TO_FP16, HIGH_TO_FP16 = (
-    _pairs(
-        _biased, FP16_1024 + "mov.b32 c, 0x64006400; mov.b32 d, $5;", first, other,
-        "0x000f000f", OR, "f16x2",
+
+
+def _int4(constants: str, kind: str, bias: str) -> tuple[tl.constexpr, tl.constexpr]:
+    """For the low and the high codes of bytes: c plus the code plus 8, plus a bias."""
+    shifts = ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
+    low, high = (
+        _pairs(_biased, f"{constants} mov.b32 d, {bias};", *steps, "0x000f000f", OR, kind)
+        for steps in shifts
     )
-    for first, other in ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
-)  # fmt: skip
-INT4_BF16, INT4_FP16 = tl.constexpr(128.0 + 8.0), tl.constexpr(1024.0 + 8.0)
+    return low, high
+
+
+INT4_BF16 = "mov.b32 c, 0x43004300; mov.b32 b, 0x3f803f80;", "bf16x2"
+INT4_FP16 = "mov.b32 c, 0x64006400; mov.b32 b, 0x3c003c00;", "f16x2"
+LOW_TO_BF16, HIGH_TO_BF16 = _int4(*INT4_BF16, "0xc308c308")
+LOW_TO_FP16, HIGH_TO_FP16 = _int4(*INT4_FP16, "0xe408e408")
+# With zero points, the bias is $5: those of an output and the constants above, twice, negative.
+LOW_BIASED_TO_BF16, HIGH_BIASED_TO_BF16 = _int4(*INT4_BF16, "$5")
+LOW_BIASED_TO_FP16, HIGH_BIASED_TO_FP16 = _int4(*INT4_FP16, "$5")
 
 
 @triton.jit
@@ -93,35 +97,38 @@ def unpack(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Words [N, W] as numbers [N, 4 * W] of the type of `like`, minus zeros [N] if ZEROS.
 
-    All of it is exact. KIND is that of an `ArrangedMatrix`. Of int4, HALF says which half of each byte: 0 is the low
-    one.
+    All of it is exact. KIND is that of an `ArrangedMatrix`. Of int4, HALF says which half of each
+    byte: 0 is the low one.
     """
     if INTERPRETED or like.dtype == tl.float32:
         numbers = unpack_plain(words, KIND, HALF)
         if ZEROS:
             numbers -= zeros.to(tl.float32)[:, None]
-    elif KIND == "int4":
-        LOW: tl.constexpr = LOW_TO_BF16 if like.dtype == tl.bfloat16 else LOW_TO_FP16  # noqa: N806
-        HIGH: tl.constexpr = HIGH_TO_BF16 if like.dtype == tl.bfloat16 else HIGH_TO_FP16  # noqa: N806
-        bias = tl.zeros([words.shape[0]], tl.float32)
-        bias -= INT4_BF16 if like.dtype == tl.bfloat16 else INT4_FP16
-        if ZEROS:
-            bias -= zeros.to(tl.float32)
+    elif KIND == "int4" and ZEROS:
+        bias = -zeros.to(tl.float32) - (136.0 if like.dtype == tl.bfloat16 else 1032.0)
         bits = bias.to(like.dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
         twice = (bits | bits << 16).to(tl.int32, bitcast=True)
+        BIASED: tl.constexpr = (  # noqa: N806
+            (HIGH_BIASED_TO_BF16 if HALF else LOW_BIASED_TO_BF16) if like.dtype == tl.bfloat16
+            else HIGH_BIASED_TO_FP16 if HALF else LOW_BIASED_TO_FP16
+        )  # fmt: skip
         a, b, c, d = tl.inline_asm_elementwise(
-            HIGH if HALF else LOW, "=h,=h,=h,=h,r,r", [words, twice[:, None]],
+            BIASED, "=h,=h,=h,=h,r,r", [words, twice[:, None]],
             dtype=(like.dtype, like.dtype, like.dtype, like.dtype), is_pure=True, pack=1,
         )  # fmt: skip
         numbers = _in_order(a, b, c, d)
     else:
-        EIGHT: tl.constexpr = (  # noqa: N806
-            (INT8_TO_BF16 if KIND == "int8" else E4M3_TO_BF16) if like.dtype == tl.bfloat16
-            else INT8_TO_FP16 if KIND == "int8" else E4M3_TO_FP16
+        BF16: tl.constexpr = (  # noqa: N806
+            INT8_TO_BF16 if KIND == "int8" else E4M3_TO_BF16 if KIND == "e4m3"
+            else HIGH_TO_BF16 if HALF else LOW_TO_BF16
+        )  # fmt: skip
+        FP16: tl.constexpr = (  # noqa: N806
+            INT8_TO_FP16 if KIND == "int8" else E4M3_TO_FP16 if KIND == "e4m3"
+            else HIGH_TO_FP16 if HALF else LOW_TO_FP16
         )  # fmt: skip
         a, b, c, d = tl.inline_asm_elementwise(
-            EIGHT, "=h,=h,=h,=h,r", [words], dtype=(like.dtype, like.dtype, like.dtype, like.dtype), is_pure=True,
-            pack=1,
+            BF16 if like.dtype == tl.bfloat16 else FP16, "=h,=h,=h,=h,r", [words],
+            dtype=(like.dtype, like.dtype, like.dtype, like.dtype), is_pure=True, pack=1,
         )  # fmt: skip
         numbers = _in_order(a, b, c, d)
         if ZEROS:
