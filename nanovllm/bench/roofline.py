@@ -13,10 +13,12 @@ are not counted: they are small, or can be hidden.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.quantization import HEAD
 from nanovllm.models.weight_bytes import WeightBytes
@@ -144,6 +146,16 @@ def decoder_bytes(
     """The sum of `layer_bytes` over all layers."""
     layers = range(config.num_hidden_layers)
     return sum(layer_bytes(config, i, sizes, num_experts) for i in layers)
+
+
+def main_scheme(config: ModelConfig, sizes: WeightBytes) -> Scheme | None:
+    """How most of the decoder's weights are quantized; None if they are plain."""
+    counts: Counter[Scheme | None] = Counter()
+    for index in range(config.num_hidden_layers):
+        for name, size_out, size_in, is_experts in layer_matrices(config, index):
+            copies = config.experts.num_experts if config.experts and is_experts else 1
+            counts[sizes.scheme(f"model.layers.{index}.{name}")] += size_out * size_in * copies
+    return counts.most_common(1)[0][0]
 
 
 def head_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
