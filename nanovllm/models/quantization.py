@@ -20,12 +20,8 @@ FIELD = "quantization_config"
 class Rule:
     """The scheme of the layers for which `pattern` matches the beginning of the name."""
 
-    pattern: str
+    pattern: re.Pattern[str]
     scheme: Scheme | None  # None: plain weights
-
-    def matches(self, name: str) -> bool:
-        """Whether this rule is for the layer."""
-        return re.match(self.pattern, name) is not None
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Quantization:
 
     def scheme(self, name: str) -> Scheme | None:
         """The scheme of a linear layer, by its name in the checkpoint."""
-        return next((rule.scheme for rule in self.rules if rule.matches(name)), None)
+        return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -56,17 +52,17 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     if config is None:
         return None
     if not isinstance(config, dict):
-        raise TypeError(f"{FIELD} must be an object, got {shorten(config)}")
+        raise ValueError(f"{FIELD} must be an object, got {shorten(config)}")
     default = "compressed-tensors" if "config_groups" in config else None
     method = config.get("quant_method", default)
     try:
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise _refusal("quant_method", method, METHODS)
         return METHODS[method](config)
     except KeyError as error:
         raise ValueError(f"{FIELD} has no field {error}") from None
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{FIELD}: {error}") from None
+        raise ValueError(f"{FIELD}: {error}") from None
 
 
 def _refusal(name: str, value: Any, supported: Any) -> ValueError:
@@ -76,19 +72,38 @@ def _refusal(name: str, value: Any, supported: Any) -> ValueError:
 
 
 def _only(config: Mapping[str, Any], name: str, *supported: Any) -> None:
-    """Raise unless a field, if it is there, has one of these values."""
+    """Raise unless a field, if it is there, has one of these values: 4.0 is not 4."""
     value = config.get(name, supported[0])
-    if value not in supported:
+    if not any(type(value) is type(other) and value == other for other in supported):
         raise _refusal(name, value, supported)
 
 
-def _names(config: Mapping[str, Any], *fields: str) -> list[str]:
-    """The names in the first of these fields that is there and not null."""
-    given = (config[field] for field in fields if config.get(field) is not None)
-    value: Any = next(given, [])
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"{fields[0]} must be a list of names, got {shorten(value)}")
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, got {shorten(value)}")
     return value
+
+
+def _names(config: Mapping[str, Any], *fields: str) -> list[str]:
+    """The names in the first of these fields that is there and not null; else there are none."""
+    field = next((field for field in fields if config.get(field) is not None), None)
+    return _list_of_names(field, config[field]) if field else []
+
+
+def _list_of_names(field: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{field} must be a list of names, got {shorten(value)}")
+    return value
+
+
+def _rule(field: str, pattern: str, scheme: Scheme | None) -> Rule:
+    """A rule with a pattern of a field."""
+    try:
+        return Rule(re.compile(pattern), scheme)
+    except re.error as error:
+        raise ValueError(
+            f"{field} must have regular expressions, got {shorten(pattern)}: {error}"
+        ) from None
 
 
 def _excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Rule, ...]:
@@ -99,7 +114,8 @@ def _excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Ru
     excluded = [rf"(.*\.)?{re.escape(name)}(\.|$)" for name in names]
     if not head:
         excluded.append(f"{HEAD}$")
-    return (*(Rule(pattern, None) for pattern in excluded), Rule("", scheme))
+    rules = [Rule(re.compile(pattern), None) for pattern in excluded]
+    return (*rules, Rule(re.compile(""), scheme))
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantization:
@@ -114,7 +130,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     if block is None:
         scheme = Scheme("fp8", 8, rows=None, columns=None, inputs=inputs)
     else:
-        rows, columns = _block(block)
+        rows, columns = _block("weight_block_size", block)
         if inputs != "dynamic":
             raise _refusal("activation_scheme", inputs, ["dynamic"])
         scheme = Scheme("fp8", 8, rows, columns, inputs=inputs, scale_name="weight_scale_inv")
@@ -122,12 +138,14 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     return Quantization("fp8", _excluding(names, scheme), files_decide=True)
 
 
-def _block(value: Any) -> tuple[int, int]:
+def _block(field: str, value: Any) -> tuple[int, int]:
     """The rows and columns of a block: a list of two numbers, or a text like "128x128"."""
-    sizes = value.split("x") if isinstance(value, str) else value
+    sizes = value
+    if isinstance(value, str):
+        sizes = [int(size) if size.isdecimal() else size for size in value.split("x")]
     if not isinstance(sizes, list) or len(sizes) != 2:
-        raise ValueError(f"the block of weights must have 2 sizes, got {shorten(value)}")
-    rows, columns = (check_int("size of a block", int(size), 16) for size in sizes)
+        raise ValueError(f"{field} must have 2 sizes, got {shorten(value)}")
+    rows, columns = (check_int(f"{field}: size of a block", size, 16) for size in sizes)
     return rows, columns
 
 
@@ -158,14 +176,13 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
             zero_offset=1 if layout == "gptq" else 0,
         )  # fmt: skip
 
-    overrides = config.get("dynamic") or {}
-    rules = tuple(
-        Rule(
-            key[2:] if key[:2] in ("+:", "-:") else key,
-            None if key.startswith("-:") else scheme({**config, **values}),
-        )
-        for key, values in overrides.items()
-    )
+    def override(key: str, values: Any) -> Rule:
+        values = _object(f"dynamic[{key!r}]", values)
+        sign, pattern = (key[:2], key[2:]) if key[:2] in ("+:", "-:") else ("", key)
+        return _rule("dynamic", pattern, None if sign == "-:" else scheme({**config, **values}))
+
+    overrides = _object("dynamic", config.get("dynamic") or {})
+    rules = tuple(override(key, values) for key, values in overrides.items())
     names = _names(config, "modules_to_not_convert")
     rules += _excluding(names, scheme(config), has_head)
     return Quantization("gptq", rules, files_decide=True)
@@ -181,20 +198,23 @@ LAYOUTS = ("float-quantized", "naive-quantized", "int-quantized", PACKED)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
-    sparsity = config.get("sparsity_config") or {}
+    sparsity = _object("sparsity_config", config.get("sparsity_config") or {})
     if sparsity.get("format", "dense") != "dense":
         raise _refusal("sparsity_config", sparsity["format"], ["dense"])
     if config.get("transform_config"):
         raise ValueError("transform_config is not supported")
-    rules = [Rule(_target(name), None) for name in _names(config, "ignore")]
-    groups = config["config_groups"]
-    if not isinstance(groups, dict):
-        raise TypeError(f"config_groups must be an object, got {shorten(groups)}")
-    found = [rule for group in groups.values() for rule in _group_rules(config, group)]
-    rules += sorted(found, key=lambda rule: rule.pattern == "")  # classes of layers come last
-    kv_cache = config.get("kv_cache_scheme")
-    if kv_cache is not None and (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
-        raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
+    rules = [_rule("ignore", _target(name), None) for name in _names(config, "ignore")]
+    groups = _object("config_groups", config["config_groups"])
+    found = [
+        rule
+        for name, group in groups.items()
+        for rule in _group_rules(config, _object(f"config_groups[{name!r}]", group))
+    ]
+    rules += sorted(found, key=lambda rule: not rule.pattern.pattern)  # classes of layers: last
+    if config.get("kv_cache_scheme") is not None:
+        kv_cache = _object("kv_cache_scheme", config["kv_cache_scheme"])
+        if (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
+            raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
     return Quantization("compressed-tensors", tuple(rules), files_decide=False)
 
 
@@ -202,11 +222,16 @@ def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> Iterato
     layout = group.get("format") or config.get("format")
     if group.get("weights") is None:
         raise ValueError("config_groups without weights are not supported")
-    scheme = _compressed_scheme(group["weights"], group.get("input_activations"), layout)
+    inputs = group.get("input_activations")
+    scheme = _compressed_scheme(
+        _object("weights", group["weights"]),
+        None if inputs is None else _object("input_activations", inputs),
+        layout,
+    )
     if group.get("output_activations") is not None:
         raise ValueError("output_activations are not supported")
-    for name in group["targets"]:
-        yield Rule(_target(name), scheme)
+    for name in _list_of_names("targets", group["targets"]):
+        yield _rule("targets", _target(name), scheme)
 
 
 def _target(name: str) -> str:
@@ -220,7 +245,8 @@ def _compressed_scheme(
     weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None
 ) -> Scheme:
     """The scheme of compressed-tensors' arguments for weights and for inputs."""
-    bits, kind = weights["num_bits"], weights.get("type", "int")
+    bits, kind = check_int("num_bits", weights["num_bits"], 1), weights.get("type", "int")
+    _only(weights, "actorder", None, False, True, "weight", "static", "group", "dynamic")
     is_packed = layout == PACKED or (layout in (None, "mixed-precision") and inputs is None)
     if not is_packed and layout not in (*LAYOUTS, None, "mixed-precision"):
         raise _refusal("format", layout, LAYOUTS)
@@ -249,7 +275,7 @@ def _scale_block(weights: Mapping[str, Any], is_packed: bool) -> tuple[int | Non
     if strategy == "group" and is_packed:
         return 1, check_int("group_size", size, 8)
     if strategy == "block" and not is_packed:
-        return _block(weights["block_structure"])
+        return _block("block_structure", weights["block_structure"])
     supported = ["channel", "group"] if is_packed else ["tensor", "channel", "block"]
     raise _refusal("strategy", strategy, supported)
 
@@ -259,9 +285,9 @@ def _inputs(inputs: Mapping[str, Any], kind: str, is_packed: bool) -> Literal["s
     given = inputs.get("num_bits"), inputs.get("type", "int")
     if given != (8, kind) or is_packed:
         raise _refusal("input_activations", f"{given[0]}-bit {given[1]}", ["none", f"8-bit {kind}"])
-    if not inputs.get("symmetric", True):
+    if not check_bool("symmetric", inputs.get("symmetric", True)):
         raise _refusal("symmetric of input_activations", False, [True])
-    return "dynamic" if inputs.get("dynamic", False) else "static"
+    return "dynamic" if check_bool("dynamic", inputs.get("dynamic", False)) else "static"
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
