@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import edit_config, make_model
-from quantization_variants import VARIANTS
+from quantization_variants import MOE, VARIANTS
 from quantized_checkpoints import write_quantized
 from safetensors.torch import load_file, save_file
 
@@ -200,6 +201,50 @@ def test_tensors_that_contradict_the_config_are_errors(
     edit_tensors(path, **changes)
     message = error_of(path)
     assert [text for text in says if text not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "scale", "says"),
+    [
+        ("ct, fp8", "weight_scale", math.nan, "weight_scale must be finite, got nan"),
+        ("ct, 4 bits", "weight_scale", math.inf, "weight_scale must be finite, got inf"),
+        ("fp8, blocks of 128", "weight_scale_inv", -math.inf, "weight_scale_inv must be finite"),
+        ("awq", "scales", math.nan, "scales must be finite"),
+        ("gptq", "scales", math.nan, "scales must be finite"),
+        ("fp8, static", "input_scale", math.nan, "input_scale must be finite and above 0, got nan"),
+        ("ct, int8, static", "input_scale", 0.0, "input_scale must be finite and above 0, got 0.0"),
+    ],
+)
+def test_a_scale_that_no_weight_can_have_is_an_error(
+    name: str, tensor: str, scale: float, says: str, tmp_path: Path
+) -> None:
+    """One bad scale of one layer, which would make all logits NaN."""
+    path = write_quantized(tmp_path / "model", VARIANTS[name])
+
+    def spoil(scales: torch.Tensor) -> torch.Tensor:
+        scales.view(-1)[-1] = scale
+        return scales
+
+    edit_tensors(path, **{f"layers.1.self_attn.o_proj.{tensor}": spoil})
+    message = error_of(path)
+    assert says in message and "model.layers.1.self_attn.o_proj: " in message
+
+
+def test_scales_of_experts_are_checked_too(tmp_path: Path) -> None:
+    path = write_quantized(tmp_path / "model", VARIANTS["ct, 4 bits"], **MOE)
+    edit_tensors(path, **{"layers.1.mlp.experts.5.up_proj.weight_scale": lambda x: x * math.nan})
+    message = error_of(path)
+    assert "model.layers.1.mlp.experts: weight_scale must be finite" in message
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_scales_of_the_kv_cache_are_checked_with_every_cache(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_quantized(tmp_path / "model", VARIANTS["ct, kv scales"])
+    edit_tensors(path, **{"layers.1.self_attn.k_scale": lambda x: x * math.nan})
+    message = error_of(path, **options)
+    assert "model.layers.1.self_attn.attn: k_scale must be above 0, got nan" in message
 
 
 def test_a_layer_that_the_config_excludes_must_be_plain(tmp_path: Path) -> None:

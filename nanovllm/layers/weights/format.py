@@ -1,5 +1,6 @@
 """WeightFormat: which tensors of a checkpoint describe a matrix, and what matrix that is."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -103,6 +104,16 @@ def dense(weight: Weight | list[Weight], size_in: int, dtype: torch.dtype) -> to
     if isinstance(weight, torch.Tensor):
         return weight.to(dtype)
     return dense_matrix(weight, size_in).to(dtype)
+
+
+def check_scales(name: str, scales: torch.Tensor, of_inputs: bool = False) -> torch.Tensor:
+    """Return the scales if they are finite, and above 0 if inputs are divided by them. Syncs."""
+    low_and_high = torch.stack(scales.aminmax()).tolist() if scales.numel() else []  # or NaN
+    for scale in low_and_high:
+        if not math.isfinite(scale) or (of_inputs and scale <= 0):
+            allowed = "finite and above 0" if of_inputs else "finite"
+            raise ValueError(f"{name} must be {allowed}, got {scale}")
+    return scales
 
 
 def tensor_of(param: str) -> tuple[str, int | None]:

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.layers.weights.blocks import places, quantized_matrix, take, unpack
-from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat
+from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat, check_scales
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.layers.weights.stored import Axis, Held, Stored
 
@@ -23,6 +23,7 @@ Tensors = Mapping[str, torch.Tensor]
 class PackedCodes(WeightFormat):
     """What the formats share: a subclass names its tensors, and unpacks them."""
 
+    scale_name = "weight_scale"
     order_name: str
     scheme: Scheme
 
@@ -88,7 +89,7 @@ class PackedCodes(WeightFormat):
         zeros = signed(self.zeros(tensors, held)) if self.scheme.zeros else None
         rows = torch.arange(held.num_rows, device=codes.device)
         columns = self._groups_of_columns(tensors, held, codes.device)
-        scales = _narrowest(self.scales(tensors))
+        scales = _narrowest(check_scales(self.scale_name, self.scales(tensors)))
         return quantized_matrix(codes, scales, zeros, rows, columns, self.scheme.bits)
 
     def _groups_of_columns(
@@ -169,6 +170,7 @@ class Own(PackedCodes):
 class Gptq(PackedCodes):
     """GPTQ: the transposed matrix, packed along columns. Zeros of version 1 are one too low."""
 
+    scale_name = "scales"
     order_name = "g_idx"
 
     def make_tensors(self) -> dict[str, Stored]:
@@ -193,6 +195,8 @@ class Gptq(PackedCodes):
 
 class Awq(PackedCodes):
     """AWQ's GEMM layout: the transposed matrix, packed along rows, mixed within a word."""
+
+    scale_name = "scales"
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
