@@ -17,8 +17,7 @@ from nanovllm.bench.workload import Workload
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.kernels.kv_layer import head_bytes
 from nanovllm.layers.ranks import Ranks
-from nanovllm.layers.weights.choice import format_of, quantizing_format
-from nanovllm.layers.weights.format import WeightFormat
+from nanovllm.layers.weights.choice import format_of
 from nanovllm.llm import LLM
 from nanovllm.models.weight_bytes import WeightBytes
 from nanovllm.sampling_params import SamplingParams
@@ -58,8 +57,9 @@ def describe(plan: Plan) -> dict[str, Any]:
 def _roofline(plan: Plan, placement: Placement) -> dict[str, Any]:
     """The machine's rates, and the least time of the workload with them."""
     input_lens, output_lens = list(map(len, plan.workload.prompts)), plan.workload.output_lens
-    sizes = WeightBytes(placement.dtype.itemsize, plan.model.quantization, plan.config.quantization)
-    machine = measure_machine(placement, _weight_format(plan, sizes))
+    sizes = WeightBytes(placement.dtype.itemsize, plan.model.quantization)
+    # The format of most weights decides how fast they are multiplied.
+    machine = measure_machine(placement, format_of(roofline.main_scheme(plan.model)))
     floor = roofline.floor(
         plan.model, sizes, input_lens, output_lens, machine,
         head_bytes(plan.model.head_dim, placement.kv_dtype),
@@ -71,12 +71,6 @@ def _roofline(plan: Plan, placement: Placement) -> dict[str, Any]:
         "seconds": floor.seconds,
         "output_tokens_per_second": sum(output_lens) / floor.seconds,
     }
-
-
-def _weight_format(plan: Plan, sizes: WeightBytes) -> WeightFormat:
-    """The format of most of the model's weights, which decides how fast they are multiplied."""
-    scheme = roofline.main_scheme(plan.model, sizes)
-    return format_of(scheme) if plan.model.quantization else quantizing_format(scheme)
 
 
 def time_run(llm: LLM, workload: Workload) -> float:

@@ -148,13 +148,14 @@ def decoder_bytes(
     return sum(layer_bytes(config, i, sizes, num_experts) for i in layers)
 
 
-def main_scheme(config: ModelConfig, sizes: WeightBytes) -> Scheme | None:
+def main_scheme(config: ModelConfig) -> Scheme | None:
     """How most of the decoder's weights are quantized; None if they are plain."""
     counts: Counter[Scheme | None] = Counter()
     for index in range(config.num_hidden_layers):
         for name, size_out, size_in, is_experts in layer_matrices(config, index):
             copies = config.experts.num_experts if config.experts and is_experts else 1
-            counts[sizes.scheme(f"model.layers.{index}.{name}")] += size_out * size_in * copies
+            scheme = config.quantization.scheme(f"model.layers.{index}.{name}")
+            counts[scheme] += size_out * size_in * copies
     return counts.most_common(1)[0][0]
 
 
@@ -177,7 +178,7 @@ def model_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
     all_experts = config.experts.num_experts if config.experts else None
     linear = decoder_params(config, all_experts) + head_params(config)
     others = num_params(config) - int(linear)
-    if config.tie_word_embeddings and sizes.scheme(HEAD) is not None:
+    if config.tie_word_embeddings and sizes.quantization.scheme(HEAD) is not None:
         others += head_params(config)
     of_linear = decoder_bytes(config, sizes, all_experts) + head_bytes(config, sizes)
     return int(of_linear) + others * sizes.itemsize

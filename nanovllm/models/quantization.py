@@ -1,7 +1,8 @@
-"""Quantization: what a checkpoint's `quantization_config` says of each linear layer.
+"""Quantization: how each linear layer of a model is quantized.
 
-It reads only JSON. A method, a type or a layout that is not supported is a ValueError that names
-it, and what is supported. Layers are known by their names in the checkpoint.
+The checkpoint's `quantization_config` decides, or the option `quantization` for plain weights. It
+reads only JSON. A method, a type or a layout that is not supported is a ValueError that names it,
+and what is supported. Layers are known by their names in the checkpoint.
 """
 
 import re
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanovllm.layers.weights.scheme import Scheme
-from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
+from nanovllm.layers.weights.scheme import ONLINE, Scheme
+from nanovllm.models.registry import FUSED
+from nanovllm.utils.checks import allowed_choices, check_bool, check_choice, check_int, shorten
 
 HEAD = "lm_head"
 FIELD = "quantization_config"
@@ -26,18 +28,24 @@ class Rule:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The rules of a checkpoint, of which the first that matches holds; without one, none does.
+    """The rules of a model. The first rule that matches a layer applies.
 
-    With `files_decide`, layers that no rule excludes may have plain weights too: the tools that
-    write such checkpoints leave layers alone without a word in the config.
+    A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
+    files have: only "plain" ones; "quantized" ones where the rules say so; or, where they say so,
+    either ("decide"), as the tools that write such checkpoints do not list all plain layers in the
+    config. With `is_fused`, rules are for the names of fused projections, not of their parts.
     """
 
-    method: str
-    rules: tuple[Rule, ...]
-    files_decide: bool
+    method: str | None = None
+    rules: tuple[Rule, ...] = ()
+    files: Literal["plain", "quantized", "decide"] = "plain"
+    is_fused: bool = False
 
     def scheme(self, name: str) -> Scheme | None:
-        """The scheme of a linear layer, by its name in the checkpoint."""
+        """The scheme of a linear layer, by its name in the checkpoint; None for plain weights."""
+        above, _, layer = name.rpartition(".")
+        if self.is_fused and layer in FUSED:
+            name = f"{above}.{FUSED[layer][0]}"
         return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
 
     @property
@@ -46,11 +54,45 @@ class Quantization:
         return list(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme))
 
 
-def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """The quantization of a checkpoint; None if its weights are plain."""
+NOT_QUANTIZED = Quantization()
+
+
+def choose_quantization(
+    raw: Mapping[str, Any], option: str | None, is_fused: bool = False
+) -> Quantization:
+    """The quantization of a checkpoint with this config, or else what the option makes of it.
+
+    It is a ValueError if the two contradict each other.
+    """
+    found = read_quantization(raw)
+    if option and found.method not in (None, option):
+        raise ValueError(
+            f"quantization={option!r}: the checkpoint is quantized already, by"
+            f" {found.method!r}; leave the option out"
+        )
+    if option and found.method is None:
+        if option not in ONLINE:
+            raise ValueError(
+                f"quantization={option!r}: the checkpoint has plain weights, which can be"
+                f" quantized by {allowed_choices(ONLINE)}"
+            )
+        found = _while_loading(option)
+    return replace(found, is_fused=is_fused)
+
+
+def _while_loading(method: str) -> Quantization:
+    """Quantize all plain weights, except the routers of experts, which are small and decide."""
+    scheme, of_head = ONLINE[method]
+    schemes = {r".*\.gate$": None, r"model\.": scheme, HEAD: of_head}
+    rules = (Rule(re.compile(pattern), each) for pattern, each in schemes.items())
+    return Quantization(method, tuple(rules))
+
+
+def read_quantization(raw: Mapping[str, Any]) -> Quantization:
+    """What a checkpoint's config says; without `quantization_config`, its weights are plain."""
     config = raw.get(FIELD, raw.get("compression_config"))
     if config is None:
-        return None
+        return NOT_QUANTIZED
     if not isinstance(config, dict):
         raise ValueError(f"{FIELD} must be an object, got {shorten(config)}")
     default = "compressed-tensors" if "config_groups" in config else None
@@ -135,7 +177,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
             raise _refusal("activation_scheme", inputs, ["dynamic"])
         scheme = Scheme("fp8", 8, rows, columns, inputs=inputs, scale_name="weight_scale_inv")
     names = _names(config, "modules_to_not_convert", "ignored_layers")
-    return Quantization("fp8", _excluding(names, scheme), files_decide=True)
+    return Quantization("fp8", _excluding(names, scheme), files="decide")
 
 
 def _block(field: str, value: Any) -> tuple[int, int]:
@@ -157,7 +199,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
         raise _refusal("version", version, ["gemm"])
     scheme = Scheme("awq", 4, rows=1, columns=_group_size(config), zeros=True)
     names = _names(config, "modules_to_not_convert")
-    return Quantization("awq", _excluding(names, scheme), files_decide=True)
+    return Quantization("awq", _excluding(names, scheme), files="decide")
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
@@ -185,7 +227,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
     rules = tuple(override(key, values) for key, values in overrides.items())
     names = _names(config, "modules_to_not_convert")
     rules += _excluding(names, scheme(config), has_head)
-    return Quantization("gptq", rules, files_decide=True)
+    return Quantization("gptq", rules, files="decide")
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
@@ -215,7 +257,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
         kv_cache = _object("kv_cache_scheme", config["kv_cache_scheme"])
         if (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
             raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
-    return Quantization("compressed-tensors", tuple(rules), files_decide=False)
+    return Quantization("compressed-tensors", tuple(rules), files="quantized")
 
 
 def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[Rule]:

@@ -28,11 +28,11 @@ from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.kernels.kv_layer import CODES, head_bytes
 from nanovllm.layers.ranks import ALONE
-from nanovllm.layers.weights.choice import quantizing_format
+from nanovllm.layers.weights.choice import format_of
 from nanovllm.layers.weights.format import WeightFormat
 from nanovllm.layers.weights.scheme import INT8
 from nanovllm.models.config import ExpertsConfig, ModelConfig
-from nanovllm.models.quantization import read_quantization
+from nanovllm.models.quantization import choose_quantization
 from nanovllm.models.weight_bytes import WeightBytes
 
 BENCH = Path(__file__).parents[2] / "bench.py"
@@ -256,7 +256,7 @@ class TestQuantizedCounts:
         self, online: str, linear: int, head: int, tmp_path: Path
     ) -> None:
         model = shape("qwen3-0.6b", tmp_path)
-        sizes = WeightBytes(2, online=online)
+        sizes = WeightBytes(2, choose_quantization({}, online))
         assert roofline.decoder_bytes(model, sizes) == pytest.approx(linear, rel=1e-3)
         assert roofline.head_bytes(model, sizes) == head
         # A quantized head has a table of its own, as the embedding's stays plain.
@@ -270,7 +270,7 @@ class TestQuantizedCounts:
             quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm",
             modules_to_not_convert=["down_proj"],
         )  # fmt: skip
-        quantization = read_quantization({"quantization_config": config})
+        quantization = choose_quantization({"quantization_config": config}, None)
         sizes = WeightBytes(2, quantization)
         plain = 28 * 1024 * 3072
         quantized = self.LINEAR - plain
@@ -317,7 +317,7 @@ class TestMatmulRate:
             Lengths(), tmp_path,
         )  # fmt: skip
         placement = resolve_placement(plan.config, plan.model, ALONE)
-        assert machine.matmul_rate(placement, quantizing_format(INT8)) > 0
+        assert machine.matmul_rate(placement, format_of(INT8)) > 0
 
 
 class TestCommandLine:

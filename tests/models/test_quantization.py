@@ -13,7 +13,17 @@ from quantized_checkpoints import write_quantized
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.quantization import Quantization, read_quantization
+from nanovllm.config import QUANTIZATIONS
+from nanovllm.layers.weights.format import DENSE
+from nanovllm.layers.weights.scheme import ONLINE
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.formats import Formats
+from nanovllm.models.quantization import (
+    METHODS,
+    Quantization,
+    choose_quantization,
+    read_quantization,
+)
 
 AWQ = VARIANTS["awq"].config
 GPTQ = VARIANTS["gptq"].config
@@ -24,9 +34,7 @@ INT8 = VARIANTS["ct, int8"].config
 
 
 def read(config: Any) -> Quantization:
-    found = read_quantization({"quantization_config": config})
-    assert found is not None
-    return found
+    return read_quantization({"quantization_config": config})
 
 
 def with_group(config: dict[str, Any], field: str, **changes: Any) -> dict[str, Any]:
@@ -140,6 +148,37 @@ Q, HEAD, GATE, GATE_PROJ = (
 def test_which_layers_are_left_alone(config: dict[str, Any], plain: set[str]) -> None:
     found = read(config)
     assert {name for name in (Q, HEAD, GATE, GATE_PROJ) if found.scheme(name) is None} == plain
+
+
+def test_names_of_fused_projections_count_where_checkpoints_have_them(tmp_path: Path) -> None:
+    """Phi3's, with and without files."""
+    path = make_model(tmp_path / "model", family="Phi3")
+    ignore = ["lm_head", "re:.*qkv_proj", "model.layers.1.mlp.gate_up_proj"]
+    edit_config(path, quantization_config={**INT8, "ignore": ignore})
+    found = ModelConfig.from_dir(path).quantization
+    plain = {
+        name
+        for name in ("0.self_attn.k_proj", "0.self_attn.o_proj", "0.mlp.up_proj", "1.mlp.up_proj")
+        if found.scheme(f"model.layers.{name}") is None
+    }
+    assert plain == {"0.self_attn.k_proj", "1.mlp.up_proj"}
+    formats = Formats(found).inside("model.layers.1")
+    chosen = [formats.inside("self_attn").of("qkv_proj"), formats.inside("mlp").of("gate_up_proj")]
+    assert chosen == [DENSE, DENSE]
+    assert formats.inside("self_attn").of("o_proj") != DENSE
+
+
+def test_the_option_lists_what_there_is() -> None:
+    assert tuple(dict.fromkeys([*ONLINE, *METHODS])) == QUANTIZATIONS
+
+
+def test_routers_and_in_fp8_the_head_are_not_quantized_while_loading() -> None:
+    found = {online: choose_quantization({}, online) for online in ONLINE}
+    plain = {
+        online: {name for name in (Q, HEAD, GATE, GATE_PROJ) if each.scheme(name) is None}
+        for online, each in found.items()
+    }
+    assert plain == {"fp8": {GATE, HEAD}, "int8": {GATE}, "int4": {GATE}}
 
 
 def test_the_first_override_that_matches_holds() -> None:

@@ -20,7 +20,12 @@ FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
 
 def format_of(scheme: Scheme | None) -> WeightFormat:
     """The format of weights that are quantized by `scheme`, or of plain ones."""
-    return DENSE if scheme is None else FORMATS[scheme.storage](scheme)
+    if scheme is None:
+        return DENSE
+    made = FORMATS[scheme.storage](scheme)
+    if scheme.while_loading:
+        made.quantize = QUANTIZERS[scheme.storage]
+    return made
 
 
 def joined_format(schemes: Sequence[Scheme | None]) -> WeightFormat:
@@ -28,12 +33,3 @@ def joined_format(schemes: Sequence[Scheme | None]) -> WeightFormat:
     if all(scheme == schemes[0] for scheme in schemes):
         return format_of(schemes[0])
     return Unlike([format_of(scheme) for scheme in schemes])
-
-
-def quantizing_format(scheme: Scheme | None) -> WeightFormat:
-    """The format of plain weights that are quantized by `scheme` while they are loaded."""
-    if scheme is None:
-        return DENSE
-    made = FORMATS[scheme.storage](scheme)
-    made.quantize = QUANTIZERS[scheme.storage]
-    return made

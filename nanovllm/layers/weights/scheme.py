@@ -27,6 +27,7 @@ class Scheme:
     inputs: Literal["float", "static", "dynamic"] = "float"
     ordered: bool = False  # whether a tensor assigns the columns to groups
     zero_offset: int = 0  # what must be added to stored zero points
+    while_loading: bool = False  # whether we quantize plain weights of the checkpoint
     scale_name: str = "weight_scale"
     input_scale_name: str = "input_scale"
 
@@ -53,9 +54,9 @@ class Scheme:
         return num_weights * self.bits // 8 + scales
 
 
-FP8 = Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic")
-INT8 = Scheme("int8", 8, rows=1, columns=None)
-INT4 = Scheme("own", 4, rows=1, columns=128, zeros=True)
+FP8 = Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic", while_loading=True)
+INT8 = Scheme("int8", 8, rows=1, columns=None, while_loading=True)
+INT4 = Scheme("own", 4, rows=1, columns=128, zeros=True, while_loading=True)
 # What `quantization=` makes of plain weights: those of the layers, and those of the head. Rounding
 # the head's inputs to FP8 would cost the most, and float inputs gain little with many requests.
 ONLINE: dict[str, tuple[Scheme, Scheme | None]] = {
