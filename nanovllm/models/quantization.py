@@ -6,7 +6,7 @@ and what is supported. Layers are known by their names in the checkpoint.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -153,11 +153,16 @@ def _excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Ru
 
     Words are separated by dots. The head is plain unless it is included.
     """
-    excluded = [rf"(.*\.)?{re.escape(name)}(\.|$)" for name in names]
+    excluded = [rf"(.*\.)?{_any_of(names)}(\.|$)"] if names else []
     if not head:
         excluded.append(f"{HEAD}$")
     rules = [Rule(re.compile(pattern), None) for pattern in excluded]
     return (*rules, Rule(re.compile(""), scheme))
+
+
+def _any_of(names: list[str]) -> str:
+    """A pattern for all of these names: it takes as long as one for a single name."""
+    return f"(?:{'|'.join(map(re.escape, names))})"
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantization:
@@ -235,6 +240,7 @@ def _group_size(config: Mapping[str, Any]) -> int | None:
     return None if size == -1 else check_int("group_size", size, 8)
 
 
+CLASS = "Linear"  # the name of the class of all linear layers
 PACKED = "pack-quantized"
 LAYOUTS = ("float-quantized", "naive-quantized", "int-quantized", PACKED)
 
@@ -245,7 +251,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
         raise _refusal("sparsity_config", sparsity["format"], ["dense"])
     if config.get("transform_config"):
         raise ValueError("transform_config is not supported")
-    rules = [_rule("ignore", _target(name), None) for name in _names(config, "ignore")]
+    rules = _target_rules("ignore", _names(config, "ignore"), None)
     groups = _object("config_groups", config["config_groups"])
     found = [
         rule
@@ -260,7 +266,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     return Quantization("compressed-tensors", tuple(rules), files="quantized")
 
 
-def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[Rule]:
+def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> list[Rule]:
     layout = group.get("format") or config.get("format")
     if group.get("weights") is None:
         raise ValueError("config_groups without weights are not supported")
@@ -272,15 +278,17 @@ def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> Iterato
     )
     if group.get("output_activations") is not None:
         raise ValueError("output_activations are not supported")
-    for name in _list_of_names("targets", group["targets"]):
-        yield _rule("targets", _target(name), scheme)
+    return _target_rules("targets", _list_of_names("targets", group["targets"]), scheme)
 
 
-def _target(name: str) -> str:
-    """The pattern of a target: a class of layers, "re:" and a pattern, or a layer's name."""
-    if name.startswith("re:"):
-        return name.removeprefix("re:")
-    return "" if name == "Linear" else f"{re.escape(name)}$"
+def _target_rules(field: str, targets: list[str], scheme: Scheme | None) -> list[Rule]:
+    """Rules of targets: each is a class of layers, "re:" and a pattern, or a layer's name."""
+    patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+    if names := [target for target in targets if target != CLASS and target[:3] != "re:"]:
+        patterns.append(f"{_any_of(names)}$")
+    if CLASS in targets:
+        patterns.append("")
+    return [_rule(field, pattern, scheme) for pattern in patterns]
 
 
 def _compressed_scheme(
