@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from nanovllm.layers.weights.format import DENSE, Unlike, WeightFormat
-from nanovllm.layers.weights.packed import Awq, CompressedTensors, Gptq, Own
+from nanovllm.layers.weights.format import DENSE, PerProjection, WeightFormat
+from nanovllm.layers.weights.packed import Awq, CompressedTensors, Gptq, Int4Packed
 from nanovllm.layers.weights.quantize import QUANTIZERS
 from nanovllm.layers.weights.scaled import ScaledCodes
 from nanovllm.layers.weights.scheme import Scheme
@@ -14,7 +14,7 @@ FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "packed": CompressedTensors,
     "awq": Awq,
     "gptq": Gptq,
-    "own": Own,
+    "int4": Int4Packed,
 }
 
 
@@ -32,4 +32,4 @@ def joined_format(schemes: Sequence[Scheme | None]) -> WeightFormat:
     """The format of a fused layer whose projections have these schemes."""
     if all(scheme == schemes[0] for scheme in schemes):
         return format_of(schemes[0])
-    return Unlike([format_of(scheme) for scheme in schemes])
+    return PerProjection([format_of(scheme) for scheme in schemes])

@@ -59,7 +59,7 @@ class Dense(WeightFormat):
         return tensors["weight"]
 
 
-class Unlike(WeightFormat):
+class PerProjection(WeightFormat):
     """A format for each projection of a fused layer, where a checkpoint treats them differently."""
 
     def __init__(self, formats: Sequence[WeightFormat]) -> None:

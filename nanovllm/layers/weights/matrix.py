@@ -52,7 +52,7 @@ class PackedMatrix(Matrix):
         return _to(out, packed_linear(x, self.packed, bias))
 
 
-class ArrangedMatrix(Matrix):
+class CodesMatrix(Matrix):
     """A quantized weight in the layout of the kernels that multiply by it."""
 
     def __init__(self, operand: Any, kernels: Kernels) -> None:
@@ -87,5 +87,5 @@ def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
     if isinstance(weight, list):
         return JoinedMatrix([matrix_of(part, kernels) for part in weight])
     if not isinstance(weight, torch.Tensor):
-        return ArrangedMatrix(kernels.arrange(weight), kernels)
+        return CodesMatrix(kernels.arrange(weight), kernels)
     return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)

@@ -111,7 +111,17 @@ class PackedCodes(WeightFormat):
         return first
 
 
-class CompressedTensors(PackedCodes):
+class PackedColumns(PackedCodes):
+    """A matrix [N, K] whose codes are packed along K, and its scales [N, groups]."""
+
+    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
+
+    def scales(self, tensors: Tensors) -> torch.Tensor:
+        return tensors["weight_scale"]
+
+
+class CompressedTensors(PackedColumns):
     """compressed-tensors' "pack-quantized": codes are packed along columns, zeros along rows."""
 
     order_name = "weight_g_idx"
@@ -137,18 +147,12 @@ class CompressedTensors(PackedCodes):
             )
         return super().weight(tensors, held)
 
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
-
-    def scales(self, tensors: Tensors) -> torch.Tensor:
-        return tensors["weight_scale"]
-
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
         return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.rows)
 
 
-class Own(PackedCodes):
-    """What we quantize to 4 bits while loading: zero points have a byte each."""
+class Int4Packed(PackedColumns):
+    """What plain weights are quantized to 4 bits as: zero points have a byte each."""
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
@@ -156,12 +160,6 @@ class Own(PackedCodes):
             "weight_scale": Stored((ROWS, self.groups), torch.bfloat16),
             "weight_zero_point": Stored((ROWS, self.groups), torch.uint8),
         }
-
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
-
-    def scales(self, tensors: Tensors) -> torch.Tensor:
-        return tensors["weight_scale"]
 
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:  # noqa: ARG002
         return tensors["weight_zero_point"]

@@ -128,7 +128,7 @@ def _positive(scales: torch.Tensor) -> torch.Tensor:
 
 
 QUANTIZERS: dict[str, Quantizer] = {
-    "fp8": to_fp8, "int8": to_int8, "own": to_int4,
+    "fp8": to_fp8, "int8": to_int8, "int4": to_int4,
 }  # fmt: skip
 
 

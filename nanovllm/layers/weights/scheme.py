@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Storage = Literal["fp8", "int8", "packed", "awq", "gptq", "own"]
+Storage = Literal["fp8", "int8", "packed", "awq", "gptq", "int4"]
 NAMES = {
     "fp8": "FP8", "int8": "8-bit", "packed": "{bits}-bit, packed", "awq": "{bits}-bit, AWQ",
-    "gptq": "{bits}-bit, GPTQ", "own": "{bits}-bit",
+    "gptq": "{bits}-bit, GPTQ", "int4": "{bits}-bit",
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class Scheme:
 
 FP8 = Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic", while_loading=True)
 INT8 = Scheme("int8", 8, rows=1, columns=None, while_loading=True)
-INT4 = Scheme("own", 4, rows=1, columns=128, zeros=True, while_loading=True)
+INT4 = Scheme("int4", 4, rows=1, columns=128, zeros=True, while_loading=True)
 # What `quantization=` makes of plain weights: those of the layers, and those of the head. Rounding
 # the head's inputs to FP8 would cost the most, and float inputs gain little with many requests.
 ONLINE: dict[str, tuple[Scheme, Scheme | None]] = {
