@@ -22,7 +22,7 @@ KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)outp
 
 
 def stored_name(name: str) -> str:
-    """The name that we give to a checkpoint's tensor: scales of keys and values have several."""
+    """Our name of a checkpoint's tensor: tools name scales of keys and values differently."""
     match = KV_SCALE.fullmatch(name)
     return f"{match[1]}.{ATTENTION}.{match[2] or match[3]}_scale" if match else name
 

@@ -314,7 +314,7 @@ def _compressed_scheme(
 
 
 def _scale_block(weights: Mapping[str, Any], is_packed: bool) -> tuple[int | None, int | None]:
-    """The rows and columns of which a scale is; None for all."""
+    """The rows and columns that share a scale; None for all."""
     size, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"

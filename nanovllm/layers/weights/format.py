@@ -35,13 +35,13 @@ class WeightFormat(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of a matrix, by name: that of a checkpoint's module if it has them."""
+        """The tensors of a matrix by name. A checkpoint in this format has them by these names."""
 
     @abstractmethod
     def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> Weight | list[Weight]:
-        """The matrix [N, K] of a rank that holds these parts of the tensors.
+        """A rank's matrix [N, K], made of its parts of the tensors.
 
-        Or those of its projections, if one cannot describe all of them.
+        If no single matrix can describe all projections, a list with one for each of them.
         """
 
 
@@ -84,7 +84,7 @@ class PerProjection(WeightFormat):
 
 
 class Float32(WeightFormat):
-    """Weights of any format, multiplied as plain ones in float32: for small layers that decide."""
+    """Weights of any format, dequantized to float32: for routers, where rounding decides."""
 
     def __init__(self, stored_as: WeightFormat) -> None:
         self.stored_as = stored_as
@@ -117,7 +117,7 @@ def check_scales(name: str, scales: torch.Tensor, of_inputs: bool = False) -> to
 
 
 def tensor_of(param: str) -> tuple[str, int | None]:
-    """The name of a checkpoint's tensor, and the projection that it is of if there is only one."""
+    """A parameter's name in the checkpoint, and its projection if it describes only one."""
     name, _, projection = param.partition(OF_PROJECTION)
     return name, int(projection) if projection else None
 

@@ -1,4 +1,4 @@
-"""Matrices in the form in which a layer multiplies by them: the fastest that the device has."""
+"""The forms of a weight that layers multiply by; each device has a fastest one."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,9 +12,10 @@ from nanovllm.layers.weights.format import Weight
 
 
 class Matrix(ABC):
-    """A weight [N, K]. `operand` is what kernels read that fuse other operations with it.
+    """A weight [N, K].
 
-    It is None if there are none for this form.
+    `operand` is for kernels that fuse other operations with the product. It is None if there are no
+    such kernels for this form.
     """
 
     operand: Any = None

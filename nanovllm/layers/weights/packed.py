@@ -15,7 +15,7 @@ from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat, 
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.layers.weights.stored import Axis, Held, Stored
 
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # which codes of a word its 8 outputs have
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the codes of a word, in the order of its 8 outputs
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -185,7 +185,7 @@ class Gptq(PackedCodes):
         return tensors["scales"].mT
 
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        """The offset is added to whole words: a zero of 0 is stored as one below it."""
+        """The offset is added to whole words: version 1 subtracts it from them, with borrows."""
         ones = sum(1 << shift for shift in range(0, 32, self.scheme.bits))
         words = tensors["qzeros"] + self.scheme.zero_offset * ones
         return _unpacked(words, self.scheme.bits, -1, held.rows).mT

@@ -41,7 +41,7 @@ class ScaledCodes(WeightFormat):
         scheme, codes = self.scheme, tensors["weight"]
         scales = check_scales(scheme.scale_name, tensors[scheme.scale_name])
         zeros = tensors.get("weight_zero_point")
-        rows = torch.arange(len(held.rows), device=codes.device)  # of scales: a projection's
+        rows = torch.arange(len(held.rows), device=codes.device)  # each projection's row of scales
         if scheme.rows is None:
             sizes = torch.tensor([part.stop - part.start for part in held.rows])
             rows = rows.repeat_interleave(sizes.to(codes.device))
