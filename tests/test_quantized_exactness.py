@@ -22,7 +22,7 @@ from reference import (
 from safetensors.torch import load_file, save_file
 
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
-from nanovllm.layers.weights.choice import quantizing_format
+from nanovllm.layers.weights.choice import format_of
 from nanovllm.layers.weights.scheme import ONLINE, Scheme
 from nanovllm.layers.weights.stored import Held
 from nanovllm.models.quantization import read_quantization
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def schemes_of(config: dict[str, Any]) -> list[Scheme]:
-    found = read_quantization({"quantization_config": config})
-    return found.schemes if found else []
+    return read_quantization({"quantization_config": config}).schemes
 
 
 CHOSEN = ["fp8, small blocks", "ct, int8", "ct, 4 bits, asymmetric", "awq", "gptq, act-order"]
@@ -106,7 +105,7 @@ def test_on_a_gpu(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
 
 def rounded(weight: torch.Tensor, online: str, is_head: bool) -> torch.Tensor:
     """What a matrix is after quantizing, in float32."""
-    weight_format = quantizing_format(ONLINE[online][is_head])
+    weight_format = format_of(ONLINE[online][is_head])
     if weight_format.quantize is None:
         return weight
     held = Held.whole(*weight.shape)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from nanovllm.bench.roofline import Machine
-from nanovllm.kernels.table import cpu_kernels, triton_kernels
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
+from nanovllm.engine.placement import Placement
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.weights.format import DENSE, WeightFormat
+
+MATMUL_SIZES = {"cuda": 8192, "cpu": 2048}  # inputs, outputs and rows
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, samples: int = 7) -> float:
@@ -41,13 +41,11 @@ def copy_rate(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def matmul_rate(
-    device: torch.device, dtype: torch.dtype, weight_format: WeightFormat = DENSE
-) -> float:
+def matmul_rate(placement: Placement, weight_format: WeightFormat = DENSE) -> float:
     """FLOPs per second of a large linear layer, computed by the model's own code."""
-    size = 8192 if device.type == "cuda" else 2048
+    device, size = placement.device, MATMUL_SIZES[placement.device.type]
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(placement.dtype)
     try:
         with torch.device(device):
             linear = ReplicatedLinear(size, size, weight_format=weight_format)
@@ -58,21 +56,19 @@ def matmul_rate(
         values = linear.dummy_values(name, param, generator)
         assert values is not None
         linear.weight_loader(param, values, None)
-    kernels = triton_kernels() if device.type == "cuda" else cpu_kernels()
-    linear.bind(Backend(TorchBackend(), kernels))
-    x = torch.randn(size, size, dtype=dtype, device=device)
+    linear.bind(placement.backend)
+    x = torch.randn(size, size, dtype=placement.dtype, device=device)
     return 2 * size**3 / median_seconds(lambda: linear(x), device)
 
 
-def measure_machine(
-    device: torch.device, dtype: torch.dtype, num_ranks: int, weight_format: WeightFormat = DENSE
-) -> Machine:
+def measure_machine(placement: Placement, weight_format: WeightFormat = DENSE) -> Machine:
     """Measure both rates, and release the memory that this took.
 
     CPU ranks share one machine. Each CUDA rank has a GPU, assumed to be as fast as the first.
     """
-    num_devices = num_ranks if device.type == "cuda" else 1
-    flops = matmul_rate(device, dtype, weight_format)
+    device = placement.device
+    num_devices = placement.ranks.size if device.type == "cuda" else 1
+    flops = matmul_rate(placement, weight_format)
     machine = Machine(copy_rate(device) * num_devices, flops * num_devices)
     if device.type == "cuda":
         torch.cuda.empty_cache()

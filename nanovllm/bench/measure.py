@@ -13,13 +13,11 @@ from nanovllm import __version__
 from nanovllm.bench import roofline, trace
 from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
-from nanovllm.bench.roofline import Machine
 from nanovllm.bench.workload import Workload
-from nanovllm.engine.device import resolve_dtype, resolve_kv_dtype
+from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.kernels.kv_layer import head_bytes
-from nanovllm.layers.weights.choice import format_of, quantizing_format
-from nanovllm.layers.weights.format import DENSE, WeightFormat
-from nanovllm.layers.weights.scheme import ONLINE
+from nanovllm.layers.ranks import Ranks
+from nanovllm.layers.weights.choice import format_of
 from nanovllm.llm import LLM
 from nanovllm.models.weight_bytes import WeightBytes
 from nanovllm.sampling_params import SamplingParams
@@ -32,7 +30,7 @@ SLOW_FLOOR_SECONDS = 60  # for a longer floor, smaller options are suggested
 def describe(plan: Plan) -> dict[str, Any]:
     """The first part of the result: machine, model, workload and roofline."""
     model, device, num_ranks = plan.model, plan.device, plan.config.tensor_parallel_size
-    dtype = resolve_dtype(plan.config.dtype, model.dtype, device)
+    placement = resolve_placement(plan.config, model, Ranks(0, num_ranks))
     options = dataclasses.asdict(plan.config)
     del options["model"]
     return {
@@ -44,35 +42,27 @@ def describe(plan: Plan) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "model": plan.name,
         "num_params": roofline.num_params(model),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(placement.dtype).removeprefix("torch."),
         "workload": {
             **dataclasses.asdict(plan.lengths),
             "temperature": TEMPERATURE,
             "input_tokens": sum(map(len, plan.workload.prompts)),
             "output_tokens": sum(plan.workload.output_lens),
         },
-        "roofline": _roofline(
-            plan, measure_machine(device, dtype, num_ranks, _weight_format(plan)), dtype
-        ),
+        "roofline": _roofline(plan, placement),
         "options": options,
     }
 
 
-def _weight_format(plan: Plan) -> WeightFormat:
-    """The format of most of the model's weights, which decides how fast they are multiplied."""
-    if plan.model.quantization is not None:
-        return format_of(plan.model.quantization.schemes[0])
-    online = plan.config.quantization
-    return quantizing_format(ONLINE[online][0]) if online else DENSE
-
-
-def _roofline(plan: Plan, machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
+def _roofline(plan: Plan, placement: Placement) -> dict[str, Any]:
     """The machine's rates, and the least time of the workload with them."""
     input_lens, output_lens = list(map(len, plan.workload.prompts)), plan.workload.output_lens
-    sizes = WeightBytes(dtype.itemsize, plan.model.quantization, plan.config.quantization)
+    sizes = WeightBytes(placement.dtype.itemsize, plan.model.quantization)
+    # The format of most weights decides how fast they are multiplied.
+    machine = measure_machine(placement, format_of(roofline.main_scheme(plan.model)))
     floor = roofline.floor(
         plan.model, sizes, input_lens, output_lens, machine,
-        head_bytes(plan.model.head_dim, resolve_kv_dtype(plan.config.kv_cache_dtype, dtype)),
+        head_bytes(plan.model.head_dim, placement.kv_dtype),
     )  # fmt: skip
     return {
         "copy_bytes_per_second": machine.bytes_per_second,

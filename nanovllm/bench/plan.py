@@ -41,7 +41,7 @@ def make_plan(
         options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}
     asked = Config(**options)
     path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
-    model = ModelConfig.from_dir(path)
+    model = ModelConfig.from_dir(path, asked.quantization)
     longest = min(MAX_MODEL_LEN, model.max_position_embeddings)
     local = {"model": str(path), "revision": None}
     config = Config(**{"max_model_len": longest, **options, **local})

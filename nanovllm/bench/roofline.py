@@ -13,10 +13,12 @@ are not counted: they are small, or can be hidden.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.quantization import HEAD
 from nanovllm.models.weight_bytes import WeightBytes
@@ -146,6 +148,17 @@ def decoder_bytes(
     return sum(layer_bytes(config, i, sizes, num_experts) for i in layers)
 
 
+def main_scheme(config: ModelConfig) -> Scheme | None:
+    """How most of the decoder's weights are quantized; None if they are plain."""
+    counts: Counter[Scheme | None] = Counter()
+    for index in range(config.num_hidden_layers):
+        for name, size_out, size_in, is_experts in layer_matrices(config, index):
+            copies = config.experts.num_experts if config.experts and is_experts else 1
+            scheme = config.quantization.scheme(f"model.layers.{index}.{name}")
+            counts[scheme] += size_out * size_in * copies
+    return counts.most_common(1)[0][0]
+
+
 def head_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
     """The bytes of the projection to the vocabulary."""
     return sizes.of(HEAD, config.vocab_size, config.hidden_size)
@@ -165,7 +178,7 @@ def model_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
     all_experts = config.experts.num_experts if config.experts else None
     linear = decoder_params(config, all_experts) + head_params(config)
     others = num_params(config) - int(linear)
-    if config.tie_word_embeddings and sizes.scheme(HEAD) is not None:
+    if config.tie_word_embeddings and sizes.quantization.scheme(HEAD) is not None:
         others += head_params(config)
     of_linear = decoder_bytes(config, sizes, all_experts) + head_bytes(config, sizes)
     return int(of_linear) + others * sizes.itemsize

@@ -49,7 +49,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     path = resolve_model(
         config.model, CONFIG_FILES, revision=config.revision, download_dir=config.download_dir
     )
-    model = ModelConfig.from_dir(path)
+    model = ModelConfig.from_dir(path, config.quantization)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
@@ -71,19 +71,9 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": _quantization(config, model),
+        "quantization": [scheme.description for scheme in model.quantization.schemes],
         **_memory(config, model, dtype.itemsize, head_bytes(model.head_dim, kv_dtype)),
     }
-
-
-def _quantization(config: "Config", model: "ModelConfig") -> list[str]:
-    """How weights are quantized, in words: all schemes of the model."""
-    from nanovllm.layers.weights.scheme import ONLINE
-
-    found = model.quantization.schemes if model.quantization else []
-    if config.quantization in ONLINE and not model.quantization:
-        found = [scheme for scheme in dict.fromkeys(ONLINE[config.quantization]) if scheme]
-    return [scheme.description for scheme in found]
 
 
 def _memory(
@@ -94,7 +84,7 @@ def _memory(
     from nanovllm.models.weight_bytes import WeightBytes
 
     kv_bytes = roofline.kv_bytes_per_token(model, kv_head_bytes)
-    sizes = WeightBytes(itemsize, model.quantization, config.quantization)
+    sizes = WeightBytes(itemsize, model.quantization)
     weight_bytes = roofline.model_bytes(model, sizes)
     return {
         "weight_bytes": weight_bytes,

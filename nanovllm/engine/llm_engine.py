@@ -89,7 +89,7 @@ class LLMEngine:
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )
-        self.model_config = ModelConfig.from_dir(path)
+        self.model_config = ModelConfig.from_dir(path, asked.quantization)
         self.model_config.check_parallel_size(
             asked.tensor_parallel_size, asked.enable_expert_parallel
         )

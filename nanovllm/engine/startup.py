@@ -20,12 +20,10 @@ from nanovllm.engine.warm_up import warm_up
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
-from nanovllm.layers.weights.scheme import ONLINE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_dummy, load_model, read_types
-from nanovllm.utils.checks import allowed_choices
 
 logger = logging.getLogger("nanovllm")
 
@@ -83,21 +81,10 @@ def load_shard(
 
 
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
-    """How the layers' weights are stored; what option and checkpoint contradict is a ValueError."""
-    found = model_config.quantization
-    if config.quantization and found and config.quantization != found.method:
-        raise ValueError(
-            f"quantization={config.quantization!r}: the checkpoint is quantized already, by"
-            f" {found.method!r}; leave the option out"
-        )
-    if config.quantization and not found and config.quantization not in ONLINE:
-        raise ValueError(
-            f"quantization={config.quantization!r}: the checkpoint has plain weights, which can be"
-            f" quantized by {allowed_choices(tuple(ONLINE))}"
-        )
-    if found is None:
-        return Formats(online=config.quantization)
-    return Formats(found, files=None if config.load_format == "dummy" else read_types(path))
+    """How the layers' weights are stored. Of quantized files it reads the names and types."""
+    quantization = model_config.quantization
+    reads_files = quantization.files != "plain" and config.load_format != "dummy"
+    return Formats(quantization, read_types(path) if reads_files else None)
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -16,8 +16,8 @@ class KVLayer:
     `window` keys up to its own; without one (None), to all of them.
 
     A quantized cache has codes, and a scale for each head of a token: [blocks, KVH, block_size]. A
-    value is code * scale. The scale is computed from the head's values, or it is `fixed_scales`,
-    one for keys and one for values.
+    value is code * scale. The scale is computed from the head's values, or `fixed_scales` has it:
+    one for all keys, and one for all values.
     """
 
     k_cache: torch.Tensor

@@ -13,10 +13,10 @@ class QuantizedMatrix:
     `codes` has an element for each weight: float8_e4m3fn, or int8, of which 4-bit codes use -8 to
     7. A scale, and a zero point, belongs to a block of `block[0]` outputs and `block[1]` inputs;
     blocks at the ends of a matrix may be cut off. If `order` [K] is given, column j multiplies
-    input `order[j]`; an index may repeat if its other columns are zero.
+    input `order[j]`. Several columns may have the same input if all except one of them are zero.
 
     `rounds_inputs` allows kernels to round the inputs to the type of the codes, which is faster
-    where the device multiplies that type. The scale of those is `input_scale`, or that of each row.
+    where the device multiplies that type. Their scale is `input_scale`, or else each row has one.
     """
 
     codes: torch.Tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
-from nanovllm.models.quantization import Quantization, read_quantization
+from nanovllm.models.quantization import NOT_QUANTIZED, Quantization, choose_quantization
 from nanovllm.models.registry import DEFAULTS, get_architecture
 from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
 from nanovllm.models.windows import rotated_layers, sliding_windows
@@ -63,7 +63,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     rotated_layers: tuple[bool, ...]
     experts: ExpertsConfig | None = None
-    quantization: Quantization | None = None
+    quantization: Quantization = NOT_QUANTIZED
 
     @property
     def longest_window(self) -> int | None:
@@ -72,10 +72,13 @@ class ModelConfig:
         return max(windows) if len(windows) == self.num_hidden_layers else None
 
     @classmethod
-    def from_dir(cls, path: Path) -> "ModelConfig":
-        """Read `config.json` (and the EOS ids of `generation_config.json`) in `path`."""
+    def from_dir(cls, path: Path, quantization: str | None = None) -> "ModelConfig":
+        """Read `config.json` (and the EOS ids of `generation_config.json`) in `path`.
+
+        `quantization` is the option of that name.
+        """
         with _errors_name(path / "config.json") as raw:
-            config = cls._parse(raw)
+            config = cls._parse(raw, quantization)
         if (path / "generation_config.json").exists():
             with _errors_name(path / "generation_config.json") as raw:
                 eos = config.eos_token_ids | _eos_ids(raw, config.vocab_size)
@@ -138,7 +141,7 @@ class ModelConfig:
         return widths
 
     @classmethod
-    def _parse(cls, file: dict[str, Any]) -> "ModelConfig":
+    def _parse(cls, file: dict[str, Any], quantization: str | None) -> "ModelConfig":
         name = _architecture_name(file)
         architecture = get_architecture(name)
         _refuse_unsupported(file)
@@ -171,7 +174,7 @@ class ModelConfig:
             sliding_windows=sliding_windows(file, raw, architecture),
             rotated_layers=rotated_layers(raw, architecture),
             experts=_experts(raw) if architecture.experts else None,
-            quantization=read_quantization(file),
+            quantization=choose_quantization(file, quantization, architecture.fused),
         )
         config._refuse_huge()
         return config

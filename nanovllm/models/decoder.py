@@ -30,8 +30,9 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ExpertsConfig, ModelConfig
-from nanovllm.models.formats import FUSED, PLAIN_FORMATS, Formats
+from nanovllm.models.formats import PLAIN_FORMATS, Formats
 from nanovllm.models.quantization import HEAD
+from nanovllm.models.registry import FUSED
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton

@@ -1,7 +1,6 @@
 """Formats: how the weights of each linear layer of a model are stored.
 
-The checkpoint's config decides, together with the types of the tensors in its files; or plain
-weights are quantized while they are loaded.
+The model's quantization decides, together with the types of the tensors in the files.
 """
 
 import re
@@ -11,20 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.layers.experts import PROJECTIONS, RENAMES
-from nanovllm.layers.weights.choice import format_of, joined_format, quantizing_format
+from nanovllm.layers.weights.choice import format_of, joined_format
 from nanovllm.layers.weights.format import Dense, Float32, WeightFormat
-from nanovllm.layers.weights.scheme import ONLINE, Scheme
-from nanovllm.models.quantization import FIELD, HEAD, Quantization
-
-# A checkpoint's module, the layer of ours that it is a part of, and its place there.
-FUSED: Mapping[str, tuple[str, int]] = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-
+from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.models.quantization import FIELD, NOT_QUANTIZED, Quantization
+from nanovllm.models.registry import FUSED
 
 CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
 ATTENTION = "attn"  # the module of ours that has scales of keys and values
@@ -32,7 +22,7 @@ KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)outp
 
 
 def stored_name(name: str) -> str:
-    """The name that we give to a checkpoint's tensor: scales of keys and values have several."""
+    """Our name of a checkpoint's tensor: tools name scales of keys and values differently."""
     match = KV_SCALE.fullmatch(name)
     return f"{match[1]}.{ATTENTION}.{match[2] or match[3]}_scale" if match else name
 
@@ -44,8 +34,7 @@ class Formats:
     `files` maps our names of a checkpoint's tensors to their types; None if there are no files.
     """
 
-    quantization: Quantization | None = None
-    online: str | None = None
+    quantization: Quantization = NOT_QUANTIZED
     files: Mapping[str, str] | None = None
     name: str = ""
 
@@ -55,16 +44,14 @@ class Formats:
 
     def of(self, layer: str) -> WeightFormat:
         """The format of a linear layer."""
-        if self.online:
-            return quantizing_format(ONLINE[self.online][layer == HEAD])
         parts = [part for part, (fused, _) in FUSED.items() if fused == layer]
         if not parts or self._has(layer):
             return format_of(self._scheme(layer))
         return joined_format([self._scheme(part) for part in parts])
 
     def in_float32(self, layer: str) -> WeightFormat:
-        """The format of a small layer that is multiplied in float32, and never quantized by us."""
-        scheme = None if self.online else self._scheme(layer)
+        """The format of a small layer that is multiplied in float32."""
+        scheme = self._scheme(layer)
         return Dense(torch.float32) if scheme is None else Float32(format_of(scheme))
 
     def has_kv_scales(self) -> bool:
@@ -73,8 +60,6 @@ class Formats:
 
     def of_experts(self, num_experts: int) -> dict[str, WeightFormat]:
         """The formats of the experts' matrices; all experts have the same."""
-        if self.online:
-            return dict.fromkeys(PROJECTIONS, quantizing_format(ONLINE[self.online][0]))
         return {
             matrix: joined_format([self._of_experts(num_experts, part) for part in parts])
             for matrix, parts in PROJECTIONS.items()
@@ -97,8 +82,6 @@ class Formats:
 
     def _scheme(self, layer: str) -> Scheme | None:
         """The scheme of one layer of the checkpoint."""
-        if self.quantization is None:
-            return None
         name = f"{self.name}{layer}"
         scheme = self.quantization.scheme(name)
         if self.files is None:
@@ -106,7 +89,7 @@ class Formats:
         there = self._is_quantized(name)
         if scheme is None and there:
             raise ValueError(f"{name} is quantized in the files, but {FIELD} excludes it")
-        if scheme is None or (self.quantization.files_decide and not there):
+        if scheme is None or (self.quantization.files == "decide" and not there):
             return None
         return self._spelt(name, scheme)
 

@@ -1,16 +1,18 @@
-"""Quantization: what a checkpoint's `quantization_config` says of each linear layer.
+"""Quantization: how each linear layer of a model is quantized.
 
-It reads only JSON. A method, a type or a layout that is not supported is a ValueError that names
-it, and what is supported. Layers are known by their names in the checkpoint.
+The checkpoint's `quantization_config` decides, or the option `quantization` for plain weights. It
+reads only JSON. A method, a type or a layout that is not supported is a ValueError that names it,
+and what is supported. Layers are known by their names in the checkpoint.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanovllm.layers.weights.scheme import Scheme
-from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
+from nanovllm.layers.weights.scheme import ONLINE, Scheme
+from nanovllm.models.registry import FUSED
+from nanovllm.utils.checks import allowed_choices, check_bool, check_choice, check_int, shorten
 
 HEAD = "lm_head"
 FIELD = "quantization_config"
@@ -20,29 +22,31 @@ FIELD = "quantization_config"
 class Rule:
     """The scheme of the layers for which `pattern` matches the beginning of the name."""
 
-    pattern: str
+    pattern: re.Pattern[str]
     scheme: Scheme | None  # None: plain weights
-
-    def matches(self, name: str) -> bool:
-        """Whether this rule is for the layer."""
-        return re.match(self.pattern, name) is not None
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The rules of a checkpoint, of which the first that matches holds; without one, none does.
+    """The rules of a model. The first rule that matches a layer applies.
 
-    With `files_decide`, layers that no rule excludes may have plain weights too: the tools that
-    write such checkpoints leave layers alone without a word in the config.
+    A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
+    files have: only "plain" ones; "quantized" ones where the rules say so; or, where they say so,
+    either ("decide"), as the tools that write such checkpoints do not list all plain layers in the
+    config. With `is_fused`, rules are for the names of fused projections, not of their parts.
     """
 
-    method: str
-    rules: tuple[Rule, ...]
-    files_decide: bool
+    method: str | None = None
+    rules: tuple[Rule, ...] = ()
+    files: Literal["plain", "quantized", "decide"] = "plain"
+    is_fused: bool = False
 
     def scheme(self, name: str) -> Scheme | None:
-        """The scheme of a linear layer, by its name in the checkpoint."""
-        return next((rule.scheme for rule in self.rules if rule.matches(name)), None)
+        """The scheme of a linear layer, by its name in the checkpoint; None for plain weights."""
+        above, _, layer = name.rpartition(".")
+        if self.is_fused and layer in FUSED:
+            name = f"{above}.{FUSED[layer][0]}"
+        return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -50,23 +54,57 @@ class Quantization:
         return list(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme))
 
 
-def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """The quantization of a checkpoint; None if its weights are plain."""
+NOT_QUANTIZED = Quantization()
+
+
+def choose_quantization(
+    raw: Mapping[str, Any], option: str | None, is_fused: bool = False
+) -> Quantization:
+    """The quantization of a checkpoint with this config, or else what the option makes of it.
+
+    It is a ValueError if the two contradict each other.
+    """
+    found = read_quantization(raw)
+    if option and found.method not in (None, option):
+        raise ValueError(
+            f"quantization={option!r}: the checkpoint is quantized already, by"
+            f" {found.method!r}; leave the option out"
+        )
+    if option and found.method is None:
+        if option not in ONLINE:
+            raise ValueError(
+                f"quantization={option!r}: the checkpoint has plain weights, which can be"
+                f" quantized by {allowed_choices(ONLINE)}"
+            )
+        found = _while_loading(option)
+    return replace(found, is_fused=is_fused)
+
+
+def _while_loading(method: str) -> Quantization:
+    """Quantize all plain weights, except the routers of experts, which are small and decide."""
+    scheme, of_head = ONLINE[method]
+    schemes = {r".*\.gate$": None, r"model\.": scheme, HEAD: of_head}
+    rules = (Rule(re.compile(pattern), each) for pattern, each in schemes.items())
+    return Quantization(method, tuple(rules))
+
+
+def read_quantization(raw: Mapping[str, Any]) -> Quantization:
+    """What a checkpoint's config says; without `quantization_config`, its weights are plain."""
     config = raw.get(FIELD, raw.get("compression_config"))
     if config is None:
-        return None
+        return NOT_QUANTIZED
     if not isinstance(config, dict):
-        raise TypeError(f"{FIELD} must be an object, got {shorten(config)}")
+        raise ValueError(f"{FIELD} must be an object, got {shorten(config)}")
     default = "compressed-tensors" if "config_groups" in config else None
     method = config.get("quant_method", default)
     try:
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise _refusal("quant_method", method, METHODS)
         return METHODS[method](config)
     except KeyError as error:
         raise ValueError(f"{FIELD} has no field {error}") from None
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{FIELD}: {error}") from None
+        raise ValueError(f"{FIELD}: {error}") from None
 
 
 def _refusal(name: str, value: Any, supported: Any) -> ValueError:
@@ -76,19 +114,38 @@ def _refusal(name: str, value: Any, supported: Any) -> ValueError:
 
 
 def _only(config: Mapping[str, Any], name: str, *supported: Any) -> None:
-    """Raise unless a field, if it is there, has one of these values."""
+    """Raise unless a field, if it is there, has one of these values: 4.0 is not 4."""
     value = config.get(name, supported[0])
-    if value not in supported:
+    if not any(type(value) is type(other) and value == other for other in supported):
         raise _refusal(name, value, supported)
 
 
-def _names(config: Mapping[str, Any], *fields: str) -> list[str]:
-    """The names in the first of these fields that is there and not null."""
-    given = (config[field] for field in fields if config.get(field) is not None)
-    value: Any = next(given, [])
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"{fields[0]} must be a list of names, got {shorten(value)}")
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, got {shorten(value)}")
     return value
+
+
+def _names(config: Mapping[str, Any], *fields: str) -> list[str]:
+    """The names in the first of these fields that is there and not null; else there are none."""
+    field = next((field for field in fields if config.get(field) is not None), None)
+    return _list_of_names(field, config[field]) if field else []
+
+
+def _list_of_names(field: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{field} must be a list of names, got {shorten(value)}")
+    return value
+
+
+def _rule(field: str, pattern: str, scheme: Scheme | None) -> Rule:
+    """A rule with a pattern of a field."""
+    try:
+        return Rule(re.compile(pattern), scheme)
+    except re.error as error:
+        raise ValueError(
+            f"{field} must have regular expressions, got {shorten(pattern)}: {error}"
+        ) from None
 
 
 def _excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Rule, ...]:
@@ -96,10 +153,16 @@ def _excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Ru
 
     Words are separated by dots. The head is plain unless it is included.
     """
-    excluded = [rf"(.*\.)?{re.escape(name)}(\.|$)" for name in names]
+    excluded = [rf"(.*\.)?{_any_of(names)}(\.|$)"] if names else []
     if not head:
         excluded.append(f"{HEAD}$")
-    return (*(Rule(pattern, None) for pattern in excluded), Rule("", scheme))
+    rules = [Rule(re.compile(pattern), None) for pattern in excluded]
+    return (*rules, Rule(re.compile(""), scheme))
+
+
+def _any_of(names: list[str]) -> str:
+    """A pattern for all of these names: it takes as long as one for a single name."""
+    return f"(?:{'|'.join(map(re.escape, names))})"
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantization:
@@ -114,20 +177,22 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     if block is None:
         scheme = Scheme("fp8", 8, rows=None, columns=None, inputs=inputs)
     else:
-        rows, columns = _block(block)
+        rows, columns = _block("weight_block_size", block)
         if inputs != "dynamic":
             raise _refusal("activation_scheme", inputs, ["dynamic"])
         scheme = Scheme("fp8", 8, rows, columns, inputs=inputs, scale_name="weight_scale_inv")
     names = _names(config, "modules_to_not_convert", "ignored_layers")
-    return Quantization("fp8", _excluding(names, scheme), files_decide=True)
+    return Quantization("fp8", _excluding(names, scheme), files="decide")
 
 
-def _block(value: Any) -> tuple[int, int]:
+def _block(field: str, value: Any) -> tuple[int, int]:
     """The rows and columns of a block: a list of two numbers, or a text like "128x128"."""
-    sizes = value.split("x") if isinstance(value, str) else value
+    sizes = value
+    if isinstance(value, str):
+        sizes = [int(size) if size.isdecimal() else size for size in value.split("x")]
     if not isinstance(sizes, list) or len(sizes) != 2:
-        raise ValueError(f"the block of weights must have 2 sizes, got {shorten(value)}")
-    rows, columns = (check_int("size of a block", int(size), 16) for size in sizes)
+        raise ValueError(f"{field} must have 2 sizes, got {shorten(value)}")
+    rows, columns = (check_int(f"{field}: size of a block", size, 16) for size in sizes)
     return rows, columns
 
 
@@ -139,7 +204,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
         raise _refusal("version", version, ["gemm"])
     scheme = Scheme("awq", 4, rows=1, columns=_group_size(config), zeros=True)
     names = _names(config, "modules_to_not_convert")
-    return Quantization("awq", _excluding(names, scheme), files_decide=True)
+    return Quantization("awq", _excluding(names, scheme), files="decide")
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
@@ -158,17 +223,16 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
             zero_offset=1 if layout == "gptq" else 0,
         )  # fmt: skip
 
-    overrides = config.get("dynamic") or {}
-    rules = tuple(
-        Rule(
-            key[2:] if key[:2] in ("+:", "-:") else key,
-            None if key.startswith("-:") else scheme({**config, **values}),
-        )
-        for key, values in overrides.items()
-    )
+    def override(key: str, values: Any) -> Rule:
+        values = _object(f"dynamic[{key!r}]", values)
+        sign, pattern = (key[:2], key[2:]) if key[:2] in ("+:", "-:") else ("", key)
+        return _rule("dynamic", pattern, None if sign == "-:" else scheme({**config, **values}))
+
+    overrides = _object("dynamic", config.get("dynamic") or {})
+    rules = tuple(override(key, values) for key, values in overrides.items())
     names = _names(config, "modules_to_not_convert")
     rules += _excluding(names, scheme(config), has_head)
-    return Quantization("gptq", rules, files_decide=True)
+    return Quantization("gptq", rules, files="decide")
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
@@ -176,51 +240,63 @@ def _group_size(config: Mapping[str, Any]) -> int | None:
     return None if size == -1 else check_int("group_size", size, 8)
 
 
+CLASS = "Linear"  # the name of the class of all linear layers
 PACKED = "pack-quantized"
 LAYOUTS = ("float-quantized", "naive-quantized", "int-quantized", PACKED)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
-    sparsity = config.get("sparsity_config") or {}
+    sparsity = _object("sparsity_config", config.get("sparsity_config") or {})
     if sparsity.get("format", "dense") != "dense":
         raise _refusal("sparsity_config", sparsity["format"], ["dense"])
     if config.get("transform_config"):
         raise ValueError("transform_config is not supported")
-    rules = [Rule(_target(name), None) for name in _names(config, "ignore")]
-    groups = config["config_groups"]
-    if not isinstance(groups, dict):
-        raise TypeError(f"config_groups must be an object, got {shorten(groups)}")
-    found = [rule for group in groups.values() for rule in _group_rules(config, group)]
-    rules += sorted(found, key=lambda rule: rule.pattern == "")  # classes of layers come last
-    kv_cache = config.get("kv_cache_scheme")
-    if kv_cache is not None and (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
-        raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
-    return Quantization("compressed-tensors", tuple(rules), files_decide=False)
+    rules = _target_rules("ignore", _names(config, "ignore"), None)
+    groups = _object("config_groups", config["config_groups"])
+    found = [
+        rule
+        for name, group in groups.items()
+        for rule in _group_rules(config, _object(f"config_groups[{name!r}]", group))
+    ]
+    rules += sorted(found, key=lambda rule: not rule.pattern.pattern)  # classes of layers: last
+    if config.get("kv_cache_scheme") is not None:
+        kv_cache = _object("kv_cache_scheme", config["kv_cache_scheme"])
+        if (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
+            raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
+    return Quantization("compressed-tensors", tuple(rules), files="quantized")
 
 
-def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[Rule]:
+def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> list[Rule]:
     layout = group.get("format") or config.get("format")
     if group.get("weights") is None:
         raise ValueError("config_groups without weights are not supported")
-    scheme = _compressed_scheme(group["weights"], group.get("input_activations"), layout)
+    inputs = group.get("input_activations")
+    scheme = _compressed_scheme(
+        _object("weights", group["weights"]),
+        None if inputs is None else _object("input_activations", inputs),
+        layout,
+    )
     if group.get("output_activations") is not None:
         raise ValueError("output_activations are not supported")
-    for name in group["targets"]:
-        yield Rule(_target(name), scheme)
+    return _target_rules("targets", _list_of_names("targets", group["targets"]), scheme)
 
 
-def _target(name: str) -> str:
-    """The pattern of a target: a class of layers, "re:" and a pattern, or a layer's name."""
-    if name.startswith("re:"):
-        return name.removeprefix("re:")
-    return "" if name == "Linear" else f"{re.escape(name)}$"
+def _target_rules(field: str, targets: list[str], scheme: Scheme | None) -> list[Rule]:
+    """Rules of targets: each is a class of layers, "re:" and a pattern, or a layer's name."""
+    patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+    if names := [target for target in targets if target != CLASS and target[:3] != "re:"]:
+        patterns.append(f"{_any_of(names)}$")
+    if CLASS in targets:
+        patterns.append("")
+    return [_rule(field, pattern, scheme) for pattern in patterns]
 
 
 def _compressed_scheme(
     weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None
 ) -> Scheme:
     """The scheme of compressed-tensors' arguments for weights and for inputs."""
-    bits, kind = weights["num_bits"], weights.get("type", "int")
+    bits, kind = check_int("num_bits", weights["num_bits"], 1), weights.get("type", "int")
+    _only(weights, "actorder", None, False, True, "weight", "static", "group", "dynamic")
     is_packed = layout == PACKED or (layout in (None, "mixed-precision") and inputs is None)
     if not is_packed and layout not in (*LAYOUTS, None, "mixed-precision"):
         raise _refusal("format", layout, LAYOUTS)
@@ -238,7 +314,7 @@ def _compressed_scheme(
 
 
 def _scale_block(weights: Mapping[str, Any], is_packed: bool) -> tuple[int | None, int | None]:
-    """The rows and columns of which a scale is; None for all."""
+    """The rows and columns that share a scale; None for all."""
     size, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
@@ -249,7 +325,7 @@ def _scale_block(weights: Mapping[str, Any], is_packed: bool) -> tuple[int | Non
     if strategy == "group" and is_packed:
         return 1, check_int("group_size", size, 8)
     if strategy == "block" and not is_packed:
-        return _block(weights["block_structure"])
+        return _block("block_structure", weights["block_structure"])
     supported = ["channel", "group"] if is_packed else ["tensor", "channel", "block"]
     raise _refusal("strategy", strategy, supported)
 
@@ -259,9 +335,9 @@ def _inputs(inputs: Mapping[str, Any], kind: str, is_packed: bool) -> Literal["s
     given = inputs.get("num_bits"), inputs.get("type", "int")
     if given != (8, kind) or is_packed:
         raise _refusal("input_activations", f"{given[0]}-bit {given[1]}", ["none", f"8-bit {kind}"])
-    if not inputs.get("symmetric", True):
+    if not check_bool("symmetric", inputs.get("symmetric", True)):
         raise _refusal("symmetric of input_activations", False, [True])
-    return "dynamic" if inputs.get("dynamic", False) else "static"
+    return "dynamic" if check_bool("dynamic", inputs.get("dynamic", False)) else "static"
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {

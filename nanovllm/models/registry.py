@@ -23,6 +23,7 @@ class Architecture:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
+    fused: bool = False  # checkpoints have qkv_proj and gate_up_proj, not their parts
     experts: bool = False  # some or all feed-forward layers are experts
     partial_rotary: bool = False  # the config may limit the rotation to a part of each head
     unrotated_layers: bool = False  # the config says which layers do not rotate
@@ -30,6 +31,15 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
+
+# A checkpoint's module, the layer of ours that it is a part of, and its place there.
+FUSED: Mapping[str, tuple[str, int]] = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
 
 # What most of transformers' config classes give to fields that a file leaves out.
 DEFAULTS: Mapping[str, Any] = {
@@ -104,6 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     # Phi 3, 3.5 and 4, text only. Their checkpoints store qkv_proj and gate_up_proj fused.
     "Phi3ForCausalLM": Architecture(
+        fused=True,
         partial_rotary=True,
         rope_types={"su": "longrope", "yarn": "longrope"},
         defaults={

@@ -14,18 +14,25 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import edit_config, make_model
+from quantization_variants import VARIANTS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import LLM
-from nanovllm.bench import measure, roofline, trace
+from nanovllm.bench import machine, measure, roofline, trace
 from nanovllm.bench.plan import make_plan
 from nanovllm.bench.roofline import Machine
 from nanovllm.bench.shapes import SHAPES, write_shape
 from nanovllm.bench.workload import Lengths, draw_workload
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.kernels.kv_layer import CODES, head_bytes
+from nanovllm.layers.ranks import ALONE
+from nanovllm.layers.weights.choice import format_of
+from nanovllm.layers.weights.format import WeightFormat
+from nanovllm.layers.weights.scheme import INT8
 from nanovllm.models.config import ExpertsConfig, ModelConfig
-from nanovllm.models.quantization import read_quantization
+from nanovllm.models.quantization import choose_quantization
 from nanovllm.models.weight_bytes import WeightBytes
 
 BENCH = Path(__file__).parents[2] / "bench.py"
@@ -131,8 +138,8 @@ class TestCounts:
         assert floor.decode_gemm_seconds == pytest.approx(gemm)
 
     def test_the_floor_is_the_sum_of_its_parts(self) -> None:
-        machine = Machine(bytes_per_second=10.0, flops_per_second=5.0)
-        floor = roofline.floor(self.config, PLAIN, [3, 1], [2, 1], machine, 8)
+        slow = Machine(bytes_per_second=10.0, flops_per_second=5.0)
+        floor = roofline.floor(self.config, PLAIN, [3, 1], [2, 1], slow, 8)
         assert floor.decode_kv_seconds == 4 * 48 / 10, "a key has 8 bytes, two weights 4"
         assert floor.prefill_seconds == roofline.prefill_flops(self.config, [3, 1]) / 5
         assert floor.seconds == pytest.approx(
@@ -249,7 +256,7 @@ class TestQuantizedCounts:
         self, online: str, linear: int, head: int, tmp_path: Path
     ) -> None:
         model = shape("qwen3-0.6b", tmp_path)
-        sizes = WeightBytes(2, online=online)
+        sizes = WeightBytes(2, choose_quantization({}, online))
         assert roofline.decoder_bytes(model, sizes) == pytest.approx(linear, rel=1e-3)
         assert roofline.head_bytes(model, sizes) == head
         # A quantized head has a table of its own, as the embedding's stays plain.
@@ -263,13 +270,54 @@ class TestQuantizedCounts:
             quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm",
             modules_to_not_convert=["down_proj"],
         )  # fmt: skip
-        quantization = read_quantization({"quantization_config": config})
+        quantization = choose_quantization({"quantization_config": config}, None)
         sizes = WeightBytes(2, quantization)
         plain = 28 * 1024 * 3072
         quantized = self.LINEAR - plain
         expected = 2 * plain + quantized // 2 + 3 * quantized // 128
         assert roofline.decoder_bytes(model, sizes) == pytest.approx(expected, rel=1e-6)
         assert roofline.head_bytes(model, sizes) == 2 * self.HEAD
+
+
+class TestMatmulRate:
+    """The rate is that of the engine's own kernels, with the weights that most layers have."""
+
+    @pytest.mark.parametrize(
+        ("variant", "storage"),
+        [("ct, kv scales alone", None), ("ct, mixed", "packed"), ("fp8, some layers", None)],
+    )
+    def test_the_format_is_that_of_most_weights(
+        self,
+        variant: str,
+        storage: str | None,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """In each of these variants the first rule has another one, or there is none."""
+        path = make_model(tmp_path / "model")
+        edit_config(path, quantization_config=VARIANTS[variant].config)
+        measured: list[WeightFormat] = []
+
+        def measure_machine(_: Placement, weight_format: WeightFormat) -> Machine:
+            measured.append(weight_format)
+            return H200
+
+        monkeypatch.setattr(measure, "measure_machine", measure_machine)
+        lengths = Lengths(max_input_len=100, max_output_len=100)
+        measure.describe(make_plan({"model": path, "device": "cpu"}, None, lengths, tmp_path))
+        assert [each.scheme and each.scheme.storage for each in measured] == [storage]
+
+    def test_the_engines_kernels_are_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those in C++ do not know float16; the plain ones are the engine's then."""
+        monkeypatch.setitem(machine.MATMUL_SIZES, "cpu", 64)
+        plan = make_plan(
+            {"device": "cpu", "dtype": "float16", "quantization": "int8"}, "qwen3-42m",
+            Lengths(), tmp_path,
+        )  # fmt: skip
+        placement = resolve_placement(plan.config, plan.model, ALONE)
+        assert machine.matmul_rate(placement, format_of(INT8)) > 0
 
 
 class TestCommandLine:

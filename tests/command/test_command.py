@@ -304,6 +304,10 @@ def test_info_needs_no_weights(capsys: Any, tmp_path: Path) -> None:
     assert info["kv_bytes_per_token"] == 2 * 4 * 2 * (64 + 2)
     status, text, _ = in_process(capsys, *argv, "--enable-expert-parallel")
     assert status == 1 and "not supported: enable_expert_parallel=True" in text
+    info = json.loads(in_process(capsys, *argv, "--json", "--quantization", "int4")[1])
+    assert [text.partition(",")[0] for text in info["quantization"]] == ["4-bit", "8-bit"]
+    status, _, error = in_process(capsys, *argv, "--quantization", "awq")
+    assert status == 1 and "'awq': the checkpoint has plain weights" in error
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Other"]}))
     status, _, error = in_process(capsys, *argv)
     assert status == 1 and "architecture 'Other' is not supported" in error

@@ -16,7 +16,7 @@ KINDS = ("int8", "int4", "e4m3")  # as `Kind` of quantized_linear.h numbers them
 
 
 @dataclass(frozen=True, slots=True)
-class ArrangedMatrix:
+class TiledMatrix:
     """A QuantizedMatrix [N, K] in tiles of outputs, as quantized_linear.h reads it.
 
     Each group's inputs are filled up with zeros to whole blocks, so that there are P of them.
@@ -33,7 +33,7 @@ class ArrangedMatrix:
     blocks_of_group: int
 
 
-def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
+def arrange(weight: QuantizedMatrix) -> TiledMatrix:
     """Copy a weight [N, K] into the kernel's layout.
 
     Peak memory: 4 bytes for each weight, the copied codes included.
@@ -55,7 +55,7 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
         if nan.any():
             outputs, inputs = nan.nonzero(as_tuple=True)
             scales[outputs, inputs // group] = torch.nan
-    return ArrangedMatrix(
+    return TiledMatrix(
         codes=_tiled_codes(_fill_up(codes, group, padded), kind),
         scales=_tiled(scales),
         zeros=None if weight.zeros is None else _tiled(_of_outputs(weight.zeros, weight)),
@@ -69,7 +69,7 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
 
 
 def quantized_linear(
-    x: torch.Tensor, weight: ArrangedMatrix, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: TiledMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x @ weight.T + bias` of x [T, K]: [T, N]. Reads each code once for up to 256 rows.
 

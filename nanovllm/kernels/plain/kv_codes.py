@@ -17,7 +17,8 @@ def quantize(
     """Codes [T, KVH, D] and scales [T, KVH] of x [T, KVH, D].
 
     The scale is the least one with which no code is too large; the codes of a fixed scale saturate.
-    With a NaN the scale is one, and all of the head: not every kernel knows the code of NaN.
+    If a head has a NaN, its scale is NaN, and so are all of its values: not every kernel knows the
+    code of NaN.
     """
     wide = x.float()
     exact = wide.abs().amax(-1) / LARGEST

@@ -45,9 +45,7 @@ from nanovllm.kernels.triton.merge import merge_if_last
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
 MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
 BLOCK_B = 512  # rows that the plan reads together
-# Of codes: keys of a tile, at most, and the stages with which two tiles are in flight.
-CODES_TILE = 64
-CODES_STAGES = 5
+CODES_STAGES = 5  # of codes: two tiles are in flight
 
 
 @dataclass(slots=True)
@@ -228,8 +226,6 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
         plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
         and q.dtype.itemsize == 2 and block_g <= 32
     )  # fmt: skip
-    if quantized:
-        block_n = min(block_n, CODES_TILE)
     tiles = [
         tiles_of(cache.view(-1, num_kv_heads * width), block_n, width) if copied else None
         for cache in (k_cache, v_cache)

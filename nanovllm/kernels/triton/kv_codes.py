@@ -26,7 +26,8 @@ def largest_of(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
 def scale_of(largest, fixed):  # type: ignore[no-untyped-def]
     """The scale of heads whose largest absolute value is `largest`, or the `fixed` one if not 0.
 
-    With a NaN the scale is one, and all of the head: not every kernel knows the code of NaN.
+    If a head has a NaN, its scale is NaN, and so are all of its values: not every kernel knows the
+    code of NaN.
     """
     exact = tl.where(fixed > 0, fixed, tl.div_rn(largest, LARGEST))
     rounded_up = (exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000

@@ -18,9 +18,9 @@ LEAST = 16  # columns of a block: smaller ones are slow
 
 
 def places(parts: Sequence[slice], unit: int, device: torch.device) -> torch.Tensor:
-    """Where rows are in a joined tensor of which every element has `unit` rows.
+    """Where rows are in a joined tensor, each element of which is for `unit` rows.
 
-    `parts` are the rows of each projection; its elements are those that they share.
+    `parts` are the rows of each projection, which has all elements that are for any of them.
     """
     found, first = [], 0
     for part in parts:

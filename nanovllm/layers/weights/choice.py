@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from nanovllm.layers.weights.format import DENSE, Unlike, WeightFormat
-from nanovllm.layers.weights.packed import Awq, CompressedTensors, Gptq, Own
+from nanovllm.layers.weights.format import DENSE, PerProjection, WeightFormat
+from nanovllm.layers.weights.packed import Awq, CompressedTensors, Gptq, Int4Packed
 from nanovllm.layers.weights.quantize import QUANTIZERS
 from nanovllm.layers.weights.scaled import ScaledCodes
 from nanovllm.layers.weights.scheme import Scheme
@@ -14,26 +14,22 @@ FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "packed": CompressedTensors,
     "awq": Awq,
     "gptq": Gptq,
-    "own": Own,
+    "int4": Int4Packed,
 }
 
 
 def format_of(scheme: Scheme | None) -> WeightFormat:
     """The format of weights that are quantized by `scheme`, or of plain ones."""
-    return DENSE if scheme is None else FORMATS[scheme.storage](scheme)
+    if scheme is None:
+        return DENSE
+    made = FORMATS[scheme.storage](scheme)
+    if scheme.while_loading:
+        made.quantize = QUANTIZERS[scheme.storage]
+    return made
 
 
 def joined_format(schemes: Sequence[Scheme | None]) -> WeightFormat:
     """The format of a fused layer whose projections have these schemes."""
     if all(scheme == schemes[0] for scheme in schemes):
         return format_of(schemes[0])
-    return Unlike([format_of(scheme) for scheme in schemes])
-
-
-def quantizing_format(scheme: Scheme | None) -> WeightFormat:
-    """The format of plain weights that are quantized by `scheme` while they are loaded."""
-    if scheme is None:
-        return DENSE
-    made = FORMATS[scheme.storage](scheme)
-    made.quantize = QUANTIZERS[scheme.storage]
-    return made
+    return PerProjection([format_of(scheme) for scheme in schemes])

@@ -1,5 +1,6 @@
 """WeightFormat: which tensors of a checkpoint describe a matrix, and what matrix that is."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,13 +35,13 @@ class WeightFormat(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of a matrix, by name: that of a checkpoint's module if it has them."""
+        """The tensors of a matrix by name. A checkpoint in this format has them by these names."""
 
     @abstractmethod
     def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> Weight | list[Weight]:
-        """The matrix [N, K] of a rank that holds these parts of the tensors.
+        """A rank's matrix [N, K], made of its parts of the tensors.
 
-        Or those of its projections, if one cannot describe all of them.
+        If no single matrix can describe all projections, a list with one for each of them.
         """
 
 
@@ -58,7 +59,7 @@ class Dense(WeightFormat):
         return tensors["weight"]
 
 
-class Unlike(WeightFormat):
+class PerProjection(WeightFormat):
     """A format for each projection of a fused layer, where a checkpoint treats them differently."""
 
     def __init__(self, formats: Sequence[WeightFormat]) -> None:
@@ -83,7 +84,7 @@ class Unlike(WeightFormat):
 
 
 class Float32(WeightFormat):
-    """Weights of any format, multiplied as plain ones in float32: for small layers that decide."""
+    """Weights of any format, dequantized to float32: for routers, where rounding decides."""
 
     def __init__(self, stored_as: WeightFormat) -> None:
         self.stored_as = stored_as
@@ -105,8 +106,18 @@ def dense(weight: Weight | list[Weight], size_in: int, dtype: torch.dtype) -> to
     return dense_matrix(weight, size_in).to(dtype)
 
 
+def check_scales(name: str, scales: torch.Tensor, of_inputs: bool = False) -> torch.Tensor:
+    """Return the scales if they are finite, and above 0 if inputs are divided by them. Syncs."""
+    low_and_high = torch.stack(scales.aminmax()).tolist() if scales.numel() else []  # or NaN
+    for scale in low_and_high:
+        if not math.isfinite(scale) or (of_inputs and scale <= 0):
+            allowed = "finite and above 0" if of_inputs else "finite"
+            raise ValueError(f"{name} must be {allowed}, got {scale}")
+    return scales
+
+
 def tensor_of(param: str) -> tuple[str, int | None]:
-    """The name of a checkpoint's tensor, and the projection that it is of if there is only one."""
+    """A parameter's name in the checkpoint, and its projection if it describes only one."""
     name, _, projection = param.partition(OF_PROJECTION)
     return name, int(projection) if projection else None
 

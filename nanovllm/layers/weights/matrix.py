@@ -1,4 +1,4 @@
-"""Matrices in the form in which a layer multiplies by them: the fastest that the device has."""
+"""The forms of a weight that layers multiply by; each device has a fastest one."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class Matrix(ABC):
-    """A weight [N, K]. `operand` is what kernels read that fuse other operations with it.
+    """A weight [N, K].
 
-    It is None if there are none for this form.
+    `operand` is for kernels that fuse other operations with the product. It is None if there are no
+    such kernels for this form.
     """
 
     operand: Any = None
@@ -59,7 +60,7 @@ class PackedMatrix(Matrix):
         return _to(out, packed_linear(x, self.packed, bias))
 
 
-class ArrangedMatrix(Matrix):
+class CodesMatrix(Matrix):
     """A quantized weight in the layout of the kernels that multiply by it."""
 
     def __init__(self, operand: Any, kernels: Kernels) -> None:
@@ -100,5 +101,5 @@ def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
     if isinstance(weight, list):
         return JoinedMatrix([matrix_of(part, kernels) for part in weight])
     if not isinstance(weight, torch.Tensor):
-        return ArrangedMatrix(kernels.arrange(weight), kernels)
+        return CodesMatrix(kernels.arrange(weight), kernels)
     return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)

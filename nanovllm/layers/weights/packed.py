@@ -11,11 +11,11 @@ import torch
 
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.layers.weights.blocks import places, quantized_matrix, take, unpack
-from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat
+from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat, check_scales
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.layers.weights.stored import Axis, Held, Stored
 
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # which codes of a word its 8 outputs have
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the codes of a word, in the order of its 8 outputs
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -23,6 +23,7 @@ Tensors = Mapping[str, torch.Tensor]
 class PackedCodes(WeightFormat):
     """What the formats share: a subclass names its tensors, and unpacks them."""
 
+    scale_name = "weight_scale"
     order_name: str
     scheme: Scheme
 
@@ -88,7 +89,7 @@ class PackedCodes(WeightFormat):
         zeros = signed(self.zeros(tensors, held)) if self.scheme.zeros else None
         rows = torch.arange(held.num_rows, device=codes.device)
         columns = self._groups_of_columns(tensors, held, codes.device)
-        scales = _narrowest(self.scales(tensors))
+        scales = _narrowest(check_scales(self.scale_name, self.scales(tensors)))
         return quantized_matrix(codes, scales, zeros, rows, columns, self.scheme.bits)
 
     def _groups_of_columns(
@@ -110,7 +111,17 @@ class PackedCodes(WeightFormat):
         return first
 
 
-class CompressedTensors(PackedCodes):
+class PackedColumns(PackedCodes):
+    """A matrix [N, K] whose codes are packed along K, and its scales [N, groups]."""
+
+    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
+        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
+
+    def scales(self, tensors: Tensors) -> torch.Tensor:
+        return tensors["weight_scale"]
+
+
+class CompressedTensors(PackedColumns):
     """compressed-tensors' "pack-quantized": codes are packed along columns, zeros along rows."""
 
     order_name = "weight_g_idx"
@@ -136,18 +147,12 @@ class CompressedTensors(PackedCodes):
             )
         return super().weight(tensors, held)
 
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
-
-    def scales(self, tensors: Tensors) -> torch.Tensor:
-        return tensors["weight_scale"]
-
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
         return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.rows)
 
 
-class Own(PackedCodes):
-    """What we quantize to 4 bits while loading: zero points have a byte each."""
+class Int4Packed(PackedColumns):
+    """What plain weights are quantized to 4 bits as: zero points have a byte each."""
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
@@ -156,12 +161,6 @@ class Own(PackedCodes):
             "weight_zero_point": Stored((ROWS, self.groups), torch.uint8),
         }
 
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
-
-    def scales(self, tensors: Tensors) -> torch.Tensor:
-        return tensors["weight_scale"]
-
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:  # noqa: ARG002
         return tensors["weight_zero_point"]
 
@@ -169,6 +168,7 @@ class Own(PackedCodes):
 class Gptq(PackedCodes):
     """GPTQ: the transposed matrix, packed along columns. Zeros of version 1 are one too low."""
 
+    scale_name = "scales"
     order_name = "g_idx"
 
     def make_tensors(self) -> dict[str, Stored]:
@@ -185,7 +185,7 @@ class Gptq(PackedCodes):
         return tensors["scales"].mT
 
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        """The offset is added to whole words: a zero of 0 is stored as one below it."""
+        """The offset is added to whole words: version 1 subtracts it from them, with borrows."""
         ones = sum(1 << shift for shift in range(0, 32, self.scheme.bits))
         words = tensors["qzeros"] + self.scheme.zero_offset * ones
         return _unpacked(words, self.scheme.bits, -1, held.rows).mT
@@ -193,6 +193,8 @@ class Gptq(PackedCodes):
 
 class Awq(PackedCodes):
     """AWQ's GEMM layout: the transposed matrix, packed along rows, mixed within a word."""
+
+    scale_name = "scales"
 
     def make_tensors(self) -> dict[str, Stored]:
         return {

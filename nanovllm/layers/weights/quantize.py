@@ -12,11 +12,11 @@ from nanovllm.layers.weights.stored import Held
 
 FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127, 15
 GROUP = 128  # columns that share a 4-bit scale
-SHARES = [1 - 0.05 * step for step in range(9)]  # of a group's range, that are tried
-# Weights quantized at a time. PyTorch computes up to SERIAL elements in the calling thread: other
-# threads would be waited for longer than this takes. Where a part needs many calls, it is larger.
+SHARES = [1 - 0.05 * step for step in range(9)]  # shares of a group's range to try
+# Weights quantized at a time. PyTorch computes up to SERIAL elements in the calling thread, which
+# takes less time than waiting for other threads. For quantizers of many calls, parts are larger.
 SERIAL, LARGE, ON_GPU = (1 << 15) - 1, 1 << 20, 1 << 24
-ROUNDS = 1.5 * 2**23  # its sum with a small float32 is whole; `round` divides even short tensors
+ROUNDS = 1.5 * 2**23  # adding it rounds a small float32; `round` uses threads for any tensor
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 Tensors = dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def _search(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales, exact in bfloat16, and zero points [n, 1] of groups [n, GROUP].
 
     Each share of a group's range gives it codes, for which the best scale is known: c @ w / c @ c.
-    Of these the group takes the one with the least squared error, s * (s * c @ c - 2 * c @ w).
+    The group takes the scale with the least squared error, s * (s * c @ c - 2 * c @ w).
     """
     low, high = (bound.unsqueeze(1) for bound in groups.aminmax(dim=1))
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -123,12 +123,12 @@ def _storable(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _positive(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of rows that are zero, or not far from it, are one."""
+    """Replace scales of rows that are zero, or almost, by one."""
     return torch.where(scales < LEAST_SCALE, 1.0, scales)
 
 
 QUANTIZERS: dict[str, Quantizer] = {
-    "fp8": to_fp8, "int8": to_int8, "own": to_int4,
+    "fp8": to_fp8, "int8": to_int8, "int4": to_int4,
 }  # fmt: skip
 
 

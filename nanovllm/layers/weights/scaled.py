@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.layers.weights.blocks import places, quantized_matrix
-from nanovllm.layers.weights.format import COLUMNS, ROWS, WeightFormat
+from nanovllm.layers.weights.format import COLUMNS, ROWS, WeightFormat, check_scales
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.layers.weights.stored import Axis, Held, Stored
 
@@ -39,8 +39,9 @@ class ScaledCodes(WeightFormat):
 
     def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> QuantizedMatrix:
         scheme, codes = self.scheme, tensors["weight"]
-        scales, zeros = tensors[scheme.scale_name], tensors.get("weight_zero_point")
-        rows = torch.arange(len(held.rows), device=codes.device)  # of scales: a projection's
+        scales = check_scales(scheme.scale_name, tensors[scheme.scale_name])
+        zeros = tensors.get("weight_zero_point")
+        rows = torch.arange(len(held.rows), device=codes.device)  # each projection's row of scales
         if scheme.rows is None:
             sizes = torch.tensor([part.stop - part.start for part in held.rows])
             rows = rows.repeat_interleave(sizes.to(codes.device))
@@ -52,7 +53,9 @@ class ScaledCodes(WeightFormat):
         if scheme.columns is not None:
             columns = places([held.columns], scheme.columns, codes.device) // scheme.columns
         input_scale = tensors.get(scheme.input_scale_name)
+        if input_scale is not None:
+            largest = input_scale.amax(dim=-1)  # the projections have their inputs in common
+            input_scale = check_scales(scheme.input_scale_name, largest, of_inputs=True)
         return quantized_matrix(
-            codes, scales, zeros, rows, columns, scheme.bits, scheme.inputs != "float",
-            None if input_scale is None else input_scale.amax(dim=-1),
-        )  # fmt: skip
+            codes, scales, zeros, rows, columns, scheme.bits, scheme.inputs != "float", input_scale
+        )

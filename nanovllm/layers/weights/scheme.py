@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Storage = Literal["fp8", "int8", "packed", "awq", "gptq", "own"]
+Storage = Literal["fp8", "int8", "packed", "awq", "gptq", "int4"]
 NAMES = {
     "fp8": "FP8", "int8": "8-bit", "packed": "{bits}-bit, packed", "awq": "{bits}-bit, AWQ",
-    "gptq": "{bits}-bit, GPTQ", "own": "{bits}-bit",
+    "gptq": "{bits}-bit, GPTQ", "int4": "{bits}-bit",
 }  # fmt: skip
 
 
@@ -15,8 +15,9 @@ class Scheme:
     """What a checkpoint's tensors mean.
 
     `storage` says how codes are stored. A scale belongs to `rows` x `columns` weights of a matrix
-    [out, in]; None is all of them. Inputs are multiplied as they are, or may be rounded to the type
-    of the codes, with a "static" scale of the checkpoint, or "dynamic" ones.
+    [out, in]; None is all of them. "float" inputs are not rounded. Others may be rounded to the
+    type of the codes, with a "static" scale that the checkpoint has, or a "dynamic" one that is
+    computed from them.
     """
 
     storage: Storage
@@ -27,6 +28,7 @@ class Scheme:
     inputs: Literal["float", "static", "dynamic"] = "float"
     ordered: bool = False  # whether a tensor assigns the columns to groups
     zero_offset: int = 0  # what must be added to stored zero points
+    while_loading: bool = False  # whether we quantize plain weights of the checkpoint
     scale_name: str = "weight_scale"
     input_scale_name: str = "input_scale"
 
@@ -53,11 +55,12 @@ class Scheme:
         return num_weights * self.bits // 8 + scales
 
 
-FP8 = Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic")
-INT8 = Scheme("int8", 8, rows=1, columns=None)
-INT4 = Scheme("own", 4, rows=1, columns=128, zeros=True)
-# What `quantization=` makes of plain weights: those of the layers, and those of the head. Rounding
-# the head's inputs to FP8 would cost the most, and float inputs gain little with many requests.
+FP8 = Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic", while_loading=True)
+INT8 = Scheme("int8", 8, rows=1, columns=None, while_loading=True)
+INT4 = Scheme("int4", 4, rows=1, columns=128, zeros=True, while_loading=True)
+# What `quantization=` makes of plain weights: those of the layers, and those of the head. In
+# FP8, rounding the head's inputs would cost the most quality, and float inputs would save little
+# time with many requests.
 ONLINE: dict[str, tuple[Scheme, Scheme | None]] = {
     "fp8": (FP8, None), "int8": (INT8, INT8), "int4": (INT4, INT8),
 }  # fmt: skip

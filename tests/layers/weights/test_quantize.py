@@ -209,9 +209,9 @@ def test_the_error_of_a_tied_head_names_it(tmp_path: Path) -> None:
 
 def codes_of(path: Path, online: str, ranks: Ranks) -> dict[str, torch.Tensor]:
     """A rank's tensors of the layers, quantized."""
-    config = ModelConfig.from_dir(path)
+    config = ModelConfig.from_dir(path, online)
     with torch.no_grad():
-        model = CausalLM(config, 64, ranks, formats=Formats(online=online))
+        model = CausalLM(config, 64, ranks, formats=Formats(config.quantization))
         load_model(model, path)
     return {name: tensor for name, tensor in model.named_buffers() if "quantized" in name}
 
@@ -274,7 +274,8 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 with torch.no_grad():
-    model = CausalLM(ModelConfig.from_dir(path), 16, formats=Formats(online=online))
+    config = ModelConfig.from_dir(path, online)
+    model = CausalLM(config, 16, formats=Formats(config.quantization))
     load_model(model, path)
 done.set()
 thread.join()
