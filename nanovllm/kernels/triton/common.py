@@ -126,29 +126,46 @@ def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def add_parts(  # type: ignore[no-untyped-def]
-    acc, parts_ptr, arrivals_ptr, tile, split, size, at, real, SPLIT: tl.constexpr
+def leave_parts(  # type: ignore[no-untyped-def]
+    acc, up, parts_ptr, arrivals_ptr, tile, split, size, at, real,
+    SPLIT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Whether this program is the last of SPLIT that share a tile, and then the sum of their parts.
+    """Give this program's part of a tile that SPLIT share; return whether it is the last one.
 
-    Each gives its part `acc` of the tile. They are added in their order, in float32, so that the
-    sum does not depend on which ends last. `at` are the places of the tile's elements in a matrix
-    of `size` of them.
+    TWO: a part has two tiles, acc and up. `at` are the places of a tile's elements in a matrix of
+    `size` of them.
     """
-    acc = acc.to(tl.float32)
-    finishes = True
+    if SPLIT == 1:
+        return True
+    parts_at = parts_ptr + split * (1 + TWO) * size + at
+    tl.store(parts_at, acc.to(tl.float32), mask=real)
+    if TWO:
+        tl.store(parts_at + size, up.to(tl.float32), mask=real)
+    # The barrier puts all threads' writes before the release; the acquire the reads after it.
+    tl.debug_barrier()
+    return tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+
+
+@triton.jit
+def sum_parts(  # type: ignore[no-untyped-def]
+    acc, up, parts_ptr, arrivals_ptr, tile, size, at, real,
+    SPLIT: tl.constexpr, TWO: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """The sums of all parts, for the last program: in their order, whichever came last.
+
+    UNROLLED reads all parts at once, for which large tiles have no registers.
+    """
+    acc, up = acc.to(tl.float32), up.to(tl.float32)
     if SPLIT > 1:
-        tl.store(parts_ptr + split * size + at, acc, mask=real)
-        # The barrier puts all threads' writes before the release; the acquire the reads after it.
-        tl.debug_barrier()
-        finishes = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
-        if finishes:
-            tl.store(arrivals_ptr + tile, 0)  # for the next call
-            acc = tl.zeros_like(acc)
-            for part in tl.range(0, SPLIT):
-                acc += tl.load(parts_ptr + part * size + at, mask=real, other=0.0,
-                               cache_modifier=".cg")  # fmt: skip
-    return finishes, acc
+        tl.store(arrivals_ptr + tile, 0)  # for the next call
+        acc = tl.zeros_like(acc)
+        up = acc
+        for part in tl.range(0, SPLIT, loop_unroll_factor=SPLIT if UNROLLED else 1):
+            parts_at = parts_ptr + part * (1 + TWO) * size + at
+            acc += tl.load(parts_at, mask=real, other=0.0, cache_modifier=".cg")
+            if TWO:
+                up += tl.load(parts_at + size, mask=real, other=0.0, cache_modifier=".cg")
+    return acc, up
 
 
 def tile_keys(block_d: int, dtype: torch.dtype) -> int:

@@ -17,7 +17,9 @@ from nanovllm.kernels.triton.common import (
     can_copy_tiles,
     dot,
     early,
+    leave_parts,
     let_next_begin,
+    sum_parts,
     tiles_of,
     with_room,
 )
@@ -174,30 +176,14 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
                     up = add_product(up, x, up_words, up_scales, up_zeros, EACH, KIND, half, ZEROS)
     acc = tl.trans(acc)
     up = tl.trans(up)
-    if SPLIT > 1:
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        size = num_rows * N
-        parts_at = parts_ptr + split * (1 + GATED) * size + at
-        tl.store(parts_at, acc, mask=real)
-        if GATED:
-            tl.store(parts_at + size, up, mask=real)
-        # The barrier puts all threads' writes before the release; the acquire the reads after it.
-        tl.debug_barrier()
-        finishes = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
-    else:
-        finishes = True
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    size = num_rows * N
+    finishes = leave_parts(acc, up, parts_ptr, arrivals_ptr, tile, split, size, at, real,
+                           SPLIT, GATED)  # fmt: skip
     let_next_begin(EARLY)
     if finishes:
-        if SPLIT > 1:
-            tl.store(arrivals_ptr + tile, 0)  # for the next call
-            acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-            up = acc
-            # One part of a large tile at a time: registers have no room for more.
-            for part in tl.range(0, SPLIT, loop_unroll_factor=SPLIT if BLOCK_T <= 64 else 1):
-                parts_at = parts_ptr + part * (1 + GATED) * size + at
-                acc += tl.load(parts_at, mask=real, other=0.0, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(parts_at + size, mask=real, other=0.0, cache_modifier=".cg")
+        acc, up = sum_parts(acc, up, parts_ptr, arrivals_ptr, tile, size, at, real, SPLIT, GATED,
+                            BLOCK_T <= 64)  # fmt: skip
         if not EACH:
             acc *= scales.to(tl.float32)[None, :]
             if GATED:

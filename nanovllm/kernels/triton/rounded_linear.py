@@ -11,13 +11,14 @@ import triton.language as tl
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     INTERPRETED,
-    add_parts,
     await_inputs,
     can_copy_tiles,
     capability,
     early,
+    leave_parts,
     let_next_begin,
     num_multiprocessors,
+    sum_parts,
     tiles_of,
 )
 from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
@@ -102,11 +103,13 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
             acc += _product(x, weight)
     out_at = t.to(tl.int64)[:, None] * N + n[None, :]
     real = (t < num_rows)[:, None] & (n < N)[None, :]
-    finishes, acc = add_parts(acc, parts_ptr, arrivals_ptr, program, split, num_rows * N, out_at,
-                              real, SPLIT)  # fmt: skip
+    size = num_rows.to(tl.int64) * N
+    finishes = leave_parts(acc, acc, parts_ptr, arrivals_ptr, program, split, size, out_at, real,
+                           SPLIT, False)  # fmt: skip
     let_next_begin(EARLY)
     if finishes:
-        out = acc.to(tl.float32)
+        out, _ = sum_parts(acc, acc, parts_ptr, arrivals_ptr, program, size, out_at, real, SPLIT,
+                           False, False)  # fmt: skip
         if not BLOCKS:
             row_scales = tl.load(row_scales_ptr + t_at)[:, None]
             out *= row_scales * tl.load(scales_ptr + n_at).to(tl.float32)[None, :]
