@@ -319,7 +319,7 @@ class OfManySizes(Paged):
 
     SHIFT = 2.0**20
 
-    def _quantize(self) -> None:
+    def _quantize(self, whole: list[tuple[slice, torch.Tensor]]) -> None:
         powers = torch.randint(20, 60, self.caches.shape[1:3], device=self.caches.device)[
             ..., None, None
         ]
@@ -328,7 +328,7 @@ class OfManySizes(Paged):
         self.caches[0, ..., 0] = -powers[..., 0] * math.log(2) / self.shape.scale / self.SHIFT
         self.q *= self.SHIFT
         self.q[..., 0] = self.SHIFT
-        super()._quantize()
+        super()._quantize(whole)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

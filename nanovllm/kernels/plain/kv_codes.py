@@ -21,7 +21,8 @@ def quantize(
     code of NaN.
     """
     wide = x.float()
-    exact = wide.abs().amax(-1) / LARGEST
+    largest = wide.abs().amax(-1)
+    exact = largest / torch.full_like(largest, LARGEST)  # by a number, GPUs do not divide exactly
     if fixed_scale is not None:
         exact = torch.full_like(exact, fixed_scale).where(~exact.isnan(), exact)
     scales = round_up(exact).clamp(min=SMALLEST_SCALE)

@@ -17,6 +17,7 @@ from nanovllm.kernels.triton.rms_norm import norm_row, num_warps_of
 from nanovllm.kernels.triton.silu_and_mul import activated
 
 LEAST_SCALED = tl.constexpr(LEAST)
+ROOM = 256  # rows for which there is memory, if there are more than half as many
 BLOCK_OF_GROUPS = 2048  # inputs of a program, if a row has several scales
 
 
@@ -164,9 +165,10 @@ class Rounding:
         block = triton.next_power_of_2(self.padded)
         block = min(block, BLOCK_OF_GROUPS) if self.group and not whole else block
         group = self.group or block
-        codes = torch.empty(num_rows, self.padded, dtype=self.dtype, device=like.device)
+        rows = ROOM if ROOM // 2 < num_rows < ROOM else num_rows  # see `rounded_linear`
+        codes = torch.empty(rows, self.padded, dtype=self.dtype, device=like.device)[:num_rows]
         num_scales = triton.cdiv(self.padded, group)
-        scales = torch.empty(num_rows, num_scales, dtype=torch.float32, device=like.device)
+        scales = codes.new_empty(rows, num_scales, dtype=torch.float32)[:num_rows]
         options: dict[str, object] = dict(
             K=size, N=self.padded, GROUP=group, BLOCK=block, MOST=MOST[self.dtype],
             STATIC=self.scale is not None,

@@ -20,6 +20,7 @@ from nanovllm.kernels.triton.common import (
     num_multiprocessors,
     sum_parts,
     tiles_of,
+    with_room,
 )
 from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
 from nanovllm.kernels.triton.row_tiles import FEW_ROUNDED, Tiles
@@ -28,7 +29,8 @@ BLOCK_K = 128
 TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights for
 E4M3_AT = 89  # the compute capability whose tensor cores multiply e4m3
 SMALL = 64  # rows and outputs of a tile
-MOST_SPLITS = 4
+MOST_SPLITS, LEAST_STEPS = 4, 8  # parts of K, each of so many times BLOCK_K
+WHOLE = 256  # rows that PyTorch multiplies faster than a few less
 ALIGNED = 16  # PyTorch's product needs sizes that are multiples of it
 
 
@@ -143,7 +145,9 @@ def rounded_linear(
     if _takes_pytorch(x, weight):
         matrix = weight.codes.view(torch.float8_e4m3fn).t()
         columns = weight.scales.view(1, -1)
-        out = torch._scaled_mm(x.codes, matrix, x.scales, columns, out_dtype=x.dtype)
+        whole = with_room(x.codes, WHOLE), with_room(x.scales, WHOLE)
+        out = torch._scaled_mm(whole[0], matrix, whole[1], columns, out_dtype=x.dtype)
+        out = out[: len(x.codes)]
         return out if bias is None else out.add_(bias)
     return multiply(x, weight, bias)
 
@@ -203,7 +207,7 @@ def _choose_tiles(num_rows: int, size_out: int, size_in: int, group: int, proces
     tiles, steps = _small_tiles(num_rows, size_out), size_in // BLOCK_K
     if tiles > 3 * processors:
         return Tiles(SMALL, 2 * SMALL, 1, 3) if group else Tiles(2 * SMALL, 2 * SMALL, 1, 4, 8)
-    splits = max(1, min(2 * processors // tiles, steps // 2, MOST_SPLITS))
+    splits = max(1, min(2 * processors // tiles, steps // LEAST_STEPS, MOST_SPLITS))
     if tiles * splits <= 2 * processors and not group and steps % 2 == 0:
         return Tiles(SMALL, SMALL, splits, 3, runs=2)
     return Tiles(SMALL, SMALL, splits, 4)
