@@ -22,7 +22,7 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
     with_room,
 )
-from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
+from nanovllm.kernels.triton.quantize_rows import ROOM, RoundedRows, Rounding
 from nanovllm.kernels.triton.row_tiles import FEW_ROUNDED, Tiles
 
 BLOCK_K = 128
@@ -30,7 +30,6 @@ TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights
 E4M3_AT = 89  # the compute capability whose tensor cores multiply e4m3
 SMALL = 64  # rows and outputs of a tile
 MOST_SPLITS, LEAST_STEPS = 4, 8  # parts of K, each of so many times BLOCK_K
-WHOLE = 256  # rows that PyTorch multiplies faster than a few less
 ALIGNED = 16  # PyTorch's product needs sizes that are multiples of it
 
 
@@ -145,7 +144,7 @@ def rounded_linear(
     if _takes_pytorch(x, weight):
         matrix = weight.codes.view(torch.float8_e4m3fn).t()
         columns = weight.scales.view(1, -1)
-        whole = with_room(x.codes, WHOLE), with_room(x.scales, WHOLE)
+        whole = with_room(x.codes, ROOM), with_room(x.scales, ROOM)
         out = torch._scaled_mm(whole[0], matrix, whole[1], columns, out_dtype=x.dtype)
         out = out[: len(x.codes)]
         return out if bias is None else out.add_(bias)
