@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 import torch
 from quantization_variants import MOE, ODD, VARIANTS
-from quantized_checkpoints import DEQUANTIZED, write_quantized
+from quantized_checkpoints import DEQUANTIZED, Variant, write_quantized
 
 from nanovllm.config import Config
 from nanovllm.engine.startup import choose_formats
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
 from nanovllm.kernels.quantized import QuantizedMatrix
-from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
+from nanovllm.kernels.triton import few_rows
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.weights import matrix
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
@@ -116,3 +118,41 @@ def test_kernels_may_take_experts_as_stacks(name: str, tmp_path: Path) -> None:
     found = experts_out(load(path), replace(PLAIN, experts=experts))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert seen == [torch.Tensor if "order" in name else QuantizedMatrix]
+
+
+def without(name: str, module: str) -> Variant:
+    """A variant that leaves the modules alone whose names have a match of `module`."""
+    variant = VARIANTS[name]
+    config = variant.config | {"dynamic": {f"-:.*{module}": {}}}
+    if "ignore" in variant.config:
+        config = variant.config | {"ignore": [*variant.config["ignore"], f"re:.*{module}"]}
+    return replace(variant, config=config, kinds=((module, None), *variant.kinds))
+
+
+@pytest.mark.parametrize(
+    ("variant", "most_rows"),
+    [
+        (VARIANTS["ct, 4 bits"], 64),
+        (without("ct, 4 bits", r"layers\.0\."), 64),
+        (without("ct, 4 bits", r"layers\.1\."), 64),
+        (without("ct, 4 bits", r"layers\.[01]\."), 256),
+        (without("ct, 4 bits", r"layers\.1\.self_attn\.k_proj"), None),
+        (without("gptq, act-order", r"layers\.0\."), None),
+    ],
+    ids=["all", "not layer 0", "not layer 1", "none", "not a part of layer 1", "order"],
+)
+def test_few_rows_are_computed_as_every_layer_allows(
+    variant: Variant, most_rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16: the least number of rows of any layer, and none if a layer has no kernel."""
+    monkeypatch.setattr(few_rows, "can_copy_tiles", lambda _: True)
+    monkeypatch.setattr(few_rows, "num_multiprocessors", lambda _: 4)
+    monkeypatch.setattr(matrix, "can_pack", lambda _: False)  # as on a GPU
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = load(write_quantized(tmp_path / "model", variant))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.bind(Backend(TorchBackend(), triton_kernels()), few_rows=True)
+    found = model.model.few_rows
+    assert (found and found.most_rows) == most_rows
