@@ -79,8 +79,10 @@ class Experts(Layer):
             "down_proj": Held((hidden_size,), (everything,), intermediate_size, inner),
         }
         self.formats = formats or dict.fromkeys(self.held, DENSE)
-        for name, held in self.held.items():
-            register_tensors(self, self.formats[name], held, (self.num_held,), RENAMES[name])
+        self.held = {
+            name: register_tensors(self, self.formats[name], held, (self.num_held,), RENAMES[name])
+            for name, held in self.held.items()
+        }
         self.matrices: tuple[list[Matrix], list[Matrix]] | None = None
         self.operands: tuple[Any, Any] | None = None
 
@@ -110,8 +112,7 @@ class Experts(Layer):
         assert isinstance(param, StoredTensor)
         stored, held = param.stored, param.held
         if shard_id is None:
-            shape = stored.shape((sum(held.sizes), held.in_features))
-            check_shape(loaded, (self.num_experts, *shape))
+            check_shape(loaded, (self.num_experts, *held.stored_shape(stored)))
             for expert in range(self.experts.start, self.experts.stop):
                 self._load_one(param, Item(loaded, expert), expert, None)
             return
@@ -121,8 +122,7 @@ class Experts(Layer):
         if self.experts.start <= expert < self.experts.stop:
             self._load_one(param, loaded, expert, projection)
         else:
-            size = held.sizes[projection], held.in_features
-            check_shape(stored.spelt(loaded), stored.shape(size))
+            check_shape(stored.spelt(loaded), held.stored_shape(stored, projection))
 
     def _load_one(
         self, param: StoredTensor, loaded: Loaded, expert: int, projection: int | None

@@ -33,9 +33,8 @@ class LinearBase(Layer):
 
     def __init__(self, held: Held, bias: bool = False, weight_format: WeightFormat = DENSE) -> None:
         super().__init__()
-        self.held = held
         self.weight_format = weight_format
-        register_tensors(self, weight_format, held)
+        self.held = register_tensors(self, weight_format, held)
         self.bias: nn.Parameter | None = held.new(BIAS) if bias else None
         if self.bias is not None:
             self.bias.data.zero_()

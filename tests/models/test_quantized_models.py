@@ -1,13 +1,15 @@
 """Quantized checkpoints: every weight of every format, and what engines generate with them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantization_variants import MOE, ODD, VARIANTS
-from quantized_checkpoints import DEQUANTIZED, Variant, write_quantized
+from quantization_variants import MOE, ODD, VARIANTS, fp8_config, fp8_kind, uniform
+from quantized_checkpoints import DEQUANTIZED, WEIGHTS, Variant, encode, write_quantized
+from safetensors.torch import load_file, save_file
 
 from nanovllm.config import Config
 from nanovllm.engine.startup import choose_formats
@@ -27,7 +29,10 @@ from nanovllm.models.loader import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODELS: dict[str, dict[str, Any]] = {"Qwen3": {}, "odd sizes": ODD, "experts": MOE}
+FUSED: dict[str, Any] = dict(family="Phi3")  # its projections are fused in the checkpoint too
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {}, "odd sizes": ODD, "experts": MOE, "fused": FUSED, "fused, odd sizes": ODD | FUSED,
+}  # fmt: skip
 
 
 def load(path: Path, ranks: Ranks = ALONE, whole_experts: bool = False) -> CausalLM:
@@ -75,23 +80,78 @@ def test_weights_are_those_that_the_checkpoint_stands_for(
     assert wrong == []
 
 
-@pytest.mark.parametrize(("size", "whole_experts"), [(4, False), (2, True)])
+@pytest.mark.parametrize(("model", "size"), [("Qwen3", 4), ("experts", 2), ("fused", 2)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_hold_parts_of_the_same_weights(
-    name: str, size: int, whole_experts: bool, tmp_path: Path
+    name: str, model: str, size: int, tmp_path: Path
 ) -> None:
-    """Parts that begin and end within the blocks and groups of a format."""
-    model = dict(num_attention_heads=8, num_key_value_heads=2)
-    path = write_quantized(
-        tmp_path / "model", VARIANTS[name], **(MOE if whole_experts else {}) | model
-    )
+    """Parts that begin and end within the blocks and groups of a format. Experts are whole."""
+    heads = dict(num_attention_heads=8, num_key_value_heads=2)
+    path = write_quantized(tmp_path / "model", VARIANTS[name], **MODELS[model] | heads)
     for rank in range(size):
-        ranks = Ranks(rank, size)
+        ranks, whole_experts = Ranks(rank, size), model == "experts"
         found = weights(load(path, ranks, whole_experts))
         expected = weights(load(path / DEQUANTIZED, ranks, whole_experts))
         assert found.keys() == expected.keys()
         for name in found:
             assert torch.equal(found[name].float(), expected[name]), name
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS, {"format": "pt"})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stacks_of_experts_may_share_blocks_between_projections(size: int, tmp_path: Path) -> None:
+    """Blocks of 24 rows, of gate and up with 32 each: the second block belongs to both."""
+    config = fp8_config([24, 32], modules_to_not_convert=["lm_head", "gate"])
+    variant = uniform(config, fp8_kind(24, 32))
+    path = write_quantized(tmp_path / "model", variant, **MOE)
+    exact = load_file(path / DEQUANTIZED / WEIGHTS)
+
+    def stack(tensors: dict[str, torch.Tensor]) -> None:
+        for layer in ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"):
+            matrices = []
+            for i in range(8):
+                parts = [f"{layer}.{i}.{part}_proj" for part in ("gate", "up")]
+                fused = torch.cat([exact[f"{part}.weight"] for part in parts])
+                matrices.append(encode(fused, fp8_kind(24, 32)))
+                for part, values in zip(parts, matrices[-1].exact.chunk(2), strict=True):
+                    exact[f"{part}.weight"] = values.contiguous()
+                    del tensors[f"{part}.weight"], tensors[f"{part}.weight_scale_inv"]
+            stored = [fp8_kind(24, 32).store(codes) for codes in matrices]
+            for end, name in (("", "weight"), ("_scale_inv", "weight_scale_inv")):
+                whole = torch.stack([each[name].view(torch.uint8) for each in stored])
+                tensors[f"{layer}.gate_up_proj{end}"] = whole.view(stored[0][name].dtype)
+                down = [f"{layer}.{i}.down_proj.{name}" for i in range(8)]
+                whole = torch.stack([tensors.pop(each).view(torch.uint8) for each in down])
+                tensors[f"{layer}.down_proj{end}"] = whole.view(stored[0][name].dtype)
+
+    rewrite(path, stack)
+    rewrite(path / DEQUANTIZED, lambda tensors: tensors.update(exact))
+    for rank in range(size):
+        found = weights(load(path, Ranks(rank, size)))
+        expected = weights(load(path / DEQUANTIZED, Ranks(rank, size)))
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_scales_must_be_of_the_blocks_of_the_codes(tmp_path: Path) -> None:
+    """Codes of a fused matrix, and scales as if its projections had blocks of their own."""
+    path = write_quantized(tmp_path / "model", VARIANTS["fp8, small blocks"], **FUSED)
+
+    def divide(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.mlp.gate_up_proj.weight_scale_inv"]
+        for part in ("gate", "up"):
+            scales = torch.ones(2, 2, dtype=torch.bfloat16)
+            tensors[f"model.layers.1.mlp.{part}_proj.weight_scale_inv"] = scales
+
+    rewrite(path, divide)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    with pytest.raises(ValueError, match=rf"'{name}' has blocks of 64 rows.* \(96, 96\) rows"):
+        load(path)
 
 
 def experts_out(model: CausalLM, kernels: Kernels) -> torch.Tensor:

@@ -127,10 +127,10 @@ class CompressedTensors(PackedCodes):
         return tensors
 
     def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
-        shapes = tensors["weight_shape"]  # of each projection, or of them all as one tensor
-        needed = shapes.new_tensor([[size, held.in_features] for size in held.sizes])
-        fused = shapes.new_tensor([sum(held.sizes), held.in_features])
-        if not bool((shapes == needed).all() or (shapes == fused).all()):
+        shapes = tensors["weight_shape"]  # of each projection, or of all in every row
+        sizes = [sum(held.sizes)] if held.is_fused else held.sizes
+        needed = shapes.new_tensor([[size, held.in_features] for size in sizes])
+        if not bool((shapes == needed).all()):
             raise ValueError(
                 f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}"
             )
@@ -143,7 +143,7 @@ class CompressedTensors(PackedCodes):
         return tensors["weight_scale"]
 
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.rows)
+        return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.stored_rows)
 
 
 class Own(PackedCodes):
@@ -188,7 +188,7 @@ class Gptq(PackedCodes):
         """The offset is added to whole words: a zero of 0 is stored as one below it."""
         ones = sum(1 << shift for shift in range(0, 32, self.scheme.bits))
         words = tensors["qzeros"] + self.scheme.zero_offset * ones
-        return _unpacked(words, self.scheme.bits, -1, held.rows).mT
+        return _unpacked(words, self.scheme.bits, -1, held.stored_rows).mT
 
 
 class Awq(PackedCodes):
@@ -221,7 +221,7 @@ def _unpacked(
 def _awq_unpacked(words: torch.Tensor, held: Held) -> torch.Tensor:
     mixed = unpack(words, 4, -1).view(*words.shape, 8)
     codes = mixed[..., torch.tensor(AWQ_ORDER, device=words.device)].flatten(-2)
-    return take(codes, -1, places(held.rows, 8, words.device))
+    return take(codes, -1, places(held.stored_rows, 8, words.device))
 
 
 def _narrowest(scales: torch.Tensor) -> torch.Tensor:

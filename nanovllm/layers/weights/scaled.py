@@ -47,7 +47,7 @@ class ScaledCodes(WeightFormat):
             scales = scales[..., None]
             zeros = None if zeros is None else zeros[..., None]
         else:
-            rows = places(held.rows, scheme.rows, codes.device) // scheme.rows
+            rows = places(held.stored_rows, scheme.rows, codes.device) // scheme.rows
         columns = torch.zeros(held.num_columns, dtype=torch.long, device=codes.device)
         if scheme.columns is not None:
             columns = places([held.columns], scheme.columns, codes.device) // scheme.columns
