@@ -1,5 +1,6 @@
 """Quantized checkpoints: every weight of every format, and what engines generate with them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import edit_config, make_model
 from quantization_variants import MOE, ODD, VARIANTS, fp8_config, fp8_kind, uniform
 from quantized_checkpoints import DEQUANTIZED, WEIGHTS, Variant, encode, write_quantized
 from safetensors.torch import load_file, save_file
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.startup import choose_formats
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
@@ -25,7 +28,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights import matrix
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import load_model
+from nanovllm.models.loader import load_dummy, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -216,3 +219,42 @@ def test_few_rows_are_computed_as_every_layer_allows(
     model.bind(Backend(TorchBackend(), triton_kernels()), few_rows=True)
     found = model.model.few_rows
     assert (found and found.most_rows) == most_rows
+
+
+# Random weights
+
+
+@pytest.fixture(scope="module", params=["Qwen3", "experts", "fused"])
+def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config.json of a plain model."""
+    path = make_model(tmp_path_factory.mktemp("model"), **MODELS[request.param])
+    return (path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_weights_need_only_the_config(name: str, model_config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(model_config)
+    edit_config(tmp_path, quantization_config=VARIANTS[name].config)
+    options: dict[str, Any] = dict(device="cpu", dtype="float32", num_kvcache_blocks=1)
+    with LLM(tmp_path, load_format="dummy", **options) as llm:
+        (out,) = llm.generate([[5]], SamplingParams(max_tokens=4, logprobs=0), use_tqdm=False)
+    assert all(math.isfinite(step[0]["logprob"]) for step in out["logprobs"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_weights_are_as_large_as_plain_ones(
+    name: str, model_config: str, tmp_path: Path
+) -> None:
+    """A deviation of 0.02, or more where zero points are random too; no two matrices are alike."""
+    (tmp_path / "config.json").write_text(model_config)
+    edit_config(tmp_path, quantization_config=VARIANTS[name].config)
+    config = ModelConfig.from_dir(tmp_path)
+    formats = choose_formats(Config(str(tmp_path), load_format="dummy"), config, tmp_path)
+    model = CausalLM(config, 64, formats=formats)
+    load_dummy(model, model, 0)
+    found = weights(model)
+    wrong = {name: float(w.std()) for name, w in found.items() if not 0.016 < w.std() < 0.035}
+    assert wrong == {}
+    assert len({tuple(weight[:4, :4].flatten().tolist()) for weight in found.values()}) == len(
+        found
+    )

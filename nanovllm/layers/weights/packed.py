@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.layers.weights.blocks import places, quantized_matrix, take, unpack
+from nanovllm.layers.weights.dummy import groups_of, integers, matrix_size, scale_of
 from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.layers.weights.stored import Axis, Held, Stored
@@ -29,12 +30,14 @@ class PackedCodes(WeightFormat):
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
         self.per_word = 32 // scheme.bits
+        self.scale = scale_of(scheme.bits)
         self.groups: Axis | int = 1
         if scheme.columns is not None:
             self.groups = Axis(False, scheme.columns, whole=scheme.ordered)
         self._tensors = self.make_tensors()
         if scheme.ordered:
-            self._tensors[self.order_name] = Stored((COLUMNS,), torch.int32)
+            fill = groups_of(scheme.columns)
+            self._tensors[self.order_name] = Stored((COLUMNS,), torch.int32, fill=fill)
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -117,13 +120,13 @@ class CompressedTensors(PackedCodes):
 
     def make_tensors(self) -> dict[str, Stored]:
         tensors = {
-            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32),
-            "weight_scale": Stored((ROWS, self.groups), torch.float32),
-            "weight_shape": Stored((2,), torch.int64),
+            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32, fill=integers),
+            "weight_scale": Stored((ROWS, self.groups), torch.float32, fill=self.scale),
+            "weight_shape": Stored((2,), torch.int64, fill=matrix_size),
         }
         if self.scheme.zeros:
             axes = (Axis(True, self.per_word), self.groups)
-            tensors["weight_zero_point"] = Stored(axes, torch.int32)
+            tensors["weight_zero_point"] = Stored(axes, torch.int32, fill=integers)
         return tensors
 
     def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
@@ -151,9 +154,9 @@ class Own(PackedCodes):
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
-            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32),
-            "weight_scale": Stored((ROWS, self.groups), torch.bfloat16),
-            "weight_zero_point": Stored((ROWS, self.groups), torch.uint8),
+            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32, fill=integers),
+            "weight_scale": Stored((ROWS, self.groups), torch.bfloat16, fill=self.scale),
+            "weight_zero_point": Stored((ROWS, self.groups), torch.uint8, fill=integers),
         }
 
     def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
@@ -173,9 +176,9 @@ class Gptq(PackedCodes):
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
-            "qweight": Stored((Axis(False, self.per_word), ROWS), torch.int32),
-            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32),
-            "scales": Stored((self.groups, ROWS), torch.float32),
+            "qweight": Stored((Axis(False, self.per_word), ROWS), torch.int32, fill=integers),
+            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32, fill=integers),
+            "scales": Stored((self.groups, ROWS), torch.float32, fill=self.scale),
         }
 
     def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
@@ -196,9 +199,9 @@ class Awq(PackedCodes):
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
-            "qweight": Stored((COLUMNS, Axis(True, self.per_word)), torch.int32),
-            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32),
-            "scales": Stored((self.groups, ROWS), torch.float32),
+            "qweight": Stored((COLUMNS, Axis(True, self.per_word)), torch.int32, fill=integers),
+            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32, fill=integers),
+            "scales": Stored((self.groups, ROWS), torch.float32, fill=self.scale),
         }
 
     def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:

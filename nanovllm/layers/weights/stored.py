@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.layer import Loaded, copy_into
+from nanovllm.layers.weights.dummy import Fill, plain_weights
 
 
 class Axis(NamedTuple):
@@ -37,12 +38,13 @@ class Stored:
     """A tensor that describes a matrix. An int axis has that size in every matrix.
 
     A tensor without an axis of rows is stored once for each projection of a fused layer. One with a
-    `projection` describes only that one.
+    `projection` describes only that one. `fill` makes random values for it.
     """
 
     axes: tuple[Axis | int, ...]
     dtype: torch.dtype | None = None  # None: that of the model
     projection: int | None = None
+    fill: Fill = plain_weights
 
     @property
     def rows_dim(self) -> int | None:
@@ -151,10 +153,10 @@ class Held:
             projection = stored.projection
         return range(len(self.sizes)) if projection is None else [projection]
 
-    def stored_shape(self, stored: Stored, projection: int | None = None) -> tuple[int, ...]:
-        """The shape of the checkpoint's tensor, of one projection or of all that it describes."""
+    def stored_size(self, stored: Stored, projection: int | None = None) -> tuple[int, int]:
+        """The size of the matrix that a checkpoint's tensor describes: of one projection or all."""
         rows = sum(self.sizes[i] for i in self.projections(stored, projection))
-        return stored.shape((rows, self.in_features))
+        return rows, self.in_features
 
     def only(self, projection: int) -> "Held":
         """The part of one projection."""
@@ -177,7 +179,7 @@ class Held:
         described = self.projections(stored)
         chosen = self.projections(stored, projection)
         parts = dict(zip(described, self.split(stored, target), strict=True))
-        loaded, shape = stored.spelt(loaded), self.stored_shape(stored, projection)
+        loaded, shape = stored.spelt(loaded), stored.shape(self.stored_size(stored, projection))
         for i, rows in zip(chosen, self.rows_in(chosen), strict=True):
             if (rows.start - self.stored_rows[i].start) % stored.row_unit:
                 raise ValueError(
@@ -193,6 +195,15 @@ class StoredTensor(nn.Parameter):
 
     stored: Stored
     held: Held
+
+    def dummy_values(self, generator: torch.Generator) -> torch.Tensor:
+        """Random values for the whole tensors of which this has a rank's part."""
+        size = self.held.stored_size(self.stored)
+        stack = self.shape[: self.dim() - len(self.held.shape(self.stored))]
+        shape = (*stack, *self.stored.shape(size))
+        values = torch.empty(shape, dtype=self.dtype, device=generator.device)
+        self.stored.fill(values, size, generator)
+        return values
 
 
 def _size(part: slice) -> int:
