@@ -90,7 +90,7 @@ def _runs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _block_size(blocks: torch.Tensor) -> int:
     """The largest size of even blocks that have one scale each; the last one may be cut off."""
-    *starts, _ = itertools.accumulate(_runs(blocks)[1].tolist())
+    starts = [*itertools.accumulate(_runs(blocks)[1].tolist())][:-1]
     return math.gcd(*starts) or max(1, len(blocks))
 
 

@@ -65,6 +65,16 @@ class ArrangedMatrix(Matrix):
         return _to(out, self.kernels.quantized_linear(x, self.operand, bias))
 
 
+class EmptyMatrix(Matrix):
+    """A weight without rows, which kernels do not accept: of a rank that has no tokens' logits."""
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert bias is None or not len(bias)
+        return _to(out, x.new_empty(len(x), 0))
+
+
 class JoinedMatrix(Matrix):
     """The matrices of projections that have no common form: one product for each."""
 
@@ -86,6 +96,8 @@ def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
     """The fastest form of a weight [N, K] here. Peak memory: the weight is held twice."""
     if isinstance(weight, list):
         return JoinedMatrix([matrix_of(part, kernels) for part in weight])
+    if not len(weight if isinstance(weight, torch.Tensor) else weight.codes):
+        return EmptyMatrix()
     if not isinstance(weight, torch.Tensor):
         return ArrangedMatrix(kernels.arrange(weight), kernels)
     return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)
