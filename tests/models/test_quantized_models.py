@@ -1,7 +1,7 @@
 """Quantized checkpoints: every weight of every format, and what engines generate with them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,17 @@ from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights import matrix
+from nanovllm.layers.weights.scheme import ONLINE
+from nanovllm.layers.weights.stored import Held
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.formats import FUSED as FUSED_PARTS
+from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_dummy, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+INPUT_SCALES = ("input_scale", "activation_scale")
 FUSED: dict[str, Any] = dict(family="Phi3")  # its projections are fused in the checkpoint too
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {}, "odd sizes": ODD, "experts": MOE, "fused": FUSED, "fused, odd sizes": ODD | FUSED,
@@ -53,21 +58,23 @@ def dense(weight: Any, size_in: int) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else dense_matrix(weight, size_in)
 
 
-def weights(model: CausalLM) -> dict[str, torch.Tensor]:
-    """The plain matrices of a model by our names, of experts by their numbers."""
-    found = {}
+def matrices(model: CausalLM) -> Iterator[tuple[str, Any, Held]]:
+    """The weights of a model by our names, of experts by their numbers."""
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
             weight = layer.weight_format.weight(layer.stored_tensors(), layer.held)
-            found[f"{name}.weight"] = dense(weight, layer.held.num_columns)
+            yield name, weight, layer.held
         elif isinstance(layer, Experts):
             for matrix, held in layer.held.items():
                 stacks = layer.stored_tensors(matrix)
                 for i in range(layer.num_held):
                     own = {leaf: stack[i] for leaf, stack in stacks.items()}
-                    weight = layer.formats[matrix].weight(own, held)
-                    found[f"{name}.{i}.{matrix}"] = dense(weight, held.num_columns)
-    return found
+                    yield f"{name}.{i}.{matrix}", layer.formats[matrix].weight(own, held), held
+
+
+def weights(model: CausalLM) -> dict[str, torch.Tensor]:
+    """The plain matrices of a model."""
+    return {name: dense(weight, held.num_columns) for name, weight, held in matrices(model)}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -81,6 +88,47 @@ def test_weights_are_those_that_the_checkpoint_stands_for(
     assert found.keys() == expected.keys()
     wrong = [name for name in found if not torch.equal(found[name].float(), expected[name])]
     assert wrong == []
+
+
+def rounds_inputs(config: dict[str, Any], bits: int) -> bool:
+    """Whether a config allows that the inputs of matrices with codes of `bits` are rounded."""
+    groups = config.get("config_groups", {}).values()
+    of_bits = [group for group in groups if group["weights"]["num_bits"] == bits]
+    return config["quant_method"] == "fp8" or any(group["input_activations"] for group in of_bits)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_inputs_are_rounded_where_the_config_says_it(name: str, tmp_path: Path) -> None:
+    """With the largest static scale of a fused layer's projections."""
+    path = write_quantized(tmp_path / "model", VARIANTS[name], **MOE)
+    stored = load_file(path / WEIGHTS)
+    first_is_largest = []
+    for module, weight, _ in matrices(load(path)):
+        above, _, leaf = module.rpartition(".")
+        parts = [part for part, (fused, _) in FUSED_PARTS.items() if fused == leaf] or [leaf]
+        for each in weight if isinstance(weight, list) else [weight]:
+            if not isinstance(each, QuantizedMatrix):
+                continue
+            assert each.rounds_inputs == rounds_inputs(VARIANTS[name].config, each.bits)
+            names = [f"{above}.{part}.{end}" for part in parts for end in INPUT_SCALES]
+            scales = [float(stored[name]) for name in names if name in stored]
+            found = each.input_scale
+            assert (found if found is None else float(found)) == max(scales, default=None)
+            if scales:
+                first_is_largest.append(scales[0] == max(scales))
+    assert first_is_largest == [] or not all(first_is_largest)
+
+
+@pytest.mark.parametrize("online", ONLINE)
+def test_inputs_are_rounded_for_weights_quantized_to_fp8(online: str, tmp_path: Path) -> None:
+    """Not for the other types, nor those of routers and heads."""
+    path = make_model(tmp_path / "model", **MOE)
+    model = CausalLM(ModelConfig.from_dir(path), 64, formats=Formats(online=online))
+    load_model(model, path)
+    found = [
+        each.rounds_inputs for _, each, _ in matrices(model) if isinstance(each, QuantizedMatrix)
+    ]
+    assert found == [online == "fp8"] * len(found) and len(found) > 16
 
 
 @pytest.mark.parametrize(("model", "size"), [("Qwen3", 4), ("experts", 2), ("fused", 2)])
