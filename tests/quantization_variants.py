@@ -245,6 +245,7 @@ def awq(size: int, skip: str = FLOAT, **fields: Any) -> Variant:
 
 AWQ = {
     "awq": awq(32),
+    "awq, groups of 8": awq(8),
     "awq, rows": awq(0),
     "awq, routers too": awq(32, r"lm_head|embed_tokens"),  # as AutoAWQ quantizes Qwen3-MoE
     "awq, some layers": awq(
