@@ -245,6 +245,7 @@ def awq(size: int, skip: str = FLOAT, **fields: Any) -> Variant:
 
 AWQ = {
     "awq": awq(32),
+    "awq, groups of 8": awq(8),
     "awq, rows": awq(0),
     "awq, routers too": awq(32, r"lm_head|embed_tokens"),  # as AutoAWQ quantizes Qwen3-MoE
     "awq, some layers": awq(
@@ -273,7 +274,10 @@ def gptq(
     config = gptq_config(bits, size, **fields)
     store = as_gptq(less_one=config["checkpoint_format"] == "gptq", g_idx=g_idx)
     act_order = config["desc_act"] and not config["static_groups"]
-    kind = Kind(store, (1, size), bits, symmetric=config["sym"], act_order=act_order, **HALF)
+    kind = Kind(
+        store, (1, size), bits, symmetric=config["sym"], act_order=act_order, shared_order=True,
+        **HALF,
+    )  # fmt: skip
     skip = r"embed_tokens|mlp\.gate$" if config.get("lm_head") else FLOAT
     return uniform(config, kind, skip, zero_biases=zero_biases)
 

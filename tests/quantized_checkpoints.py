@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 DEQUANTIZED = "dequantized"  # the folder of the float checkpoint, in that of the quantized one
 WEIGHTS = "model.safetensors"
-INPUT_SCALE = 0.0625
+INPUT_SCALE = 64.0  # of a matrix, by the scale of its weights: all differ
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which of eight outputs is in each four bits of a word
 ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
 
@@ -48,6 +49,7 @@ class Kind:
     symmetric: bool = True
     scale_dtype: torch.dtype = torch.float32
     act_order: bool = False  # groups of any inputs, not of neighbours
+    shared_order: bool = False  # the same groups in all matrices of the same inputs
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def write_quantized(path: Path, variant: Variant, *, shards: bool = False, **mod
         if kind is None:
             stored[name] = tensor
             continue
+        if kind.shared_order:
+            torch.manual_seed(crc32(module.rpartition(".")[0].encode()))
         codes = encode(tensor, kind)
         exact[name] = codes.exact
         stored |= {f"{module}.{part}": value for part, value in kind.store(codes).items()}
@@ -161,7 +165,7 @@ def as_weight(
         scales = codes.scales if shape is None else codes.scales.reshape(shape)
         tensors = {"weight": values, scale: scales}
         if input_scale is not None:
-            tensors[input_scale] = torch.full(shape or [], INPUT_SCALE, dtype=scales.dtype)
+            tensors[input_scale] = scales * INPUT_SCALE
         return tensors
 
     return store

@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd sizes": ODD,
     "experts": MOE,
     "biases": dict(family="Qwen2"),
+    "fused": dict(family="Phi3"),
     "tied": dict(family="Llama", tie_word_embeddings=True),
 }
 STRESSES: dict[str, dict[str, Any]] = {

@@ -52,8 +52,8 @@ def matmul_rate(placement: Placement, weight_format: WeightFormat = DENSE) -> fl
     finally:
         torch.set_default_dtype(previous)
     generator = torch.Generator(device=device).manual_seed(0)
-    for name, param in linear.named_parameters():
-        values = linear.dummy_values(name, param, generator)
+    for param in linear.parameters():
+        values = linear.dummy_values(param, generator)
         assert values is not None
         linear.weight_loader(param, values, None)
     linear.bind(placement.backend)

@@ -13,7 +13,6 @@ from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer, Loaded, check_shape
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights.dummy import dummy_tensor
 from nanovllm.layers.weights.format import DENSE, Dense, Weight, WeightFormat, dense, tensor_of
 from nanovllm.layers.weights.matrix import Matrix, matrix_of
 from nanovllm.layers.weights.stored import Held, StoredTensor
@@ -79,8 +78,10 @@ class Experts(Layer):
             "down_proj": Held((hidden_size,), (everything,), intermediate_size, inner),
         }
         self.formats = formats or dict.fromkeys(self.held, DENSE)
-        for name, held in self.held.items():
-            register_tensors(self, self.formats[name], held, (self.num_held,), RENAMES[name])
+        self.held = {
+            name: register_tensors(self, self.formats[name], held, (self.num_held,), RENAMES[name])
+            for name, held in self.held.items()
+        }
         self.matrices: tuple[list[Matrix], list[Matrix]] | None = None
         self.operands: tuple[Any, Any] | None = None
 
@@ -110,8 +111,7 @@ class Experts(Layer):
         assert isinstance(param, StoredTensor)
         stored, held = param.stored, param.held
         if shard_id is None:
-            shape = stored.shape((sum(held.sizes), held.in_features))
-            check_shape(loaded, (self.num_experts, *shape))
+            check_shape(loaded, (self.num_experts, *stored.shape(held.stored_size(stored))))
             for expert in range(self.experts.start, self.experts.stop):
                 self._load_one(param, Item(loaded, expert), expert, None)
             return
@@ -121,8 +121,8 @@ class Experts(Layer):
         if self.experts.start <= expert < self.experts.stop:
             self._load_one(param, loaded, expert, projection)
         else:
-            size = held.sizes[projection], held.in_features
-            check_shape(stored.spelt(loaded), stored.shape(size))
+            shape = stored.shape(held.stored_size(stored, projection))
+            check_shape(stored.spelt(loaded), shape)
 
     def _load_one(
         self, param: StoredTensor, loaded: Loaded, expert: int, projection: int | None
@@ -132,12 +132,9 @@ class Experts(Layer):
         tensors = {leaf: stack[index] for leaf, stack in self.stored_tensors(name).items()}
         load_tensor(param, param[index], loaded, projection, self.formats[name], tensors)
 
-    def dummy_values(
-        self, name: str, param: nn.Parameter, generator: torch.Generator
-    ) -> torch.Tensor | None:
+    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
         assert isinstance(param, StoredTensor)
-        matrix = next(matrix for matrix, held in self.held.items() if held is param.held)
-        return dummy_tensor(name, param, self.formats[matrix], generator)
+        return param.dummy_values(generator)
 
     def stored_tensors(self, name: str) -> Mapping[str, torch.Tensor]:
         """The tensors of the matrices `name`, stacked, by the format's names."""

@@ -37,17 +37,12 @@ class Layer(nn.Module):
         """
         return []
 
-    def dummy_values(
-        self,
-        name: str,
-        param: nn.Parameter,
-        generator: torch.Generator,
-    ) -> torch.Tensor | None:
-        """Random values for the whole parameter `name`, of which `param` has the size.
+    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
+        """Random values for the whole parameter of which `param` has the size.
 
-        None leaves it as it is: norm weights are ones and biases zeros already.
+        None leaves it as it is: norm weights are ones already.
         """
-        if name == "bias" or param.dim() == 1:
+        if param.dim() == 1:
             return None
         values = torch.empty(param.shape, dtype=param.dtype, device=generator.device)
         return values.normal_(0.0, DUMMY_DEVIATION, generator=generator)

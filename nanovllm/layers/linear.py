@@ -14,7 +14,7 @@ from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights.dummy import dummy_tensor
+from nanovllm.layers.weights.dummy import constant
 from nanovllm.layers.weights.format import DENSE, ROWS, WeightFormat
 from nanovllm.layers.weights.matrix import DenseMatrix, Matrix, matrix_of
 from nanovllm.layers.weights.stored import Held, Stored, StoredTensor
@@ -28,7 +28,7 @@ from nanovllm.layers.weights.tensors import (
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.quantize_rows import Rounding  # which needs Triton
 
-BIAS = Stored((ROWS,))
+BIAS = Stored((ROWS,), fill=constant(0.0))
 
 
 class LinearBase(Layer):
@@ -36,9 +36,8 @@ class LinearBase(Layer):
 
     def __init__(self, held: Held, bias: bool = False, weight_format: WeightFormat = DENSE) -> None:
         super().__init__()
-        self.held = held
         self.weight_format = weight_format
-        register_tensors(self, weight_format, held)
+        self.held = register_tensors(self, weight_format, held)
         self.bias: nn.Parameter | None = held.new(BIAS) if bias else None
         if self.bias is not None:
             self.bias.data.zero_()
@@ -50,13 +49,9 @@ class LinearBase(Layer):
         tensors = self.stored_tensors()
         load_tensor(param, param, loaded, shard_id, self.weight_format, tensors)
 
-    def dummy_values(
-        self, name: str, param: nn.Parameter, generator: torch.Generator
-    ) -> torch.Tensor | None:
-        if name == "bias":
-            return None
+    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
         assert isinstance(param, StoredTensor)
-        return dummy_tensor(name, param, self.weight_format, generator)
+        return param.dummy_values(generator)
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the format reads."""

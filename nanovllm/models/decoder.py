@@ -4,6 +4,7 @@ The T tokens of a step form one dimension, across all its sequences.
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -232,13 +233,16 @@ class Decoder(nn.Module):
     def bind_few_rows(self, kernels: Kernels) -> None:
         """Use the kernels for decode steps of few rows, if this device has faster ones.
 
-        They support neither several ranks, which must add up their outputs, nor experts.
+        They support neither several ranks, which must add up their outputs, nor experts. Layers
+        may be quantized differently: all of them need such kernels, and the lowest limit applies.
         """
         layers: list[Any] = list(self.layers)
         is_single = layers[0].self_attn.o_proj.ranks.size == 1
         if is_single and all(isinstance(layer.mlp, MLP) for layer in layers):
-            operands = [linear.operand_and_bias[0] for linear in layers[0].linears]
-            self.few_rows = kernels.few_rows(operands, self.norm.weight.dtype)
+            operands = [[linear.operand_and_bias[0] for linear in each.linears] for each in layers]
+            found = [kernels.few_rows(each, self.norm.weight.dtype) for each in operands]
+            if all(found):
+                self.few_rows = min(found, key=attrgetter("most_rows"))
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None

@@ -4,7 +4,7 @@ The model's quantization decides, together with the types of the tensors in the 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,9 +45,10 @@ class Formats:
     def of(self, layer: str) -> WeightFormat:
         """The format of a linear layer."""
         parts = [part for part, (fused, _) in FUSED.items() if fused == layer]
-        if not parts or self._has(layer):
-            return format_of(self._scheme(layer))
-        return joined_format([self._scheme(part) for part in parts])
+        if not parts or self._has(f"{layer}.{tensor}" for tensor in CODES):
+            return format_of(self._scheme(layer), is_fused=True)
+        # Without files, random values are made for all projections as one tensor.
+        return joined_format([self._scheme(part) for part in parts], self.files is None)
 
     def in_float32(self, layer: str) -> WeightFormat:
         """The format of a small layer that is multiplied in float32."""
@@ -61,7 +62,10 @@ class Formats:
     def of_experts(self, num_experts: int) -> dict[str, WeightFormat]:
         """The formats of the experts' matrices; all experts have the same."""
         return {
-            matrix: joined_format([self._of_experts(num_experts, part) for part in parts])
+            matrix: joined_format(
+                [self._of_experts(num_experts, part) for part in parts],
+                self.files is None or self._has(f"experts.{RENAMES[matrix](t)}" for t in CODES),
+            )
             for matrix, parts in PROJECTIONS.items()
         }
 
@@ -75,10 +79,9 @@ class Formats:
                 )
         return schemes[0]
 
-    def _has(self, layer: str) -> bool:
-        """Whether the files have the layer as one module."""
-        names = (f"{self.name}{layer}.{tensor}" for tensor in CODES)
-        return self.files is not None and any(name in self.files for name in names)
+    def _has(self, tensors: Iterable[str]) -> bool:
+        """Whether the files have one of these tensors."""
+        return any(f"{self.name}{tensor}" in (self.files or ()) for tensor in tensors)
 
     def _scheme(self, layer: str) -> Scheme | None:
         """The scheme of one layer of the checkpoint."""

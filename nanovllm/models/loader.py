@@ -262,8 +262,8 @@ def load_dummy(model: CausalLM, whole: CausalLM, seed: int) -> None:
     """
     device = model.model.embed_tokens.weight.device
     for index, (name, param) in enumerate(whole.named_parameters()):
-        parent, _, leaf = name.rpartition(".")
+        parent = name.rpartition(".")[0]
         generator = torch.Generator(device=device).manual_seed(seed + index)
-        values = _layer(whole, parent).dummy_values(leaf, param, generator)
+        values = _layer(whole, parent).dummy_values(param, generator)
         if values is not None:
             _fill(model, name, None, values)

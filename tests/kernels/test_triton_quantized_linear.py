@@ -254,7 +254,10 @@ def test_layers_that_few_rows_cannot_compute_are_refused(kernel_device: str) -> 
     assert few_rows_for([good, other], torch.float16) is None
     odd = arrange(quantized(64, 300, Format("int4", (1, 20)), kernel_device))
     assert few_rows_for([good, odd]) is None
-    assert few_rows_for([replace(good, order=torch.arange(256))]) is None
+    ordered = replace(good, order=torch.arange(256))
+    assert few_rows_for([ordered]) is None
+    with pytest.raises(AssertionError, match="order of the codes"):
+        FewRows(64).linear(scaled_of(random(1, 1, 256).to(kernel_device, bf16), 1), ordered)
     assert few_rows_for([good, other.float()]) is None
 
 

@@ -17,7 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
@@ -26,6 +28,8 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.weights.choice import format_of
+from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import InFile, load_dummy, load_model
@@ -204,6 +208,46 @@ def test_padding_of_the_vocabulary_has_no_effect(size: int, vocab_size: int) -> 
     for embedded, _ in outs:
         assert torch.equal(embedded, table[ids])
     torch.testing.assert_close(outs[0][1], x @ head.T)
+
+
+QUANTIZED = {
+    "fp8": Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic"),
+    "fp8, blocks": Scheme("fp8", 8, rows=16, columns=16, inputs="dynamic"),
+    "fp8, a scale": Scheme("fp8", 8, rows=None, columns=None, inputs="static"),
+    "int8": Scheme("int8", 8, rows=1, columns=None, inputs="dynamic"),
+    "packed": Scheme("packed", 4, rows=1, columns=32, zeros=True),
+    "awq": Scheme("awq", 4, rows=1, columns=32, zeros=True),
+    "gptq": Scheme("gptq", 4, rows=1, columns=32, zeros=True, ordered=True),
+}
+
+
+@pytest.mark.parametrize(
+    "kernels", [PLAIN, cpu_kernels(), triton_kernels()], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_rank_may_hold_no_rows_of_a_quantized_head(
+    name: str, kernels: Kernels, kernel_device: str
+) -> None:
+    """Of 9 rows, the last of 5 ranks holds one; of 8 ranks, the last three hold none."""
+    weight_format = format_of(QUANTIZED[name])
+    whole = ParallelLMHead(9, 64, weight_format=weight_format)
+    device = kernel_device if kernels.name == "Triton" else "cpu"
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def logits(ranks: Ranks) -> torch.Tensor:
+        with torch.device(device):
+            head = ParallelLMHead(9, 64, ranks, weight_format)
+        for param, all_of_it in zip(head.parameters(), whole.parameters(), strict=True):
+            values = whole.dummy_values(all_of_it, torch.Generator().manual_seed(0))
+            head.weight_loader(param, values, None)
+        head.bind(Backend(TorchBackend(), kernels))
+        return head.linear(x, None)
+
+    expected = logits(ALONE)
+    assert expected.std() > 0.05
+    for size in (5, 8):
+        parts = [logits(Ranks(rank, size)) for rank in range(size)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
 def test_layers_refuse_tensors_of_a_ranks_shape() -> None:

@@ -151,6 +151,7 @@ def _launch(
 ) -> torch.Tensor:
     """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
     if isinstance(weight, ArrangedMatrix):
+        assert weight.order is None, "the kernel takes inputs in the order of the codes"
         return quantized_rows.launch(x, weight, bias, out, scaled, gated, addends)
     (num_rows, size_in), size_out = x.shape, out.shape[1]
     tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))

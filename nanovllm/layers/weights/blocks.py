@@ -13,8 +13,8 @@ import torch
 
 from nanovllm.kernels.quantized import QuantizedMatrix
 
-PADDED = 32  # columns: groups of uneven sizes are padded to multiples of it
-LEAST = 16  # columns of a block: smaller ones are slow
+PADDED = 32  # columns: groups that need padding are padded to multiples of it
+LEAST = 16  # columns, that kernels multiply at a time: they need multiples of it in a block
 
 
 def places(parts: Sequence[slice], unit: int, device: torch.device) -> torch.Tensor:
@@ -65,12 +65,13 @@ def quantized_matrix(
         column_blocks, order = column_blocks.sort(stable=True)
         codes = take(codes, -1, order)
     rows, columns = _block_size(row_blocks), _block_size(column_blocks)
-    if columns < LEAST and columns < int(_runs(column_blocks)[1].max()):
-        column_blocks, kept = _with_padding(column_blocks)
+    if columns % LEAST and columns < len(column_blocks):
+        unit = PADDED if int(_runs(column_blocks)[1].max()) > LEAST else LEAST
+        column_blocks, kept = _with_padding(column_blocks, unit)
         of_zero = 0 if zeros is None else zeros[..., row_blocks, :][..., column_blocks]
         codes = torch.where(kept < 0, of_zero, codes[..., kept.clamp(min=0)])
         order = kept if order is None else order[kept]
-        order, columns = order.where(kept >= 0, 0), PADDED
+        order, columns = order.where(kept >= 0, 0), unit
     picked_rows, picked_columns = row_blocks[::rows], column_blocks[::columns]
 
     def of_blocks(values: torch.Tensor) -> torch.Tensor:
@@ -90,17 +91,17 @@ def _runs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _block_size(blocks: torch.Tensor) -> int:
     """The largest size of even blocks that have one scale each; the last one may be cut off."""
-    *starts, _ = itertools.accumulate(_runs(blocks)[1].tolist())
+    starts = [*itertools.accumulate(_runs(blocks)[1].tolist())][:-1]
     return math.gcd(*starts) or max(1, len(blocks))
 
 
-def _with_padding(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks padded to multiples of PADDED columns: each column's block, and its place.
+def _with_padding(blocks: torch.Tensor, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks padded to multiples of `unit` columns: each column's block, and its place.
 
     The place of a column of padding is -1.
     """
     found, counts = _runs(blocks)
-    padded = -(-counts // PADDED) * PADDED
+    padded = -(-counts // unit) * unit
     firsts = counts.cumsum(0) - counts
     within = torch.cat([torch.arange(n, device=blocks.device) for n in padded.tolist()])
     place = within + firsts.repeat_interleave(padded)

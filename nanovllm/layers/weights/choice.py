@@ -18,18 +18,19 @@ FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
 }
 
 
-def format_of(scheme: Scheme | None) -> WeightFormat:
+def format_of(scheme: Scheme | None, is_fused: bool = False) -> WeightFormat:
     """The format of weights that are quantized by `scheme`, or of plain ones."""
     if scheme is None:
         return DENSE
     made = FORMATS[scheme.storage](scheme)
+    made.is_fused = is_fused and not scheme.while_loading
     if scheme.while_loading:
         made.quantize = QUANTIZERS[scheme.storage]
     return made
 
 
-def joined_format(schemes: Sequence[Scheme | None]) -> WeightFormat:
+def joined_format(schemes: Sequence[Scheme | None], is_fused: bool = False) -> WeightFormat:
     """The format of a fused layer whose projections have these schemes."""
     if all(scheme == schemes[0] for scheme in schemes):
-        return format_of(schemes[0])
+        return format_of(schemes[0], is_fused)
     return PerProjection([format_of(scheme) for scheme in schemes])

@@ -1,42 +1,55 @@
-"""Random tensors in place of a checkpoint's: weights with a deviation of about 0.02."""
+"""Random values in place of a checkpoint's: weights with a deviation of about 0.02.
+
+A stored tensor has the function that fills it, which its format chooses. Scales are constant;
+columns that a tensor assigns to groups are in order.
+"""
+
+from collections.abc import Callable
 
 import torch
 
 from nanovllm.layers.layer import DUMMY_DEVIATION
-from nanovllm.layers.weights.format import WeightFormat
-from nanovllm.layers.weights.stored import StoredTensor
 
+# Fills the tensor of a matrix [N, K], or a stack of them; the second argument is (N, K).
+Fill = Callable[[torch.Tensor, tuple[int, int], torch.Generator], object]
 FP8_CODES = 64.0  # the deviation of random codes; those of integers are evenly distributed
 
 
-def dummy_tensor(
-    name: str, param: StoredTensor, weight_format: WeightFormat, generator: torch.Generator
-) -> torch.Tensor:
-    """Values for the whole tensor `name` of a layer's format, of which `param` is a rank's part.
+def normal(deviation: float) -> Fill:
+    """Normally distributed numbers, drawn in float32."""
 
-    Scales are constant; columns that a tensor assigns to groups are in order.
-    """
-    held, stored = param.held, param.stored
-    shape = stored.shape((sum(held.sizes), held.in_features))
-    stack = param.shape[: param.dim() - len(stored.axes) - (stored.rows_dim is None)]
-    device, scheme = generator.device, weight_format.scheme
-    dtype = stored.dtype or param.dtype
-    values = torch.empty((*stack, *shape), device=device, dtype=torch.float32)
-    if name.endswith("shape"):
-        values.copy_(torch.tensor([sum(held.sizes), held.in_features]))
-    elif name.endswith("g_idx") and scheme is not None:
-        values.copy_(
-            torch.arange(held.in_features, device=device) // (scheme.columns or held.in_features)
-        )
-    elif "scale" in name and scheme is not None:
-        deviation = FP8_CODES if scheme.storage == "fp8" else (1 << scheme.bits) / 12**0.5
-        values.fill_(1.0 if "input" in name else DUMMY_DEVIATION / deviation)
-    elif dtype.is_floating_point:
-        is_codes = dtype == torch.float8_e4m3fn
-        values.normal_(0.0, FP8_CODES if is_codes else DUMMY_DEVIATION, generator=generator)
-    else:
-        info = torch.iinfo(dtype)
-        return torch.randint(
-            info.min, info.max + 1, values.shape, dtype=dtype, device=device, generator=generator
-        )
-    return values.to(dtype)
+    def fill(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
+        drawn = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        values.copy_(drawn.normal_(0.0, deviation, generator=generator))
+
+    return fill
+
+
+def constant(value: float) -> Fill:
+    """One number."""
+    return lambda values, *_: values.fill_(value)
+
+
+def scale_of(bits: int | None) -> Fill:
+    """The scale of random codes that are integers of `bits`, or FP8 numbers if it is None."""
+    deviation = FP8_CODES if bits is None else (1 << bits) / 12**0.5
+    return constant(DUMMY_DEVIATION / deviation)
+
+
+def groups_of(columns: int | None) -> Fill:
+    """The group of each column, of all if there is only one."""
+    return lambda values, size, _: values.copy_(torch.arange(size[1]) // (columns or size[1]))
+
+
+def integers(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
+    """All integers of the tensor's type are equally likely."""
+    info = torch.iinfo(values.dtype)
+    values.random_(info.min, info.max + 1, generator=generator)
+
+
+def matrix_size(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
+    """N and K."""
+    values.copy_(torch.tensor(size))
+
+
+plain_weights = normal(DUMMY_DEVIATION)

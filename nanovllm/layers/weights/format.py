@@ -21,9 +21,11 @@ class WeightFormat(ABC):
     """How a layer's matrices are stored. A format has no state: layers have the tensors.
 
     `quantize`, if there is one, makes the tensors of a plain matrix [N, K]: then the checkpoint has
-    a plain `weight`, of which a layer keeps only those.
+    a plain `weight`, of which a layer keeps only those. `is_fused` says that the checkpoint has the
+    projections of a fused layer as one tensor, with blocks counted from the start of the first.
     """
 
+    is_fused = False
     quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
     scheme: Scheme | None = None
 

@@ -79,27 +79,47 @@ class CodesMatrix(Matrix):
         return _to(out, self.kernels.quantized_linear(x, self.operand, bias))
 
 
-class JoinedMatrix(Matrix):
-    """The matrices of projections that have no common form: one product for each."""
-
-    def __init__(self, matrices: list[Matrix]) -> None:
-        self.matrices = matrices
+class EmptyMatrix(Matrix):
+    """A weight without rows, which kernels do not accept: of a rank that has no tokens' logits."""
 
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        joined = torch.cat([matrix.linear(x) for matrix in self.matrices], dim=1)
-        return _to(out, joined if bias is None else joined + bias)
+        assert bias is None or not len(bias)
+        return _to(out, x.new_empty(len(x), 0))
+
+
+class JoinedMatrix(Matrix):
+    """The matrices of projections that have no common form: one product for each.
+
+    `sizes` are the numbers of their rows.
+    """
+
+    def __init__(self, matrices: list[Matrix], sizes: list[int]) -> None:
+        self.matrices, self.sizes = matrices, sizes
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        biases = [None] * len(self.sizes) if bias is None else torch.split(bias, self.sizes)
+        parts = zip(self.matrices, biases, strict=True)
+        return _to(out, torch.cat([matrix.linear(x, part) for matrix, part in parts], dim=1))
 
 
 def _to(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     return result if out is None else out.copy_(result)
 
 
+def _num_rows(weight: Weight) -> int:
+    return len(weight if isinstance(weight, torch.Tensor) else weight.codes)
+
+
 def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
     """The fastest form of a weight [N, K] here. Peak memory: the weight is held twice."""
     if isinstance(weight, list):
-        return JoinedMatrix([matrix_of(part, kernels) for part in weight])
+        return JoinedMatrix([matrix_of(w, kernels) for w in weight], [_num_rows(w) for w in weight])
+    if not _num_rows(weight):
+        return EmptyMatrix()
     if not isinstance(weight, torch.Tensor):
         return CodesMatrix(kernels.arrange(weight), kernels)
     return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)

@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.layers.weights.blocks import places, quantized_matrix, take, unpack
+from nanovllm.layers.weights.dummy import groups_of, integers, matrix_size, scale_of
 from nanovllm.layers.weights.format import COLUMNS, ROWS, Weight, WeightFormat, check_scales
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.layers.weights.stored import Axis, Held, Stored
@@ -30,12 +31,14 @@ class PackedCodes(WeightFormat):
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
         self.per_word = 32 // scheme.bits
+        self.scale = scale_of(scheme.bits)
         self.groups: Axis | int = 1
         if scheme.columns is not None:
             self.groups = Axis(False, scheme.columns, whole=scheme.ordered)
         self._tensors = self.make_tensors()
         if scheme.ordered:
-            self._tensors[self.order_name] = Stored((COLUMNS,), torch.int32)
+            fill = groups_of(scheme.columns)
+            self._tensors[self.order_name] = Stored((COLUMNS,), torch.int32, fill=fill)
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -128,27 +131,27 @@ class CompressedTensors(PackedColumns):
 
     def make_tensors(self) -> dict[str, Stored]:
         tensors = {
-            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32),
-            "weight_scale": Stored((ROWS, self.groups), torch.float32),
-            "weight_shape": Stored((2,), torch.int64),
+            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32, fill=integers),
+            "weight_scale": Stored((ROWS, self.groups), torch.float32, fill=self.scale),
+            "weight_shape": Stored((2,), torch.int64, fill=matrix_size),
         }
         if self.scheme.zeros:
             axes = (Axis(True, self.per_word), self.groups)
-            tensors["weight_zero_point"] = Stored(axes, torch.int32)
+            tensors["weight_zero_point"] = Stored(axes, torch.int32, fill=integers)
         return tensors
 
     def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
-        shapes = tensors["weight_shape"]  # of each projection, or of them all as one tensor
-        needed = shapes.new_tensor([[size, held.in_features] for size in held.sizes])
-        fused = shapes.new_tensor([sum(held.sizes), held.in_features])
-        if not bool((shapes == needed).all() or (shapes == fused).all()):
+        shapes = tensors["weight_shape"]  # of each projection, or of all in every row
+        sizes = [sum(held.sizes)] if held.is_fused else held.sizes
+        needed = shapes.new_tensor([[size, held.in_features] for size in sizes])
+        if not bool((shapes == needed).all()):
             raise ValueError(
                 f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}"
             )
         return super().weight(tensors, held)
 
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.rows)
+        return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.stored_rows)
 
 
 class Int4Packed(PackedColumns):
@@ -156,9 +159,9 @@ class Int4Packed(PackedColumns):
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
-            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32),
-            "weight_scale": Stored((ROWS, self.groups), torch.bfloat16),
-            "weight_zero_point": Stored((ROWS, self.groups), torch.uint8),
+            "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32, fill=integers),
+            "weight_scale": Stored((ROWS, self.groups), torch.bfloat16, fill=self.scale),
+            "weight_zero_point": Stored((ROWS, self.groups), torch.uint8, fill=integers),
         }
 
     def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:  # noqa: ARG002
@@ -173,9 +176,9 @@ class Gptq(PackedCodes):
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
-            "qweight": Stored((Axis(False, self.per_word), ROWS), torch.int32),
-            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32),
-            "scales": Stored((self.groups, ROWS), torch.float32),
+            "qweight": Stored((Axis(False, self.per_word), ROWS), torch.int32, fill=integers),
+            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32, fill=integers),
+            "scales": Stored((self.groups, ROWS), torch.float32, fill=self.scale),
         }
 
     def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
@@ -188,7 +191,7 @@ class Gptq(PackedCodes):
         """The offset is added to whole words: version 1 subtracts it from them, with borrows."""
         ones = sum(1 << shift for shift in range(0, 32, self.scheme.bits))
         words = tensors["qzeros"] + self.scheme.zero_offset * ones
-        return _unpacked(words, self.scheme.bits, -1, held.rows).mT
+        return _unpacked(words, self.scheme.bits, -1, held.stored_rows).mT
 
 
 class Awq(PackedCodes):
@@ -198,9 +201,9 @@ class Awq(PackedCodes):
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
-            "qweight": Stored((COLUMNS, Axis(True, self.per_word)), torch.int32),
-            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32),
-            "scales": Stored((self.groups, ROWS), torch.float32),
+            "qweight": Stored((COLUMNS, Axis(True, self.per_word)), torch.int32, fill=integers),
+            "qzeros": Stored((self.groups, Axis(True, self.per_word)), torch.int32, fill=integers),
+            "scales": Stored((self.groups, ROWS), torch.float32, fill=self.scale),
         }
 
     def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
@@ -223,7 +226,7 @@ def _unpacked(
 def _awq_unpacked(words: torch.Tensor, held: Held) -> torch.Tensor:
     mixed = unpack(words, 4, -1).view(*words.shape, 8)
     codes = mixed[..., torch.tensor(AWQ_ORDER, device=words.device)].flatten(-2)
-    return take(codes, -1, places(held.rows, 8, words.device))
+    return take(codes, -1, places(held.stored_rows, 8, words.device))
 
 
 def _narrowest(scales: torch.Tensor) -> torch.Tensor:

@@ -147,10 +147,8 @@ def load_quantized(
     assert weight_format.quantize is not None
     chosen = range(len(held.sizes)) if projection is None else [projection]
     check_shape(loaded, (sum(held.sizes[i] for i in chosen), held.in_features))
-    device, first = next(iter(targets.values())).device, 0
-    for i in chosen:
-        rows = slice(first + held.rows[i].start, first + held.rows[i].stop)
-        first += held.sizes[i]
+    device = next(iter(targets.values())).device
+    for i, rows in zip(chosen, held.rows_in(chosen), strict=True):
         matrix = loaded[rows].to(device)
         part = Held.whole(len(matrix), held.in_features, held.columns)
         for name, tensor in weight_format.quantize(matrix).items():

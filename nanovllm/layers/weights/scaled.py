@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.layers.weights import dummy
 from nanovllm.layers.weights.blocks import places, quantized_matrix
 from nanovllm.layers.weights.format import COLUMNS, ROWS, WeightFormat, check_scales
 from nanovllm.layers.weights.scheme import Scheme
@@ -24,14 +25,18 @@ class ScaledCodes(WeightFormat):
         if scheme.rows is not None:
             of_columns = 1 if scheme.columns is None else Axis(False, scheme.columns)
             axes = (Axis(True, scheme.rows), of_columns)
+        is_float = scheme.storage == "fp8"
+        fill = dummy.normal(dummy.FP8_CODES) if is_float else dummy.integers
+        scale = dummy.scale_of(None if is_float else scheme.bits)
         self._tensors = {
-            "weight": Stored((ROWS, COLUMNS), TYPES[scheme.storage]),
-            scheme.scale_name: Stored(axes, torch.float32),
+            "weight": Stored((ROWS, COLUMNS), TYPES[scheme.storage], fill=fill),
+            scheme.scale_name: Stored(axes, torch.float32, fill=scale),
         }
         if scheme.zeros:
-            self._tensors["weight_zero_point"] = Stored(axes, torch.int8)
+            self._tensors["weight_zero_point"] = Stored(axes, torch.int8, fill=dummy.integers)
         if scheme.inputs == "static":
-            self._tensors[scheme.input_scale_name] = Stored((), torch.float32)
+            ones = Stored((), torch.float32, fill=dummy.constant(1.0))
+            self._tensors[scheme.input_scale_name] = ones
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -48,7 +53,7 @@ class ScaledCodes(WeightFormat):
             scales = scales[..., None]
             zeros = None if zeros is None else zeros[..., None]
         else:
-            rows = places(held.rows, scheme.rows, codes.device) // scheme.rows
+            rows = places(held.stored_rows, scheme.rows, codes.device) // scheme.rows
         columns = torch.zeros(held.num_columns, dtype=torch.long, device=codes.device)
         if scheme.columns is not None:
             columns = places([held.columns], scheme.columns, codes.device) // scheme.columns

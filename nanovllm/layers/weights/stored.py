@@ -6,12 +6,14 @@ one for plain weights, to 128 for scales of blocks, to 8 for 4-bit codes packed 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.layers.layer import Loaded, copy_into
+from nanovllm.layers.weights.dummy import Fill, plain_weights
 
 
 class Axis(NamedTuple):
@@ -36,18 +38,24 @@ class Stored:
     """A tensor that describes a matrix. An int axis has that size in every matrix.
 
     A tensor without an axis of rows is stored once for each projection of a fused layer. One with a
-    `projection` describes only that one.
+    `projection` describes only that one. `fill` makes random values for it.
     """
 
     axes: tuple[Axis | int, ...]
     dtype: torch.dtype | None = None  # None: that of the model
     projection: int | None = None
+    fill: Fill = plain_weights
 
     @property
     def rows_dim(self) -> int | None:
         """The dimension that the projections of a fused layer divide, if there is one."""
         dims = (i for i, a in enumerate(self.axes) if isinstance(a, Axis) and a.of_rows)
         return next(dims, None)
+
+    @property
+    def row_unit(self) -> int:
+        """The number of rows that an element belongs to; 1 if the tensor has no axis of rows."""
+        return max((a.unit for a in self.axes if isinstance(a, Axis) and a.of_rows), default=1)
 
     def index(self, rows: slice, columns: slice, size: tuple[int, int]) -> tuple[slice, ...]:
         """Which elements belong to these rows and columns of a matrix [N, K] = `size`."""
@@ -72,13 +80,15 @@ class Held:
     """The part of a layer's matrix that a rank holds.
 
     The matrix has the rows of one or more projections; `sizes` are their numbers, of which the rank
-    holds `rows`. Of all it holds the `columns` of `in_features`.
+    holds `rows`. Of all it holds the `columns` of `in_features`. If the checkpoint has the
+    projections as one tensor, its blocks may belong to the end of one and the start of the next.
     """
 
     sizes: tuple[int, ...]
     rows: tuple[slice, ...]
     in_features: int
     columns: slice
+    is_fused: bool = False
 
     @classmethod
     def whole(cls, out_features: int, in_features: int, columns: slice | None = None) -> "Held":
@@ -95,6 +105,20 @@ class Held:
     def num_columns(self) -> int:
         """Columns of this rank's matrix."""
         return _size(self.columns)
+
+    @property
+    def stored_rows(self) -> tuple[slice, ...]:
+        """Where each projection's rows are in the matrix that the checkpoint describes."""
+        return self.rows_in(range(len(self.sizes))) if self.is_fused else self.rows
+
+    def rows_in(self, projections: Sequence[int]) -> tuple[slice, ...]:
+        """Where this rank's rows of some projections are in a matrix with all rows of those."""
+        firsts = accumulate((self.sizes[i] for i in projections), initial=0)
+        parts = (self.rows[i] for i in projections)
+        return tuple(
+            slice(first + part.start, first + part.stop)
+            for first, part in zip(firsts, parts, strict=False)
+        )
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
         """The shape of this rank's tensor: the projections' tensors, joined in their rows.
@@ -123,19 +147,26 @@ class Held:
         sizes = [_size(self._index(stored, i)[dim]) for i in self.projections(stored)]
         return torch.split(tensor, sizes, dim - len(stored.axes))
 
-    def projections(self, stored: Stored) -> Sequence[int]:
-        """The projections that the tensor describes."""
-        return range(len(self.sizes)) if stored.projection is None else [stored.projection]
+    def projections(self, stored: Stored, projection: int | None = None) -> Sequence[int]:
+        """The projections that the tensor describes, or the given one."""
+        if projection is None:
+            projection = stored.projection
+        return range(len(self.sizes)) if projection is None else [projection]
+
+    def stored_size(self, stored: Stored, projection: int | None = None) -> tuple[int, int]:
+        """The size of the matrix that a checkpoint's tensor describes: of one projection or all."""
+        rows = sum(self.sizes[i] for i in self.projections(stored, projection))
+        return rows, self.in_features
 
     def only(self, projection: int) -> "Held":
         """The part of one projection."""
-        i = projection
-        return Held((self.sizes[i],), (self.rows[i],), self.in_features, self.columns)
+        size = sum(self.sizes) if self.is_fused else self.sizes[projection]
+        return Held((size,), (self.stored_rows[projection],), self.in_features, self.columns)
 
     def _index(self, stored: Stored, projection: int) -> tuple[slice, ...]:
-        """Which elements of a projection's tensor this rank holds."""
+        """Which elements of a projection's tensor, or of the fused one, this rank holds."""
         size = self.sizes[projection], self.in_features
-        return stored.index(self.rows[projection], self.columns, size)
+        return stored.index(self.stored_rows[projection], self.columns, size)
 
     def load(
         self,
@@ -146,16 +177,17 @@ class Held:
     ) -> None:
         """Fill a projection's part of `target`, or all if the checkpoint has them as one tensor."""
         described = self.projections(stored)
-        chosen = described if projection is None else [projection]
+        chosen = self.projections(stored, projection)
         parts = dict(zip(described, self.split(stored, target), strict=True))
-        loaded = stored.spelt(loaded)
-        size = sum(self.sizes[i] for i in chosen), self.in_features
-        shape, first = stored.shape(size), 0
-        for i in chosen:
-            rows = slice(first + self.rows[i].start, first + self.rows[i].stop)
-            index = stored.index(rows, self.columns, size)
-            copy_into(parts[i], loaded, shape, index)
-            first += self.sizes[i]
+        loaded, shape = stored.spelt(loaded), stored.shape(self.stored_size(stored, projection))
+        for i, rows in zip(chosen, self.rows_in(chosen), strict=True):
+            if (rows.start - self.stored_rows[i].start) % stored.row_unit:
+                raise ValueError(
+                    f"blocks of {stored.row_unit} rows that do not begin where those of the codes"
+                    f" do: projections of {self.sizes} rows are fused in only one of the two"
+                )
+            size = self.sizes[i], self.in_features
+            copy_into(parts[i], loaded, shape, stored.index(rows, self.columns, size))
 
 
 class StoredTensor(nn.Parameter):
@@ -163,6 +195,15 @@ class StoredTensor(nn.Parameter):
 
     stored: Stored
     held: Held
+
+    def dummy_values(self, generator: torch.Generator) -> torch.Tensor:
+        """Random values for the whole tensors of which this has a rank's part."""
+        size = self.held.stored_size(self.stored)
+        stack = self.shape[: self.dim() - len(self.held.shape(self.stored))]
+        shape = (*stack, *self.stored.shape(size))
+        values = torch.empty(shape, dtype=self.dtype, device=generator.device)
+        self.stored.fill(values, size, generator)
+        return values
 
 
 def _size(part: slice) -> int:

@@ -5,6 +5,7 @@ instead, and the checkpoint fills a `weight` that has no memory: it is quantized
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -29,8 +30,12 @@ def register_tensors(
     held: Held,
     stack: tuple[int, ...] = (),
     rename: Rename = as_it_is,
-) -> None:
-    """Register the tensors of a matrix, or of a stack of them, in the layer."""
+) -> Held:
+    """Register the tensors of a matrix, or of a stack of them, in the layer.
+
+    Returns the part held, which says whether the format has the projections as one tensor.
+    """
+    held = replace(held, is_fused=weight_format.is_fused)
     for name, stored in weight_format.tensors.items():
         tensor = held.new(stored, stack)
         if weight_format.quantize:
@@ -40,6 +45,7 @@ def register_tensors(
     if weight_format.quantize:
         with torch.device("meta"):
             layer.register_parameter(rename("weight"), held.new(SOURCE, stack))
+    return held
 
 
 def tensors_of(

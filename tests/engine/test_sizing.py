@@ -1,0 +1,47 @@
+"""How much device memory the KV cache gets; a CPU stands for the device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+
+from nanovllm import LLM
+from nanovllm.config import Config
+from nanovllm.engine import sizing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS, TOTAL, OTHERS = 5, 1 << 30, 1 << 28
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "copies"),
+    [("auto", 1), ("fp8", 1 + 2 * 4)],  # of a layer, by the bytes that the cache has for it
+)
+@pytest.mark.parametrize(("backend", "copied_layers"), [("torch", 2), ("cpu", 0)])
+def test_memory_is_left_for_the_copies_of_the_cache(
+    kv_cache_dtype: str, copies: int, backend: str, copied_layers: int, path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Plain PyTorch gathers what it attends to: codes too, and their values twice, in float32."""
+    for name in ("reset_peak_memory_stats", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (TOTAL - OTHERS, TOTAL))
+    config = Config(str(path), max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+    options: dict[str, Any] = dict(
+        kv_cache_dtype=kv_cache_dtype, attention_backend=backend, dtype="float32"
+    )
+    with LLM(path, device="cpu", num_kvcache_blocks=4, max_model_len=64, **options) as llm:
+        with llm.model_runner.shard.computing():
+            found = sizing._free_device_bytes(llm.model_runner.shard, config)
+        left = TOTAL * config.gpu_memory_utilization - OTHERS
+    assert found == int(left * LAYERS / (LAYERS + copied_layers * copies))

@@ -1,0 +1,65 @@
+"""From codes and the groups of their columns to a QuantizedMatrix of even blocks."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.plain.quantized_linear import dense_matrix
+from nanovllm.kernels.triton.arranged import arrange
+from nanovllm.layers.weights.blocks import quantized_matrix
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zeros"),
+    [(torch.int8, False), (torch.int8, True), (torch.float8_e4m3fn, False)],
+)
+@pytest.mark.parametrize(
+    ("groups", "columns"),
+    [
+        ([64], 64),
+        ([8], 8),  # one group needs no padding
+        ([32, 32, 8], 32),
+        ([16, 16, 16], 16),
+        ([8, 8, 8, 8], 16),
+        ([8, 8, 8, 3], 16),
+        ([5, 8, 8], 16),
+        ([24, 24, 24], 32),
+        ([40, 40], 32),
+        ([7, 32, 25], 32),
+    ],
+    ids=str,
+)
+def test_groups_have_multiples_of_16_columns(
+    groups: list[int], columns: int, dtype: torch.dtype, zeros: bool
+) -> None:
+    """So that kernels multiply the codes: others are padded, by columns that add nothing."""
+    torch.manual_seed(0)
+    size_in, num_groups = sum(groups), len(groups)
+    codes = torch.randint(-8, 8, (6, size_in)).to(dtype)
+    scales = torch.rand(6, num_groups)
+    points = torch.randint(-8, 8, (6, num_groups), dtype=torch.int8) if zeros else None
+    of_column = torch.arange(num_groups).repeat_interleave(torch.tensor(groups))
+    found = quantized_matrix(codes, scales, points, torch.arange(6), of_column, 8)
+    shift = 0 if points is None else points[:, of_column].float()
+    expected = (codes.float() - shift) * scales[:, of_column]
+    assert torch.equal(dense_matrix(found, size_in), expected)
+    assert found.block[1] == columns
+    assert arrange(found).has_rows_kernel
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_padded_groups_of_8_are_multiplied(bits: int, num_rows: int, kernel_device: str) -> None:
+    """By the kernels for few rows, and those for many."""
+    from nanovllm.kernels.triton.quantized_linear import quantized_linear
+
+    torch.manual_seed(0)
+    codes = torch.randint(-8, 8, (24, 72), dtype=torch.int8)
+    scales, points = torch.rand(24, 9), torch.randint(-8, 8, (24, 9), dtype=torch.int8)
+    of_column = torch.arange(9).repeat_interleave(8)
+    tensors = (each.to(kernel_device) for each in (codes, scales, points))
+    rows, columns = torch.arange(24, device=kernel_device), of_column.to(kernel_device)
+    found = quantized_matrix(*tensors, rows, columns, bits)
+    x = torch.randn(num_rows, 72).bfloat16()
+    expected = x.float() @ ((codes.float() - points[:, of_column]) * scales[:, of_column]).T
+    out = quantized_linear(x.to(kernel_device), arrange(found)).float().cpu()
+    torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-6 * float(expected.std()))
