@@ -17,8 +17,8 @@ from nanovllm.kernels.triton.rms_norm import norm_row, num_warps_of
 from nanovllm.kernels.triton.silu_and_mul import activated
 
 LEAST_SCALED = tl.constexpr(LEAST)
-# Rows for which there is memory, if there are more than half as many: PyTorch multiplies this number
-# of rows faster than 192.
+# Rows for which there is memory, if there are more than half as many. PyTorch multiplies 256 rows
+# faster than 192.
 ROOM = 256
 BLOCK_OF_GROUPS = 2048  # inputs of a program, if a row has several scales
 
