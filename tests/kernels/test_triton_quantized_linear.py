@@ -371,6 +371,28 @@ def test_every_tile_of_rounded_rows_gives_the_same_sums(
     assert not arranged.arrivals.any()
 
 
+@pytest.mark.parametrize("num_rows", [33, 128, 130])
+def test_rounded_rows_fill_whole_tiles(num_rows: int, kernel_device: str) -> None:
+    """A product of 136 rows takes longer than one of 256, which has no tile with rows missing."""
+    from nanovllm.kernels.triton.common import ROOM, with_room
+    from nanovllm.kernels.triton.quantized_linear import arrange, rounding_of
+
+    matrix = quantized(64, 256, Format(), kernel_device, rounds_inputs=True)
+    rounding = rounding_of(arrange(matrix), num_rows)
+    assert rounding is not None
+    x = random(1, num_rows, 512).to(kernel_device, bf16)
+    norm = torch.ones(256, device=kernel_device, dtype=bf16)
+    narrow = x[:, :256]
+    for rows in (
+        rounding.rows(narrow),
+        rounding.silu_and_mul(x),
+        rounding.rms_norm(narrow, norm, EPS),
+    ):
+        assert len(rows.codes) == len(rows.scales) == num_rows
+        assert len(with_room(rows.codes, ROOM)) == len(with_room(rows.scales, ROOM))
+        assert len(with_room(rows.codes, ROOM)) % ROOM == 0
+
+
 def test_weights_that_must_not_be_rounded_with_their_inputs(kernel_device: str) -> None:
     from nanovllm.kernels.triton.quantized_linear import arrange
     from nanovllm.kernels.triton.rounded_linear import can_round

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 CONVERTS_CODES = 89  # the compute capability from which GPUs convert e4m3
-ROOM = 128  # rows of the largest tile of `few_rows`
+ROOM = 128  # rows of the largest tile of a matrix product
 TILE = 64  # keys of a tile, at most
 TILE_BYTES = 1 << 14  # of its K and of its V: shared memory holds two or three of each
 
@@ -48,9 +48,11 @@ def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
-def rows_with_room(num_rows: int, size: int, like: torch.Tensor) -> torch.Tensor:
-    """New rows for `few_rows` to read, with memory after them that fills tiles of up to ROOM."""
-    whole = like.new_empty(triton.cdiv(num_rows, ROOM) * ROOM, size)
+def rows_with_room(
+    num_rows: int, size: int, like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """New rows for matrix products to read, with memory after them that fills tiles of ROOM."""
+    whole = like.new_empty(triton.cdiv(num_rows, ROOM) * ROOM, size, dtype=dtype or like.dtype)
     return whole[:num_rows]
 
 

@@ -11,15 +11,18 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.plain.quantize_rows import LEAST, MOST
-from nanovllm.kernels.triton.common import INTERPRETED, await_inputs, early, let_next_begin
+from nanovllm.kernels.triton.common import (
+    INTERPRETED,
+    await_inputs,
+    early,
+    let_next_begin,
+    rows_with_room,
+)
 from nanovllm.kernels.triton.kv_codes import largest_of
 from nanovllm.kernels.triton.rms_norm import norm_row, num_warps_of
 from nanovllm.kernels.triton.silu_and_mul import activated
 
 LEAST_SCALED = tl.constexpr(LEAST)
-# Rows for which there is memory, if there are more than half as many. PyTorch multiplies 256 rows
-# faster than 192.
-ROOM = 256
 BLOCK_OF_GROUPS = 2048  # inputs of a program, if a row has several scales
 
 
@@ -167,10 +170,9 @@ class Rounding:
         block = triton.next_power_of_2(self.padded)
         block = min(block, BLOCK_OF_GROUPS) if self.group and not whole else block
         group = self.group or block
-        rows = ROOM if ROOM // 2 < num_rows < ROOM else num_rows
-        codes = torch.empty(rows, self.padded, dtype=self.dtype, device=like.device)[:num_rows]
+        codes = rows_with_room(num_rows, self.padded, like, self.dtype)
         num_scales = triton.cdiv(self.padded, group)
-        scales = codes.new_empty(rows, num_scales, dtype=torch.float32)[:num_rows]
+        scales = rows_with_room(num_rows, num_scales, like, torch.float32)
         options: dict[str, object] = dict(
             K=size, N=self.padded, GROUP=group, BLOCK=block, MOST=MOST[self.dtype],
             STATIC=self.scale is not None,

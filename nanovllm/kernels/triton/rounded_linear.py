@@ -11,6 +11,7 @@ import triton.language as tl
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     INTERPRETED,
+    ROOM,
     await_inputs,
     can_copy_tiles,
     capability,
@@ -22,7 +23,7 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
     with_room,
 )
-from nanovllm.kernels.triton.quantize_rows import ROOM, RoundedRows, Rounding
+from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
 from nanovllm.kernels.triton.row_tiles import FEW_ROUNDED, Tiles
 
 BLOCK_K = 128
@@ -144,6 +145,7 @@ def rounded_linear(
     if _takes_pytorch(x, weight):
         matrix = weight.codes.view(torch.float8_e4m3fn).t()
         columns = weight.scales.view(1, -1)
+        # Whole tiles: 136 rows take 72 us where 256 take 45.
         whole = with_room(x.codes, ROOM), with_room(x.scales, ROOM)
         out = torch._scaled_mm(whole[0], matrix, whole[1], columns, out_dtype=x.dtype)
         out = out[: len(x.codes)]
