@@ -109,7 +109,8 @@ class Formats:
     def _spelt(self, name: str, scheme: Scheme) -> Scheme:
         """The scheme with the optional tensors, and the names of tensors, that the files have."""
         if scheme.storage == "gptq":
-            return replace(scheme, ordered=self._type(name, "g_idx") is not None)
+            has_order = self._type(name, "g_idx") is not None
+            return replace(scheme, ordered=scheme.ordered or has_order)
         if scheme.storage == "fp8" and self._type(name, "weight_scale_inv"):
             scheme = replace(scheme, scale_name="weight_scale_inv")
         if scheme.inputs == "static" and self._type(name, "activation_scale"):

@@ -217,9 +217,13 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 
     def scheme(config: Mapping[str, Any]) -> Scheme:
         _only(config, "bits", 4, 8)
+        # Only then columns are not in the order of their groups, so that g_idx must be there.
+        is_sorted = check_bool("static_groups", config.get("static_groups") or False)
+        ordered = check_bool("desc_act", config.get("desc_act", False)) and not is_sorted
+        columns = _group_size(config)
         return Scheme(
-            "gptq", config["bits"], rows=1, columns=_group_size(config), zeros=True,
-            ordered=check_bool("desc_act", config.get("desc_act", False)),
+            "gptq", config["bits"], rows=1, columns=columns, zeros=True,
+            ordered=ordered and columns is not None,
             zero_offset=1 if layout == "gptq" else 0,
         )  # fmt: skip
 

@@ -245,6 +245,8 @@ def edit_tensors(path: Path, **changes: Any) -> None:
         ("ct, int8", dict(q_proj=None) | {"q_proj.weight": lambda x: x.float()}, ["F32", "I8"]),
         ("awq", dict(qzeros=None), ["lack", "qzeros"]),
         ("gptq", dict(g_idx=lambda x: x + 99), ["g_idx", "groups of"]),
+        ("gptq, act-order", dict(g_idx=None), ["lack", "0.self_attn.q_proj.g_idx"]),
+        ("gptq, act-order", {"1.self_attn.o_proj.g_idx": None}, ["lack", "1.self_attn.o_proj.g_"]),
         ("gptq, zero biases", {".bias": lambda x: x + 1}, ["unexpected tensor", "bias"]),
         ("fp8, static", dict(input_scale=None), ["lack", "input_scale"]),
         ("fp8, blocks of 128", dict(weight_scale_inv=None), ["lack", "weight_scale"]),
@@ -257,6 +259,29 @@ def test_tensors_that_contradict_the_config_are_errors(
     edit_tensors(path, **changes)
     message = error_of(path)
     assert [text for text in says if text not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gptq, static groups", {}),  # whose columns are in order
+        ("gptq, rows", {"desc_act": True}),  # which have one group
+    ],
+)
+def test_g_idx_may_be_missing_where_it_has_no_effect(
+    name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_quantized(tmp_path / "model", VARIANTS[name])
+    edit_config(path, quantization_config={**VARIANTS[name].config, **fields})
+    options: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.01)
+
+    def tokens() -> list[int]:
+        with LLM(path, **options) as llm:
+            return list(llm.generate([[5]], use_tqdm=False)[0]["token_ids"])
+
+    before = tokens()
+    edit_tensors(path, g_idx=None)
+    assert tokens() == before
 
 
 @pytest.mark.parametrize(
