@@ -83,6 +83,16 @@ def in_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({**PACKED, "sparsity_config": {"format": "sparse-bitmask"}}, ["sparsity_config"]),
         ({**PACKED, "transform_config": {"R1": {}}}, ["transform_config"]),
         ({**PACKED, "kv_cache_scheme": {"num_bits": 4, "type": "int"}}, ["kv_cache_scheme"]),
+        # What would have another meaning than the files
+        ({k: v for k, v in AWQ.items() if k != "bits"}, ["no field 'bits'"]),
+        ({**FP8, "dequantize": True}, ["dequantize=True"]),
+        ({**FP8, "is_checkpoint_fp8_serialized": False}, ["is_checkpoint_fp8_serialized=False"]),
+        ({**STATIC, "kv_cache_scheme": "xx"}, ["kv_cache_scheme", "'xx'"]),
+        ({**STATIC, "kv_cache_scheme": {"num_bits": 4, "type": "int"}}, ["kv_cache_scheme"]),
+        ({**GPTQ, "dynamic": {".*": {"checkpoint_format": "gptq_v2"}}}, ["'.*'", "_format"]),
+        ({**GPTQ, "dynamic": {".*": {"pack_dtype": "int8"}}}, ["'.*'", "'pack_dtype'"]),
+        (with_group(INT8, "weights", dynamic=True), ["dynamic=True"]),
+        ({**PACKED, "quantization_status": "initialized"}, ["quantization_status='initialized'"]),
         # Values of a wrong type
         ({**AWQ, "quant_method": ["awq"]}, ["quant_method=['awq']", "'gptq'"]),
         ({**AWQ, "bits": 4.0}, ["bits=4.0", "supported: 4"]),
@@ -118,6 +128,24 @@ def test_what_is_not_supported_is_refused_by_name(config: Any, says: list[str]) 
     assert [text for text in says if text not in message] == [], message
 
 
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (FP8, {"is_checkpoint_fp8_serialized": True, "dequantize": None}),
+        (STATIC, {"kv_cache_scheme": "static"}),  # AutoFP8's
+        (STATIC, {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+        (GPTQ, {"damp_percent": 0.1, "meta": {}, "dynamic": {".*": {"bits": 4, "mse": 0.1}}}),
+        (PACKED, {"quantization_status": "frozen"}),  # of 2024
+        (PACKED, {"global_compression_ratio": 1.5, "version": "9"}),
+    ],
+    ids=str,
+)
+def test_fields_that_do_not_change_the_meaning_are_accepted(
+    config: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert read({**config, **fields}).schemes == read(config).schemes
+
+
 def test_a_block_may_be_a_text() -> None:
     block = VARIANTS["ct, fp8, blocks"].config
     as_text = with_group(block, "weights", block_structure="64x32")
@@ -137,6 +165,8 @@ Q, HEAD, GATE, GATE_PROJ = (
         ({**AWQ, "modules_to_not_convert": ["gate"]}, {HEAD, GATE}),  # words, not their parts
         ({**AWQ, "modules_to_not_convert": ["mlp"]}, {HEAD, GATE, GATE_PROJ}),
         ({**FP8, "modules_to_not_convert": ["model.layers.0"]}, {HEAD, Q}),
+        ({**FP8, "modules_to_not_convert": [], "ignored_layers": [Q]}, {HEAD, Q}),
+        ({**FP8, "modules_to_not_convert": [GATE], "ignored_layers": [Q]}, {HEAD, Q, GATE}),
         ({**FP8, "modules_to_not_convert": ["layers.1.mlp.gate_proj"]}, {HEAD, GATE_PROJ}),
         ({**GPTQ, "lm_head": True}, set()),
         ({**GPTQ, "lm_head": False, "dynamic": {"-:.*mlp.gate$": {}}}, {HEAD, GATE}),
