@@ -23,7 +23,7 @@ from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
-from nanovllm.models.loader import load_dummy, load_model, read_types
+from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
 
 logger = logging.getLogger("nanovllm")
 
@@ -59,8 +59,9 @@ def load_shard(
 ) -> Shard:
     """Load this rank's part of the model. `config` is settled by the placement."""
     start = time.perf_counter()
-    formats = choose_formats(config, model_config, path)
-    model = build_model(config, model_config, placement, formats)
+    with errors_name(path):
+        formats = choose_formats(config, model_config, path)
+        model = build_model(config, model_config, placement, formats)
     with torch.no_grad():
         if config.load_format == "dummy":
             with torch.device("meta"):
@@ -70,7 +71,8 @@ def load_shard(
             load_model(model, path, use_tqdm=placement.ranks.rank == 0)
         num_bytes = weight_bytes(model)
         # Without graphs, launching few_rows takes the host longer than it saves the device.
-        model.bind(placement.backend, few_rows=not config.enforce_eager)
+        with errors_name(path):
+            model.bind(placement.backend, few_rows=not config.enforce_eager)
     logger.info(
         "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
         model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),

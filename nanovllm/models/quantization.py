@@ -90,7 +90,9 @@ def _while_loading(method: str) -> Quantization:
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization:
     """What a checkpoint's config says; without `quantization_config`, its weights are plain."""
-    config = raw.get(FIELD, raw.get("compression_config"))
+    config = raw.get(FIELD)
+    if config is None:
+        config = raw.get("compression_config")
     if config is None:
         return NOT_QUANTIZED
     if not isinstance(config, dict):

@@ -273,13 +273,21 @@ def edit_tensors(path: Path, **changes: Any) -> None:
         ("ct, 4 bits", dict(weight_packed=lambda x: x.long()), ["weight_packed", "I64", "I32"]),
         ("ct, 4 bits", dict(weight_shape=lambda x: x + 1), ["qkv_proj", "weight_shape", "65"]),
         ("ct, int8", dict(q_proj=None) | {"q_proj.weight": lambda x: x.float()}, ["F32", "I8"]),
+        ("ct, 4 bits", dict(weight_shape=lambda x: x + 1), ["(q_proj, k_proj, v_proj)"]),
+        ("ct, kv scales", dict(k_scale=None), ["lack", "layers.0.self_attn.k_scale"]),
+        ("ct, kv scales", dict(v_scale=None), ["lack", "layers.0.self_attn.v_scale"]),
+        ("ct, kv scales of 2024", {"k_proj.output_scale": None}, ["lack", "self_attn.k_scale"]),
         ("awq", dict(qzeros=None), ["lack", "qzeros"]),
+        ("awq", {"o_proj.qweight": None}, ["lack", "0.self_attn.o_proj.qweight"]),
+        ("gptq", {"q_proj.qweight": None}, ["lack", "0.self_attn.q_proj.qweight"]),
+        ("fp8, static", {"down_proj.weight": None}, ["lack", "0.mlp.down_proj.weight"]),
         ("gptq", dict(g_idx=lambda x: x + 99), ["g_idx", "groups of"]),
         ("gptq, act-order", dict(g_idx=None), ["lack", "0.self_attn.q_proj.g_idx"]),
         ("gptq, act-order", {"1.self_attn.o_proj.g_idx": None}, ["lack", "1.self_attn.o_proj.g_"]),
         ("gptq, zero biases", {".bias": lambda x: x + 1}, ["unexpected tensor", "bias"]),
         ("fp8, static", dict(input_scale=None), ["lack", "input_scale"]),
         ("fp8, blocks of 128", dict(weight_scale_inv=None), ["lack", "weight_scale"]),
+        ("gptq", dict(scales=lambda x: x[1:].clone()), ["for 4-bit, GPTQ, groups of 32 with"]),
     ],
 )
 def test_tensors_that_contradict_the_config_are_errors(
@@ -289,6 +297,7 @@ def test_tensors_that_contradict_the_config_are_errors(
     edit_tensors(path, **changes)
     message = error_of(path)
     assert [text for text in says if text not in message] == [], message
+    assert message.startswith(f"{path}: ") and message.count(str(path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -363,12 +372,20 @@ def test_a_layer_that_the_config_excludes_must_be_plain(tmp_path: Path) -> None:
     edit_config(path, quantization_config={**AWQ, "modules_to_not_convert": ["down_proj"]})
     message = error_of(path)
     assert re.search(r"layers\.0\.mlp\.down_proj is quantized in the files", message), message
+    assert message.startswith(f"{path}: ")
 
 
-def test_quantized_tensors_need_a_config(tmp_path: Path) -> None:
-    path = write_quantized(tmp_path / "model", VARIANTS["ct, int8"])
+@pytest.mark.parametrize("name", ["ct, int8", "ct, kv scales alone", "gptq", "awq", "fp8, static"])
+def test_quantized_tensors_need_a_config(name: str, tmp_path: Path) -> None:
+    path = write_quantized(tmp_path / "model", VARIANTS[name])
     edit_config(path, quantization_config=None)
-    assert "type I8" in error_of(path) or "unexpected tensor" in error_of(path)
+    message = error_of(path)
+    assert "unexpected tensor" in message and ".attn." not in message
+    assert "which quantization_config in config.json must describe" in message
+
+
+def test_a_null_config_does_not_hide_the_one_of_the_old_name() -> None:
+    assert read_quantization({"quantization_config": None, "compression_config": INT8}).schemes
 
 
 @pytest.mark.parametrize(
