@@ -24,6 +24,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
 from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
+from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")
 
@@ -74,9 +75,10 @@ def load_shard(
         with errors_name(path):
             model.bind(placement.backend, few_rows=not config.enforce_eager)
     logger.info(
-        "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
+        "%s on %s in %s, %s loaded in %.1f s; quantized: %s; attention: %s, other kernels: %s",
         model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),
-        num_bytes / 1e9, time.perf_counter() - start, placement.backend.attention.name,
+        memory_text(num_bytes), time.perf_counter() - start,
+        "; ".join(model_config.quantization.descriptions) or "no", placement.backend.attention.name,
         placement.backend.kernels.name,
     )  # fmt: skip
     return Shard(model.eval(), model_config, placement, num_threads)
@@ -90,7 +92,10 @@ def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> For
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """The memory of the layers' tensors, before their layouts are changed."""
+    """The memory of the layers' tensors, before their layouts are changed.
+
+    It includes the quantized copy that a head makes of the embedding's table.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
     tensors = {
         id(tensor): tensor.nbytes
@@ -98,7 +103,10 @@ def weight_bytes(model: CausalLM) -> int:
         for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
         if not tensor.is_meta
     }
-    return sum(tensors.values())
+    head = model.lm_head
+    scheme, size_in = head.weight_format.scheme, head.held.in_features
+    copy = scheme.num_bytes(head.held.num_rows * size_in, size_in) if scheme and head.is_tied else 0
+    return sum(tensors.values()) + copy
 
 
 def build_model(

@@ -53,6 +53,11 @@ class Quantization:
         """All schemes that occur."""
         return list(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme))
 
+    @property
+    def descriptions(self) -> list[str]:
+        """All schemes in words."""
+        return [scheme.description for scheme in self.schemes]
+
 
 NOT_QUANTIZED = Quantization()
 
