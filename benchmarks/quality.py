@@ -16,6 +16,7 @@ what a trained model loses. One JSON line for each model and variant, then table
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -227,6 +228,7 @@ def main() -> None:
     if args.context < 2 or args.problems < 1:
         parser.error("--context must be at least 2, --problems at least 1")
     torch.manual_seed(0)
+    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # random models have no tokenizer
     tables = []
     with TemporaryDirectory() as folder:
         for name in args.models:

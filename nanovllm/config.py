@@ -68,6 +68,7 @@ def _check_revision(name: str, value: Any) -> str:
 PATH = Rule(_check_path, A_PATH)
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = _type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
+QUANTIZATION = _type_of(QUANTIZATIONS, {"awq_marlin": "awq", "gptq_marlin": "gptq"})  # vLLM's
 KV_DTYPE = _type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
 REVISION = Rule(_check_revision, A_REVISION)
 # Callers may give them to the engine by mistake.
@@ -109,7 +110,7 @@ class Config:
         None,
         "`fp8`, `int8` or `int4` quantizes plain weights while they are loaded; the methods of"
         " quantized checkpoints are only checked",
-        one_of(*QUANTIZATIONS),
+        QUANTIZATION,
         none="as the checkpoint is",
     )
     load_format: str = option(

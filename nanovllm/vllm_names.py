@@ -28,6 +28,9 @@ ENGINE = {
     "kv_cache_memory_bytes": OtherName(
         (None,), "see `num_kvcache_blocks` and `gpu_memory_utilization`"
     ),
+    "calculate_kv_scales": OtherName(
+        (False, True), "an fp8 cache has the checkpoint's scales, or one for each token and head"
+    ),
     "speculative_config": OtherName((None,), NOT_HERE),
     "enable_lora": OtherName((False,), NOT_HERE),
     "enable_sleep_mode": OtherName((False,), NOT_HERE),

@@ -237,3 +237,20 @@ def test_a_copy_with_a_settled_field_is_checked_again() -> None:
 @pytest.mark.parametrize(("given", "kept"), [("fp8_e4m3", "fp8"), ("fp8", "fp8"), ("auto", "auto")])
 def test_vllms_name_of_an_fp8_cache_is_known(given: str, kept: str) -> None:
     assert config(kv_cache_dtype=given).kv_cache_dtype == kept
+
+
+@pytest.mark.parametrize(("given", "kept"), [("awq_marlin", "awq"), ("gptq_marlin", "gptq")])
+def test_vllms_names_of_methods_are_known(given: str, kept: str) -> None:
+    """They name a kernel too; which one computes is our choice."""
+    assert config(quantization=given).quantization == kept
+
+
+def test_a_value_in_capitals_has_a_hint() -> None:
+    with pytest.raises(ValueError, match=r"got 'FP8'; did you mean 'fp8'\?"):
+        config(quantization="FP8")
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_scales_of_the_kv_cache_are_always_calculated(value: bool) -> None:
+    """vLLM's option, with both of its values."""
+    assert config(calculate_kv_scales=value) == config()

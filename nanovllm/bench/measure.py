@@ -43,6 +43,8 @@ def describe(plan: Plan) -> dict[str, Any]:
         "model": plan.name,
         "num_params": roofline.num_params(model),
         "dtype": str(placement.dtype).removeprefix("torch."),
+        "quantization": model.quantization.descriptions,
+        "kv_dtype": str(placement.kv_dtype).removeprefix("torch."),
         "workload": {
             **dataclasses.asdict(plan.lengths),
             "temperature": TEMPERATURE,
@@ -118,8 +120,9 @@ def print_floor(result: dict[str, Any]) -> None:
     load, floor = result["workload"], result["roofline"]
     on_cpu = result["device"] == "cpu"
     ranks = f", {result['num_ranks']} ranks" if result["num_ranks"] > 1 else ""
+    types = "; ".join([result["dtype"], *result["quantization"], f"KV in {result['kv_dtype']}"])
     print(
-        f"{result['model']}: {result['num_params'] / 1e6:,.0f}M parameters, {result['dtype']},"
+        f"{result['model']}: {result['num_params'] / 1e6:,.0f}M parameters, {types},"
         f" on {result['machine' if on_cpu else 'device']}{ranks}\n"
         f"  workload: {load['num_seqs']} requests, {load['input_tokens']:,} tokens in,"
         f" {load['output_tokens']:,} out\n"

@@ -5,6 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.command.options import UsageError, add_engine_options, engine_options
+from nanovllm.utils.sizes import GIB, memory_text
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 NAME = "info"
 SUMMARY = "show a model's size, whether it runs here, and the memory it needs"
 MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # of common GPUs
-GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": [scheme.description for scheme in model.quantization.schemes],
+        "quantization": model.quantization.descriptions,
         **_memory(config, model, dtype.itemsize, head_bytes(model.head_dim, kv_dtype)),
     }
 
@@ -129,11 +129,11 @@ def _text(info: dict[str, Any]) -> str:
         f" {info['hidden_size']}, {info['num_attention_heads']} heads and"
         f" {info['num_key_value_heads']} KV heads of {info['head_dim']},"
         f" vocabulary {info['vocab_size']:,}",
-        f"  weights: {info['weight_bytes'] / GIB:,.3f} GiB in {info['dtype']}"
+        f"  weights: {memory_text(info['weight_bytes'])} in {info['dtype']}"
         f" (checkpoint: {info['checkpoint_dtype']})",
         *(f"  quantized: {scheme}" for scheme in info["quantization"]),
         f"  KV cache: {info['kv_bytes_per_token']:,} bytes a token,"
-        f" {longest / GIB:,.3f} GiB for the longest sequence, {info['max_model_len']:,} tokens",
+        f" {memory_text(longest)} for the longest sequence, {info['max_model_len']:,} tokens",
         "  KV tokens beside the weights, by memory (activations not counted):",
     ]
     fits = info["kv_tokens_by_gib"].items()

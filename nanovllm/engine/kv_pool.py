@@ -12,10 +12,10 @@ import torch
 from nanovllm.engine.block_manager import longest_sequence, most_held
 from nanovllm.kernels.kv_layer import CODES, SCALES, head_bytes
 from nanovllm.layers.attention.layer import Attention
+from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")
 
-GIB = 1 << 30
 CACHE_LINE = 64
 
 
@@ -56,10 +56,10 @@ class KVPool:
             if self.dtype == CODES:
                 self.tensors.append(self._zeros((*shape, *reversed(of_block)), SCALES))
         except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
+            size = memory_text(num_blocks * self.block_bytes)
             raise MemoryError(
-                f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / GIB:.1f}"
-                f" GiB, more than {self.device} has free; lower num_kvcache_blocks, cpu_kvcache_gib"
-                " or gpu_memory_utilization"
+                f"a KV pool of {num_blocks} blocks takes {size}, more than {self.device} has free;"
+                " lower num_kvcache_blocks, cpu_kvcache_gib or gpu_memory_utilization"
             ) from error
         for index, layer in enumerate(self.layers):
             layer.set_cache(*(part[index] for both in self.tensors for part in both))
@@ -111,7 +111,7 @@ def settle_length(
             " %s", longest, max_positions, way_out,
         )  # fmt: skip
     logger.info(
-        "KV cache: %d tokens in %d blocks of %d, %.2f GiB",
-        capacity, num_blocks, block_size, num_blocks * pool.block_bytes / GIB,
+        "KV cache in %s: %d tokens in %d blocks of %d, %s", str(pool.dtype).removeprefix("torch."),
+        capacity, num_blocks, block_size, memory_text(num_blocks * pool.block_bytes),
     )  # fmt: skip
     return min(max_positions, longest)

@@ -4,12 +4,11 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_running
-from nanovllm.engine.kv_pool import GIB
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.warm_up import warm_up
 from nanovllm.kernels.kv_layer import CODES
+from nanovllm.utils.sizes import GIB, MIB
 
-MIB = 1 << 20
 MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a finite integer
 
 

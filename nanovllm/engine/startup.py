@@ -23,7 +23,8 @@ from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
-from nanovllm.models.loader import load_dummy, load_model, read_types
+from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
+from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")
 
@@ -59,8 +60,9 @@ def load_shard(
 ) -> Shard:
     """Load this rank's part of the model. `config` is settled by the placement."""
     start = time.perf_counter()
-    formats = choose_formats(config, model_config, path)
-    model = build_model(config, model_config, placement, formats)
+    with errors_name(path):
+        formats = choose_formats(config, model_config, path)
+        model = build_model(config, model_config, placement, formats)
     with torch.no_grad():
         if config.load_format == "dummy":
             with torch.device("meta"):
@@ -70,11 +72,13 @@ def load_shard(
             load_model(model, path, use_tqdm=placement.ranks.rank == 0)
         num_bytes = weight_bytes(model)
         # Without graphs, launching few_rows takes the host longer than it saves the device.
-        model.bind(placement.backend, few_rows=not config.enforce_eager)
+        with errors_name(path):
+            model.bind(placement.backend, few_rows=not config.enforce_eager)
     logger.info(
-        "%s on %s in %s, %.3f GB loaded in %.1f s; attention: %s, other kernels: %s",
+        "%s on %s in %s, %s loaded in %.1f s; quantized: %s; attention: %s, other kernels: %s",
         model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),
-        num_bytes / 1e9, time.perf_counter() - start, placement.backend.attention.name,
+        memory_text(num_bytes), time.perf_counter() - start,
+        "; ".join(model_config.quantization.descriptions) or "no", placement.backend.attention.name,
         placement.backend.kernels.name,
     )  # fmt: skip
     return Shard(model.eval(), model_config, placement, num_threads)
@@ -88,7 +92,10 @@ def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> For
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """The memory of the layers' tensors, before their layouts are changed."""
+    """The memory of the layers' tensors, before their layouts are changed.
+
+    It includes the quantized copy that a head makes of the embedding's table.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
     tensors = {
         id(tensor): tensor.nbytes
@@ -96,7 +103,10 @@ def weight_bytes(model: CausalLM) -> int:
         for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
         if not tensor.is_meta
     }
-    return sum(tensors.values())
+    head = model.lm_head
+    scheme, size_in = head.weight_format.scheme, head.held.in_features
+    copy = scheme.num_bytes(head.held.num_rows * size_in, size_in) if scheme and head.is_tied else 0
+    return sum(tensors.values()) + copy
 
 
 def build_model(

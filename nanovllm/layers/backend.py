@@ -45,7 +45,8 @@ def choose_backend(name: str, spec: AttentionSpec) -> Backend:
         except ValueError as error:
             logger.info("auto skips a backend: %s", error)
             reasons.append(str(error))
-    level = logging.INFO if spec.device.type == "cpu" else logging.WARNING  # slow elsewhere
+    is_slow = spec.device.type != "cpu" or spec.dtype == torch.float16  # which CPUs emulate
+    level = logging.WARNING if is_slow else logging.INFO
     logger.log(level, "auto selects plain PyTorch: %s", "; ".join(reasons))
     return build_backend("torch", spec)
 

@@ -318,7 +318,9 @@ class CausalLM(nn.Module):
                 try:
                     module.bind(backend)
                 except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
+                    layer = name.rpartition(".")[2]
+                    parts = ", ".join(p for p, (fused, _) in FUSED.items() if fused == layer)
+                    raise ValueError(f"{name}{parts and f' ({parts})'}: {error}") from None
         if few_rows:
             self.model.bind_few_rows(backend.kernels)
 

@@ -17,21 +17,35 @@ from nanovllm.models.quantization import FIELD, NOT_QUANTIZED, Quantization
 from nanovllm.models.registry import FUSED
 
 CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
-ATTENTION = "attn"  # the module of ours that has scales of keys and values
+SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these
+OF_QUANTIZED = re.compile(r".*(scales?|scale_inv|qweight|qzeros|g_idx|_packed|_shape|zero_point)")
+ATTENTION = ".attn."  # a module of ours, the scales of which belong to its parent in checkpoints
 KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
 
 
 def stored_name(name: str) -> str:
-    """Our name of a checkpoint's tensor: tools name scales of keys and values differently."""
+    """The usual name of a checkpoint's tensor: tools name scales of keys and values differently."""
     match = KV_SCALE.fullmatch(name)
-    return f"{match[1]}.{ATTENTION}.{match[2] or match[3]}_scale" if match else name
+    return f"{match[1]}.{match[2] or match[3]}_scale" if match else name
+
+
+def checkpoint_name(param: str) -> str:
+    """The usual name in checkpoints of a parameter."""
+    return param.replace(ATTENTION, ".")
+
+
+def hint_for(name: str) -> str:
+    """What to append to the error of a tensor that no layer needs."""
+    if not OF_QUANTIZED.fullmatch(name):
+        return ""
+    return " of quantized weights, which quantization_config in config.json must describe"
 
 
 @dataclass(frozen=True)
 class Formats:
     """Chooses a format for each linear layer inside the module `name`.
 
-    `files` maps our names of a checkpoint's tensors to their types; None if there are no files.
+    `files` maps the usual names of a checkpoint's tensors to their types; None without files.
     """
 
     quantization: Quantization = NOT_QUANTIZED
@@ -57,7 +71,7 @@ class Formats:
 
     def has_kv_scales(self) -> bool:
         """Whether the files have scales for a quantized KV cache in this module."""
-        return f"{self.name}{ATTENTION}.k_scale" in (self.files or ())
+        return any(f"{self.name}{which}_scale" in (self.files or ()) for which in "kv")
 
     def of_experts(self, num_experts: int) -> dict[str, WeightFormat]:
         """The formats of the experts' matrices; all experts have the same."""
@@ -106,13 +120,17 @@ class Formats:
         return self.files.get(f"{name}.{tensor}", self.files.get(stacked))
 
     def _is_quantized(self, name: str) -> bool:
+        """Whether the layer has codes, or scales of codes that are missing."""
         codes = (self._type(name, tensor) for tensor in CODES)
-        return any(dtype in ("F8_E4M3", "I8", "I32") for dtype in codes)
+        return any(dtype in ("F8_E4M3", "I8", "I32") for dtype in codes) or any(
+            self._type(name, tensor) for tensor in SCALES
+        )
 
     def _spelt(self, name: str, scheme: Scheme) -> Scheme:
         """The scheme with the optional tensors, and the names of tensors, that the files have."""
         if scheme.storage == "gptq":
-            return replace(scheme, ordered=self._type(name, "g_idx") is not None)
+            has_order = self._type(name, "g_idx") is not None
+            return replace(scheme, ordered=scheme.ordered or has_order)
         if scheme.storage == "fp8" and self._type(name, "weight_scale_inv"):
             scheme = replace(scheme, scale_name="weight_scale_inv")
         if scheme.inputs == "static" and self._type(name, "activation_scale"):

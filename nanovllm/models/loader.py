@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.weights.format import tensor_of
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import stored_name
+from nanovllm.models.formats import checkpoint_name, hint_for, stored_name
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
 from nanovllm.utils.bar import make_bar
 
@@ -93,9 +94,18 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
 
 
 def read_types(path: Path) -> dict[str, str]:
-    """The types of a checkpoint's tensors by our names. Reads no weights."""
+    """The types of a checkpoint's tensors by their usual names. Reads no weights."""
     files = read_weights(path)
     return {stored_name(name): tensor.dtype for file in files for name, tensor in file.items()}
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Give the ValueErrors of a block the name of the checkpoint."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -136,25 +146,25 @@ def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
             else:
                 _fill(model, target.param, target.shard_id, tensor)
         except ValueError as error:
-            raise ValueError(f"{path}: tensor {name!r} has {error}") from None
+            raise ValueError(f"tensor {name!r} has {error}") from None
         return len(target.parts)
 
     hide = None if use_tqdm else True  # None hides it unless stderr is a terminal
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
-    with bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
+    with errors_name(path), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in read_weights(path):
             tensors = {stored_name(name): tensor for name, tensor in tensors.items()}
             used = {n: t for n, t in tensors.items() if not _is_left_out(n, t, targets)}
             second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
             found |= tensors.keys()
-            _mark_found(path, used, targets, missing)
+            _mark_found(used, targets, missing)
             is_fused |= any(len(targets[name].parts) > 1 for name in used)
             for num_parts in pool.map(fill, used.items()):  # in order; stops at the first error
                 bar.update(num_parts)
             for item in second.items():
                 fill(item)
-    if missing:
-        raise _missing_error(path, missing.values() if is_fused else missing)
+        if missing:
+            raise _missing_error(missing.values() if is_fused else missing)
 
 
 def _is_left_out(name: str, tensor: InFile, targets: Mapping[str, Target]) -> bool:
@@ -174,10 +184,10 @@ def _check_type(found: str, needed: torch.dtype) -> None:
         raise ValueError(f"type {found}, a model needs one of {', '.join(allowed)}")
 
 
-def _missing_error(path: Path, missing: Iterable[str]) -> ValueError:
+def _missing_error(missing: Iterable[str]) -> ValueError:
     names = [*dict.fromkeys(missing)]
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ValueError(f"{path}: the files lack {', '.join(names[:5])}{rest}")
+    return ValueError(f"the files lack {', '.join(names[:5])}{rest}")
 
 
 def _second_names(
@@ -194,17 +204,15 @@ def _second_names(
 
 
 def _mark_found(
-    path: Path, names: Iterable[str], targets: Mapping[str, Target], missing: dict[str, str]
+    names: Iterable[str], targets: Mapping[str, Target], missing: dict[str, str]
 ) -> None:
     """Remove the tensors `names` from `missing`; raise for unknown and repeated ones."""
     for name in names:
         if name not in targets:
-            raise ValueError(f"{path}: unexpected tensor {name!r}")
+            raise ValueError(f"unexpected tensor {name!r}{hint_for(name)}")
         for part in targets[name].parts:
             if part not in missing:
-                raise ValueError(
-                    f"{path}: tensor {name!r} is in two files, or both fused and in parts"
-                )
+                raise ValueError(f"tensor {name!r} is in two files, or both fused and in parts")
             del missing[part]
 
 
@@ -222,7 +230,8 @@ def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
         ends |= {i: [parent, part] for i, part in enumerate(layer.parts(leaf))}
         parts = {i: ".".join([*above, *end]) for i, end in ends.items()}
         if only is None:
-            targets[name] = Target(name, None, tuple(parts.values()) or (name,))
+            own = checkpoint_name(name)
+            targets[own] = Target(name, None, tuple(parts.values()) or (own,))
         targets |= {part: Target(name, shard_id, (part,)) for shard_id, part in parts.items()}
     targets |= {alias: targets[name] for alias, name in model.tied_weights.items()}
     return targets

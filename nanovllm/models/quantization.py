@@ -53,6 +53,11 @@ class Quantization:
         """All schemes that occur."""
         return list(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme))
 
+    @property
+    def descriptions(self) -> list[str]:
+        """All schemes in words."""
+        return [scheme.description for scheme in self.schemes]
+
 
 NOT_QUANTIZED = Quantization()
 
@@ -90,7 +95,9 @@ def _while_loading(method: str) -> Quantization:
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization:
     """What a checkpoint's config says; without `quantization_config`, its weights are plain."""
-    config = raw.get(FIELD, raw.get("compression_config"))
+    config = raw.get(FIELD)
+    if config is None:
+        config = raw.get("compression_config")
     if config is None:
         return NOT_QUANTIZED
     if not isinstance(config, dict):
@@ -127,9 +134,9 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _names(config: Mapping[str, Any], *fields: str) -> list[str]:
-    """The names in the first of these fields that is there and not null; else there are none."""
-    field = next((field for field in fields if config.get(field) is not None), None)
-    return _list_of_names(field, config[field]) if field else []
+    """The names in those of these fields that are there and not null."""
+    there = [field for field in fields if config.get(field) is not None]
+    return [name for field in there for name in _list_of_names(field, config[field])]
 
 
 def _list_of_names(field: str, value: Any) -> list[str]:
@@ -170,6 +177,10 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     _only(config, "scale_fmt", "float", None)
     _only(config, "expert_dtype", "fp8", None)
     _only(config, "modules_to_convert", [], None)
+    _only(config, "dequantize", False, None)
+    _only(config, "is_checkpoint_fp8_serialized", True, None)
+    if config.get("kv_cache_scheme") != "static":  # AutoFP8's name
+        _check_kv_cache(config)
     inputs: Literal["static", "dynamic"] = check_choice(
         "activation_scheme", config.get("activation_scheme", "dynamic"), ("static", "dynamic")
     )  # type: ignore[assignment]
@@ -183,6 +194,14 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
         scheme = Scheme("fp8", 8, rows, columns, inputs=inputs, scale_name="weight_scale_inv")
     names = _names(config, "modules_to_not_convert", "ignored_layers")
     return Quantization("fp8", _excluding(names, scheme), files="decide")
+
+
+def _check_kv_cache(config: Mapping[str, Any]) -> None:
+    """Raise unless `kv_cache_scheme`, if it is there, is for scales of keys and values in FP8."""
+    if config.get("kv_cache_scheme") is not None:
+        kv_cache = _object("kv_cache_scheme", config["kv_cache_scheme"])
+        if (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
+            raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
 
 
 def _block(field: str, value: Any) -> tuple[int, int]:
@@ -202,7 +221,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
     version = str(config.get("version", config.get("format", "gemm"))).lower()
     if version != "gemm":
         raise _refusal("version", version, ["gemm"])
-    scheme = Scheme("awq", 4, rows=1, columns=_group_size(config), zeros=True)
+    scheme = Scheme("awq", config["bits"], rows=1, columns=_group_size(config), zeros=True)
     names = _names(config, "modules_to_not_convert")
     return Quantization("awq", _excluding(names, scheme), files="decide")
 
@@ -217,14 +236,21 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 
     def scheme(config: Mapping[str, Any]) -> Scheme:
         _only(config, "bits", 4, 8)
+        # Only then columns are not in the order of their groups, so that g_idx must be there.
+        is_sorted = check_bool("static_groups", config.get("static_groups") or False)
+        ordered = check_bool("desc_act", config.get("desc_act", False)) and not is_sorted
+        columns = _group_size(config)
         return Scheme(
-            "gptq", config["bits"], rows=1, columns=_group_size(config), zeros=True,
-            ordered=check_bool("desc_act", config.get("desc_act", False)),
+            "gptq", config["bits"], rows=1, columns=columns, zeros=True,
+            ordered=ordered and columns is not None,
             zero_offset=1 if layout == "gptq" else 0,
         )  # fmt: skip
 
     def override(key: str, values: Any) -> Rule:
         values = _object(f"dynamic[{key!r}]", values)
+        for name in ("checkpoint_format", "format", "pack_dtype", "lm_head"):
+            if name in values and values[name] != config.get(name):
+                raise ValueError(f"dynamic[{key!r}] must not change {name!r}")
         sign, pattern = (key[:2], key[2:]) if key[:2] in ("+:", "-:") else ("", key)
         return _rule("dynamic", pattern, None if sign == "-:" else scheme({**config, **values}))
 
@@ -251,6 +277,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
         raise _refusal("sparsity_config", sparsity["format"], ["dense"])
     if config.get("transform_config"):
         raise ValueError("transform_config is not supported")
+    _only(config, "quantization_status", "compressed", "frozen", None)
+    _check_kv_cache(config)
     rules = _target_rules("ignore", _names(config, "ignore"), None)
     groups = _object("config_groups", config["config_groups"])
     found = [
@@ -259,10 +287,6 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
         for rule in _group_rules(config, _object(f"config_groups[{name!r}]", group))
     ]
     rules += sorted(found, key=lambda rule: not rule.pattern.pattern)  # classes of layers: last
-    if config.get("kv_cache_scheme") is not None:
-        kv_cache = _object("kv_cache_scheme", config["kv_cache_scheme"])
-        if (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
-            raise _refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
     return Quantization("compressed-tensors", tuple(rules), files="quantized")
 
 
@@ -296,6 +320,7 @@ def _compressed_scheme(
 ) -> Scheme:
     """The scheme of compressed-tensors' arguments for weights and for inputs."""
     bits, kind = check_int("num_bits", weights["num_bits"], 1), weights.get("type", "int")
+    _only(weights, "dynamic", False, None)
     _only(weights, "actorder", None, False, True, "weight", "static", "group", "dynamic")
     is_packed = layout == PACKED or (layout in (None, "mixed-precision") and inputs is None)
     if not is_packed and layout not in (*LAYOUTS, None, "mixed-precision"):

@@ -26,7 +26,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     """
     near = [
         one
-        for one in difflib.get_close_matches(name, known, cutoff=0.8)
+        for one in difflib.get_close_matches(name.lower(), known, cutoff=0.8)
         if re.sub(r"\D", "", one) == re.sub(r"\D", "", name)
     ][:1]
     words = _words(name)

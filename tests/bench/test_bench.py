@@ -443,6 +443,16 @@ class TestCommandLine:
         out = capsys.readouterr().out
         assert "a run takes 72 minutes or more" in out and "--shape qwen3-42m" in out
 
+    def test_the_types_of_weights_and_kv_are_printed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(1e10, 1e11))
+        options = {"device": "cpu", "dtype": "bfloat16", "quantization": "int8"}
+        plan = make_plan(options | {"kv_cache_dtype": "fp8"}, bench.SHAPE, Lengths(), tmp_path)
+        measure.print_floor(measure.describe(plan))
+        out = capsys.readouterr().out
+        assert "bfloat16; 8-bit, a scale for each output; KV in float8_e4m3fn, on " in out
+
     def test_help_names_the_options_and_their_defaults(self) -> None:
         run = run_cli("--help")
         assert run.returncode == 0

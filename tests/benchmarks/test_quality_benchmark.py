@@ -24,7 +24,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 def results_of(*options: str) -> dict[str, dict[str, Any]]:
     done = run(*options)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert all(line["machine"] == machine_name() for line in lines)
     for line in lines:

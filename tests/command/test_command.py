@@ -269,8 +269,8 @@ def test_json_has_whole_outputs() -> None:
     assert [(line["prompt"], line["text"]) for line in lines] == [("12+34=", "46"), ("7+8=", "15")]
     assert {"token_ids", "finish_reason", "logprobs", "metrics", "outputs"} <= set(lines[0])
     log = done.stderr.decode()
-    assert re.search(r"nanovllm: Qwen3ForCausalLM on \w+ in \w+, 0\.\d+ GB loaded in", log)
-    assert re.search(r"nanovllm: KV cache: \d+ tokens in", log)
+    assert re.search(r"nanovllm: Qwen3ForCausalLM on \w+ in \w+, \d\.\d MiB loaded in", log)
+    assert re.search(r"nanovllm: KV cache in \w+: \d+ tokens in", log)
 
 
 @pytest.mark.slow

@@ -48,6 +48,18 @@ def test_auto_on_the_cpu_is_never_triton(kernel_device: str) -> None:
     assert backend.attention.name == "torch" and backend.kernels is PLAIN
 
 
+def test_a_type_without_kernels_on_the_cpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Quantized weights are then dequantized in every step, in a type that CPUs emulate."""
+    with caplog.at_level(logging.WARNING, "nanovllm"):
+        assert choose_backend("auto", spec(dtype=torch.float16)).attention.name == "torch"
+        (said,) = [record.message for record in caplog.records]
+        assert "plain PyTorch" in said
+        assert "needs dtype 'float32' or 'bfloat16', got 'float16'" in said
+        caplog.clear()
+        choose_backend("auto", spec(head_dim=20))
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_backends_for_cuda_are_refused_elsewhere(
     name: str, monkeypatch: pytest.MonkeyPatch

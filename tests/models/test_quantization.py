@@ -83,6 +83,16 @@ def in_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({**PACKED, "sparsity_config": {"format": "sparse-bitmask"}}, ["sparsity_config"]),
         ({**PACKED, "transform_config": {"R1": {}}}, ["transform_config"]),
         ({**PACKED, "kv_cache_scheme": {"num_bits": 4, "type": "int"}}, ["kv_cache_scheme"]),
+        # What would have another meaning than the files
+        ({k: v for k, v in AWQ.items() if k != "bits"}, ["no field 'bits'"]),
+        ({**FP8, "dequantize": True}, ["dequantize=True"]),
+        ({**FP8, "is_checkpoint_fp8_serialized": False}, ["is_checkpoint_fp8_serialized=False"]),
+        ({**STATIC, "kv_cache_scheme": "xx"}, ["kv_cache_scheme", "'xx'"]),
+        ({**STATIC, "kv_cache_scheme": {"num_bits": 4, "type": "int"}}, ["kv_cache_scheme"]),
+        ({**GPTQ, "dynamic": {".*": {"checkpoint_format": "gptq_v2"}}}, ["'.*'", "_format"]),
+        ({**GPTQ, "dynamic": {".*": {"pack_dtype": "int8"}}}, ["'.*'", "'pack_dtype'"]),
+        (with_group(INT8, "weights", dynamic=True), ["dynamic=True"]),
+        ({**PACKED, "quantization_status": "initialized"}, ["quantization_status='initialized'"]),
         # Values of a wrong type
         ({**AWQ, "quant_method": ["awq"]}, ["quant_method=['awq']", "'gptq'"]),
         ({**AWQ, "bits": 4.0}, ["bits=4.0", "supported: 4"]),
@@ -118,6 +128,24 @@ def test_what_is_not_supported_is_refused_by_name(config: Any, says: list[str]) 
     assert [text for text in says if text not in message] == [], message
 
 
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (FP8, {"is_checkpoint_fp8_serialized": True, "dequantize": None}),
+        (STATIC, {"kv_cache_scheme": "static"}),  # AutoFP8's
+        (STATIC, {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+        (GPTQ, {"damp_percent": 0.1, "meta": {}, "dynamic": {".*": {"bits": 4, "mse": 0.1}}}),
+        (PACKED, {"quantization_status": "frozen"}),  # of 2024
+        (PACKED, {"global_compression_ratio": 1.5, "version": "9"}),
+    ],
+    ids=str,
+)
+def test_fields_that_do_not_change_the_meaning_are_accepted(
+    config: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert read({**config, **fields}).schemes == read(config).schemes
+
+
 def test_a_block_may_be_a_text() -> None:
     block = VARIANTS["ct, fp8, blocks"].config
     as_text = with_group(block, "weights", block_structure="64x32")
@@ -137,6 +165,8 @@ Q, HEAD, GATE, GATE_PROJ = (
         ({**AWQ, "modules_to_not_convert": ["gate"]}, {HEAD, GATE}),  # words, not their parts
         ({**AWQ, "modules_to_not_convert": ["mlp"]}, {HEAD, GATE, GATE_PROJ}),
         ({**FP8, "modules_to_not_convert": ["model.layers.0"]}, {HEAD, Q}),
+        ({**FP8, "modules_to_not_convert": [], "ignored_layers": [Q]}, {HEAD, Q}),
+        ({**FP8, "modules_to_not_convert": [GATE], "ignored_layers": [Q]}, {HEAD, Q, GATE}),
         ({**FP8, "modules_to_not_convert": ["layers.1.mlp.gate_proj"]}, {HEAD, GATE_PROJ}),
         ({**GPTQ, "lm_head": True}, set()),
         ({**GPTQ, "lm_head": False, "dynamic": {"-:.*mlp.gate$": {}}}, {HEAD, GATE}),
@@ -243,12 +273,22 @@ def edit_tensors(path: Path, **changes: Any) -> None:
         ("ct, 4 bits", dict(weight_packed=lambda x: x.long()), ["weight_packed", "I64", "I32"]),
         ("ct, 4 bits", dict(weight_shape=lambda x: x + 1), ["qkv_proj", "weight_shape", "65"]),
         ("ct, int8", {"q_proj.weight": lambda x: x.float()}, ["F32", "I8"]),
+        ("ct, 4 bits", dict(weight_shape=lambda x: x + 1), ["(q_proj, k_proj, v_proj)"]),
+        ("ct, kv scales", dict(k_scale=None), ["lack", "layers.0.self_attn.k_scale"]),
+        ("ct, kv scales", dict(v_scale=None), ["lack", "layers.0.self_attn.v_scale"]),
+        ("ct, kv scales of 2024", {"k_proj.output_scale": None}, ["lack", "self_attn.k_scale"]),
         ("awq", dict(qzeros=None), ["lack", "qzeros"]),
+        ("awq", {"o_proj.qweight": None}, ["lack", "0.self_attn.o_proj.qweight"]),
+        ("gptq", {"q_proj.qweight": None}, ["lack", "0.self_attn.q_proj.qweight"]),
+        ("fp8, static", {"down_proj.weight": None}, ["lack", "0.mlp.down_proj.weight"]),
         ("gptq", dict(g_idx=lambda x: x + 99), ["g_idx", "groups of"]),
         ("gptq", dict(g_idx=lambda x: x - 1), ["g_idx", "from -1 to", "groups of"]),
+        ("gptq, act-order", dict(g_idx=None), ["lack", "0.self_attn.q_proj.g_idx"]),
+        ("gptq, act-order", {"1.self_attn.o_proj.g_idx": None}, ["lack", "1.self_attn.o_proj.g_"]),
         ("gptq, zero biases", {".bias": lambda x: x + 1}, ["unexpected tensor", "bias"]),
         ("fp8, static", dict(input_scale=None), ["lack", "input_scale"]),
         ("fp8, blocks of 128", dict(weight_scale_inv=None), ["lack", "weight_scale"]),
+        ("gptq", dict(scales=lambda x: x[1:].clone()), ["for 4-bit, GPTQ, groups of 32 with"]),
     ],
 )
 def test_tensors_that_contradict_the_config_are_errors(
@@ -258,6 +298,30 @@ def test_tensors_that_contradict_the_config_are_errors(
     edit_tensors(path, **changes)
     message = error_of(path)
     assert [text for text in says if text not in message] == [], message
+    assert message.startswith(f"{path}: ") and message.count(str(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gptq, static groups", {}),  # whose columns are in order
+        ("gptq, rows", {"desc_act": True}),  # which have one group
+    ],
+)
+def test_g_idx_may_be_missing_where_it_has_no_effect(
+    name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_quantized(tmp_path / "model", VARIANTS[name])
+    edit_config(path, quantization_config={**VARIANTS[name].config, **fields})
+    options: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.01)
+
+    def tokens() -> list[int]:
+        with LLM(path, **options) as llm:
+            return list(llm.generate([[5]], use_tqdm=False)[0]["token_ids"])
+
+    before = tokens()
+    edit_tensors(path, g_idx=None)
+    assert tokens() == before
 
 
 @pytest.mark.parametrize(
@@ -309,6 +373,7 @@ def test_a_layer_that_the_config_excludes_must_be_plain(tmp_path: Path) -> None:
     edit_config(path, quantization_config={**AWQ, "modules_to_not_convert": ["down_proj"]})
     message = error_of(path)
     assert re.search(r"layers\.0\.mlp\.down_proj is quantized in the files", message), message
+    assert message.startswith(f"{path}: ")
 
 
 def test_experts_must_be_quantized_alike(tmp_path: Path) -> None:
@@ -330,10 +395,17 @@ def test_scales_of_the_kv_cache_must_be_positive(which: str, value: float, tmp_p
     assert re.search(rf"layers\.1\..*{which} must be above 0", message), message
 
 
-def test_quantized_tensors_need_a_config(tmp_path: Path) -> None:
-    path = write_quantized(tmp_path / "model", VARIANTS["ct, int8"])
+@pytest.mark.parametrize("name", ["ct, int8", "ct, kv scales alone", "gptq", "awq", "fp8, static"])
+def test_quantized_tensors_need_a_config(name: str, tmp_path: Path) -> None:
+    path = write_quantized(tmp_path / "model", VARIANTS[name])
     edit_config(path, quantization_config=None)
-    assert "type I8" in error_of(path) or "unexpected tensor" in error_of(path)
+    message = error_of(path)
+    assert "unexpected tensor" in message and ".attn." not in message
+    assert "which quantization_config in config.json must describe" in message
+
+
+def test_a_null_config_does_not_hide_the_one_of_the_old_name() -> None:
+    assert read_quantization({"quantization_config": None, "compression_config": INT8}).schemes
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,13 @@ def load_tensor(
     """
     if param.stored is SOURCE:
         load_quantized(weight_format, tensors, param.held, loaded, projection)
-    else:
+        return
+    try:
         param.held.load(param.stored, target, loaded, projection)
+    except ValueError as error:
+        if weight_format.scheme is None:
+            raise
+        raise ValueError(f"{error} for {weight_format.scheme.description}") from None
 
 
 def _quantized(name: str) -> str:
