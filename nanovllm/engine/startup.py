@@ -86,9 +86,8 @@ def load_shard(
 
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
-    quantization = model_config.quantization
-    reads_files = quantization.files != "plain" and config.load_format != "dummy"
-    return Formats(quantization, read_types(path) if reads_files else None)
+    reads = model_config.quantization.files != "plain" and config.load_format != "dummy"
+    return Formats(model_config.quantization, read_types(path) if reads else None)
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -21,11 +21,10 @@ from nanovllm.kernels.plain import (
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.plain.read_table import Decoding, TableState
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.quantized import QuantizedMatrix, Rounding
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
-    from nanovllm.kernels.triton.quantize_rows import Rounding
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Kernels:
     read_table: Callable[[TableState, int, int, int], Decoding]
     arrange: Callable[[QuantizedMatrix], Any]
     quantized_linear: Callable[[Any, Any, Tensor | None], Tensor]
-    rounding: Callable[[Any, int], "Rounding | None"] = lambda *_: None
+    rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
 
 

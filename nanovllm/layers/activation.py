@@ -1,15 +1,13 @@
 """Activation functions."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.triton.quantize_rows import Rounding  # which needs Triton
 
 
 class SiluAndMul(Layer):
@@ -23,5 +21,5 @@ class SiluAndMul(Layer):
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
-    def forward(self, x: torch.Tensor, rounding: "Rounding | None" = None) -> Any:
+    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:
         return (rounding or self.kernels).silu_and_mul(x)

@@ -1,16 +1,14 @@
 """RMSNorm."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.triton.quantize_rows import Rounding  # which needs Triton
 
 
 class RMSNorm(Layer):
@@ -29,11 +27,11 @@ class RMSNorm(Layer):
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
-    def forward(self, x: torch.Tensor, rounding: "Rounding | None" = None) -> Any:
+    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:
         return (rounding or self.kernels).rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x: torch.Tensor, residual: torch.Tensor, rounding: "Rounding | None" = None
+        self, x: torch.Tensor, residual: torch.Tensor, rounding: Rounding | None = None
     ) -> tuple[Any, torch.Tensor]:
         """Return `norm(x + residual)` and the sum, which is the next residual."""
         return (rounding or self.kernels).add_rms_norm(x, residual, self.weight, self.eps)

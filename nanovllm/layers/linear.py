@@ -5,11 +5,12 @@ checkpoint describe that part, and `matrix` how to multiply by it on this device
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer, Loaded
@@ -24,9 +25,6 @@ from nanovllm.layers.weights.tensors import (
     register_tensors,
     tensors_of,
 )
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.triton.quantize_rows import Rounding  # which needs Triton
 
 BIAS = Stored((ROWS,), fill=constant(0.0))
 
@@ -73,7 +71,7 @@ class LinearBase(Layer):
         assert self.matrix is not None
         return self.matrix.operand, self.bias
 
-    def rounding(self, num_rows: int) -> "Rounding | None":
+    def rounding(self, num_rows: int) -> Rounding | None:
         """How this layer rounds that many rows: `forward` takes those, too."""
         return None if self.matrix is None else self.matrix.rounding(num_rows)
 

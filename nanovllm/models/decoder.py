@@ -4,7 +4,6 @@ The T tokens of a step form one dimension, across all its sequences.
 """
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.plain.norm_rope_store import Rope
+from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention.layer import Attention
@@ -37,7 +37,6 @@ from nanovllm.models.registry import FUSED
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
-    from nanovllm.kernels.triton.quantize_rows import Rounding
 
 
 class SelfAttention(nn.Module):
@@ -91,7 +90,7 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, bias, ranks, formats.of("down_proj"))
         self.act_fn = SiluAndMul()
 
-    def rounding(self, num_rows: int) -> "Rounding | None":
+    def rounding(self, num_rows: int) -> Rounding | None:
         """How it rounds that many rows: `forward` takes those, too."""
         return self.gate_up_proj.rounding(num_rows)
 
@@ -175,9 +174,8 @@ class DecoderLayer(nn.Module):
             x, residual = x[rows], residual[rows]
             if not len(rows):  # no sequence samples: their prompts end in later steps
                 return residual, residual
-        rounding = self.mlp.rounding(len(x))
         x = self.self_attn.o_proj(x)
-        x, residual = self.post_attention_layernorm.add(x, residual, rounding)
+        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.rounding(len(x)))
         return self.mlp(x), residual
 
     @property
@@ -242,7 +240,7 @@ class Decoder(nn.Module):
             operands = [[linear.operand_and_bias[0] for linear in each.linears] for each in layers]
             found = [kernels.few_rows(each, self.norm.weight.dtype) for each in operands]
             if all(found):
-                self.few_rows = min(found, key=attrgetter("most_rows"))
+                self.few_rows = min(found, key=lambda each: each.most_rows if each else 0)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
@@ -318,8 +316,7 @@ class CausalLM(nn.Module):
                 try:
                     module.bind(backend)
                 except ValueError as error:
-                    layer = name.rpartition(".")[2]
-                    parts = ", ".join(p for p, (fused, _) in FUSED.items() if fused == layer)
+                    parts = ", ".join(p for p, (fused, _) in FUSED.items() if name.endswith(fused))
                     raise ValueError(f"{name}{parts and f' ({parts})'}: {error}") from None
         if few_rows:
             self.model.bind_few_rows(backend.kernels)

@@ -92,7 +92,7 @@ class Paged:
         q *= torch.tensor([0.1, 1.0, 4.0])[torch.randint(3, (len(q), 1, 1))].to(**options)
         self.q = q if shape.strided else q.contiguous()
         ends = itertools.accumulate(asking)
-        whole: list[tuple[slice, torch.Tensor]] = []
+        self.whole: list[tuple[slice, torch.Tensor]] = []  # rows and slots without a cached part
         blocks = order[:-1].split([*counts, len(order) - 1 - sum(counts)])
         for row, (n, new, end) in enumerate(zip(shape.contexts, asking, ends, strict=True)):
             self.tables[row, : counts[row]] = blocks[row]
@@ -104,9 +104,9 @@ class Paged:
             if shape.queries:
                 self.k[end - new : end], self.v[end - new : end] = keys_values[:, n - new :]
                 if new == n:
-                    whole.append((slice(end - new, end), slots.to(device)))
+                    self.whole.append((slice(end - new, end), slots.to(device)))
         if shape.quantized:
-            self._quantize(whole)
+            self._quantize()
         self.tables = self.tables.to(device)
         self.lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
         self.cu_q, self.cu_k = (
@@ -114,12 +114,8 @@ class Paged:
             for n in (asking, shape.contexts)
         )
 
-    def _quantize(self, whole: list[tuple[slice, torch.Tensor]]) -> None:
-        """Make codes and scales of the caches, which become what those stand for.
-
-        `whole` are the rows and the slots of sequences without a cached part. A prefill reads their
-        keys and values from k and v, as they are after they were stored: rounded in two steps.
-        """
+    def _quantize(self) -> None:
+        """Make codes and scales of the caches, which become what those stand for."""
         unowned = self.caches.isnan()
         quantized = [quantize(x.flatten(0, 1)) for x in self.caches.nan_to_num()]
         self.codes, scales = (torch.stack(x) for x in zip(*quantized, strict=True))
@@ -131,13 +127,6 @@ class Paged:
         self.scales[unowned[..., 0]] = torch.nan
         self.scales = self.scales.transpose(2, 3).contiguous()
         self.caches[unowned] = torch.nan
-        self.k.fill_(torch.nan)
-        self.v.fill_(torch.nan)
-        for rows, slots in whole:
-            self.k[rows], self.v[rows] = stored = self.caches.flatten(1, 2)[:, slots].to(
-                self.k.dtype
-            )
-            self.caches.flatten(1, 2)[:, slots] = stored.float()
 
     def kernel_layer(self) -> KVLayer:
         """The cache as kernels get it."""
@@ -180,9 +169,7 @@ class Paged:
         tile = kernels.tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
         plan = kernels.plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
         if use_cache:
-            unread = torch.full_like(self.k, torch.nan)
-            own = (self.k, self.v) if self.shape.quantized else (unread, unread)
-            keys = (*own, self.kernel_layer())
+            keys = (*self._own_keys(), self.kernel_layer())
         else:
             assert self.shape.queries == self.shape.contexts
             keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
@@ -191,6 +178,19 @@ class Paged:
             plan.copies_tiles = self.shape.copies_tiles
         with self.conversion(kernels):
             return kernels.prefill_attention(self.q, *keys, plan)
+
+    def _own_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of a step that the kernel reads besides the cache; others are NaN.
+
+        Those are of sequences without a cached part, beside a quantized cache, as they are after
+        they were stored: rounded to codes, and then to their type.
+        """
+        k, v = torch.full((2, *self.k.shape), torch.nan).to(self.k)
+        for rows, slots in self.whole if self.shape.quantized else []:
+            stored = self.caches.flatten(1, 2)[:, slots].to(k.dtype)
+            k[rows], v[rows] = stored
+            self.caches.flatten(1, 2)[:, slots] = stored.float()
+        return k, v
 
     @contextmanager
     def conversion(self, kernels: Any) -> Iterator[None]:
@@ -319,7 +319,7 @@ class OfManySizes(Paged):
 
     SHIFT = 2.0**20
 
-    def _quantize(self, whole: list[tuple[slice, torch.Tensor]]) -> None:
+    def _quantize(self) -> None:
         powers = torch.randint(20, 60, self.caches.shape[1:3], device=self.caches.device)[
             ..., None, None
         ]
@@ -328,7 +328,7 @@ class OfManySizes(Paged):
         self.caches[0, ..., 0] = -powers[..., 0] * math.log(2) / self.shape.scale / self.SHIFT
         self.q *= self.SHIFT
         self.q[..., 0] = self.SHIFT
-        super()._quantize(whole)
+        super()._quantize()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

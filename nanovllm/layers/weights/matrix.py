@@ -1,17 +1,15 @@
 """The forms of a weight that layers multiply by; each device has a fastest one."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
+from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.weights.format import Weight
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding  # which needs Triton
 
 
 class Matrix(ABC):
@@ -23,7 +21,7 @@ class Matrix(ABC):
 
     operand: Any = None
 
-    def rounding(self, num_rows: int) -> "Rounding | None":  # noqa: ARG002
+    def rounding(self, num_rows: int) -> Rounding | None:  # noqa: ARG002
         """How `linear` rounds that many rows, so that the kernel before it can do so."""
         return None
 
@@ -67,14 +65,11 @@ class CodesMatrix(Matrix):
         self.operand = operand
         self.kernels = kernels
 
-    def rounding(self, num_rows: int) -> "Rounding | None":
+    def rounding(self, num_rows: int) -> Rounding | None:
         return self.kernels.rounding(self.operand, num_rows)
 
     def linear(
-        self,
-        x: "torch.Tensor | RoundedRows",
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return _to(out, self.kernels.quantized_linear(x, self.operand, bias))
 
