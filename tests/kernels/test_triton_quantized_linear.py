@@ -371,6 +371,24 @@ def test_every_tile_of_rounded_rows_gives_the_same_sums(
     assert not arranged.arrivals.any()
 
 
+def test_many_rounded_rows_of_few_outputs(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight counts the parts of few tiles; with more tiles, no programs share one."""
+    from nanovllm.kernels.triton import rounded_linear
+    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+
+    monkeypatch.setattr(rounded_linear, "num_multiprocessors", lambda _: 132)
+    arranged = arrange(quantized(16, 2048, Format(), kernel_device, rounds_inputs=True))
+    for num_rows in (4 * 64, 17 * 64):
+        x = random(1, num_rows, 2048).to(kernel_device)
+        expected = (
+            rounded(x, Format(), None)
+            @ plain.dequantize(quantized(16, 2048, Format(), kernel_device)).T
+        )
+        assert_near(quantized_linear(x, arranged), expected, 1e-5)
+
+
 @pytest.mark.parametrize("num_rows", [33, 128, 130])
 def test_rounded_rows_fill_whole_tiles(num_rows: int, kernel_device: str) -> None:
     """A product of 136 rows takes longer than one of 256, which has no tile with rows missing."""

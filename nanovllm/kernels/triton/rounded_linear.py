@@ -173,8 +173,7 @@ def multiply(
     out = torch.empty(num_rows, size_out, dtype=x.dtype, device=x.codes.device)
     matrix = weight.codes.view(x.codes.dtype)
     copied = can_copy_tiles(out.device)
-    processors = num_multiprocessors(out.device)
-    tiles = tiles or _choose_tiles(num_rows, size_out, size_in, weight.group, processors)
+    tiles = tiles or _choose_tiles(num_rows, weight)
     grid = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(size_out, tiles.outputs)
     block_k = BLOCK_K * tiles.runs
     assert size_in % block_k == 0
@@ -199,16 +198,18 @@ def _small_tiles(num_rows: int, size_out: int) -> int:
     return -(-num_rows // SMALL) * -(-size_out // SMALL)
 
 
-def _choose_tiles(num_rows: int, size_out: int, size_in: int, group: int, processors: int) -> Tiles:
+def _choose_tiles(num_rows: int, weight: ArrangedMatrix) -> Tiles:
     """Small tiles, two or three of them on each processor, and parts of K if those are too few.
 
     Tiles of many more are large, as those read least; with a scale for each 128 inputs, registers
     bound them.
     """
-    tiles, steps = _small_tiles(num_rows, size_out), size_in // BLOCK_K
+    processors = num_multiprocessors(weight.device)
+    tiles, steps = _small_tiles(num_rows, weight.size_out), weight.padded_in // BLOCK_K
     if tiles > 3 * processors:
-        return Tiles(SMALL, 2 * SMALL, 1, 3) if group else Tiles(2 * SMALL, 2 * SMALL, 1, 4, 8)
-    splits = max(1, min(2 * processors // tiles, steps // LEAST_STEPS, MOST_SPLITS))
-    if tiles * splits <= 2 * processors and not group and steps % 2 == 0:
+        return Tiles(SMALL, 2 * SMALL, 1, 3) if weight.group else Tiles(128, 128, 1, 4, 8)
+    most = MOST_SPLITS if tiles <= len(weight.arrivals) else 1
+    splits = max(1, min(2 * processors // tiles, steps // LEAST_STEPS, most))
+    if tiles * splits <= 2 * processors and not weight.group and steps % 2 == 0:
         return Tiles(SMALL, SMALL, splits, 3, runs=2)
     return Tiles(SMALL, SMALL, splits, 4)
