@@ -19,8 +19,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 OTHER_SOURCES = {
     **dict.fromkeys(("attention_codes", "norm_rope_store_codes"), SOURCE.with_name("kv_codes.cpp")),
     **dict.fromkeys(
-        ("quantized_linear", "tile_outputs", "step_inputs", "max_depth", "rows_at_once",
-         "e4m3_unit"),
+        ("quantized_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit"),
         SOURCE.with_name("quantized_linear.cpp"),
     ),
 }  # fmt: skip
@@ -38,7 +37,7 @@ ARGUMENTS = {
     "attention_codes": "p",
     "sample": "pipppppiii",
     "read_table": "ppppppppppiiii",
-    "quantized_linear": "pippppppppiiiiiii",
+    "quantized_linear": "pippppppiiiiiii",
 }
 
 # The constants of the random numbers have one source: `noise`.

@@ -9,6 +9,5 @@ void* quantized_linear_bfloat16 = (void*)&quantized_linear<bf16>;
 int64_t tile_outputs = WIDTH;
 int64_t step_inputs = STEP;
 int64_t max_depth = MAX_DEPTH;
-int64_t rows_at_once = MAX_ROWS;
 int64_t e4m3_unit = int64_t(E4m3::UNIT);
 }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "codes.h"
 #include "parallel.h"
@@ -132,13 +133,17 @@ void pack_rows(const T* x, int64_t stride, const int32_t* order, const Product& 
 
 enum Kind { INT8, INT4, E4M3 };
 
-// out [rows, outputs] = x @ weight.T + bias. `packed` and `sums` are scratch for MAX_ROWS rows.
+// out [rows, outputs] = x @ weight.T + bias.
 template <typename T>
 void quantized_linear(const T* x, int64_t stride, const int8_t* codes, const float* scales,
                       const int8_t* zeros, const int32_t* order, const T* bias, T* out,
-                      float* packed, float* sums, int64_t all_rows, int64_t size_out,
-                      int64_t depth, int64_t blocks, int64_t blocks_of_group, int64_t kind,
-                      int64_t threads) {
+                      int64_t all_rows, int64_t size_out, int64_t depth, int64_t blocks,
+                      int64_t blocks_of_group, int64_t kind, int64_t threads) {
+    thread_local std::vector<float> scratch;  // kept for the next call
+    const size_t num_packed = blocks * depth * std::min(MAX_ROWS, all_rows);
+    const size_t needed = num_packed + blocks * std::min(MAX_ROWS, all_rows);
+    if (scratch.size() < needed) scratch.resize(needed);
+    float *packed = scratch.data(), *sums = packed + num_packed;
     const auto multiply = kind == INT8   ? multiply_tile<Int8>
                           : kind == INT4 ? multiply_tile<Int4>
                                          : multiply_tile<E4m3>;

@@ -80,14 +80,11 @@ def quantized_linear(
     assert size_in == weight.shape[1] and x.stride(1) == 1
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = x.new_empty(num_rows, size_out)
-    rows = min(num_rows, constant("rows_at_once"))
-    packed = torch.empty(weight.blocks * rows * (weight.depth + 1))
-    sums = packed[weight.blocks * rows * weight.depth :]
     function("quantized_linear", x.dtype)(
         x.data_ptr(), x.stride(0), weight.codes.data_ptr(), weight.scales.data_ptr(),
         address(weight.zeros), address(weight.order), address(bias), out.data_ptr(),
-        packed.data_ptr(), sums.data_ptr(), num_rows, size_out, weight.depth, weight.blocks,
-        weight.blocks_of_group, KINDS.index(weight.kind), torch.get_num_threads(),
+        num_rows, size_out, weight.depth, weight.blocks, weight.blocks_of_group,
+        KINDS.index(weight.kind), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
