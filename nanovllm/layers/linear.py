@@ -71,9 +71,9 @@ class LinearBase(Layer):
         assert self.matrix is not None
         return self.matrix.operand, self.bias
 
-    def rounding(self, num_rows: int) -> Rounding | None:
-        """How this layer rounds that many rows: `forward` takes those, too."""
-        return None if self.matrix is None else self.matrix.rounding(num_rows)
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        """How this layer rounds as many rows as x has: `forward` takes those, too."""
+        return None if self.matrix is None else self.matrix.rounding(x)
 
     def forward(self, x: Any) -> torch.Tensor:
         return self.linear(x, self.bias)

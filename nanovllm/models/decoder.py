@@ -90,14 +90,13 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, bias, ranks, formats.of("down_proj"))
         self.act_fn = SiluAndMul()
 
-    def rounding(self, num_rows: int) -> Rounding | None:
-        """How it rounds that many rows: `forward` takes those, too."""
-        return self.gate_up_proj.rounding(num_rows)
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        """How it rounds as many rows as x has: `forward` takes those, too."""
+        return self.gate_up_proj.rounding(x)
 
     def forward(self, x: Any) -> torch.Tensor:
-        gate_up = self.gate_up_proj(x)
-        gated = self.act_fn(gate_up, self.down_proj.rounding(len(gate_up)))
-        out: torch.Tensor = self.down_proj(gated)
+        gate_up, down_proj = self.gate_up_proj(x), self.down_proj
+        out: torch.Tensor = down_proj(self.act_fn(gate_up, down_proj.rounding(gate_up)))
         return out
 
 
@@ -124,7 +123,7 @@ class SparseMLP(nn.Module):
             formats.of_experts(config.num_experts),
         )  # fmt: skip
 
-    def rounding(self, num_rows: int) -> None:
+    def rounding(self, x: torch.Tensor) -> None:
         """The router's rows are not rounded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,19 +163,20 @@ class DecoderLayer(nn.Module):
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store KV for all tokens. With `rows`, compute the rest of the layer only for those."""
-        rounding = self.self_attn.qkv_proj.rounding(len(x))
+        attention, mlp, qkv_proj = self.self_attn, self.mlp, self.self_attn.qkv_proj
+        rounding = qkv_proj.rounding(x)
         if residual is None:
             x, residual = self.input_layernorm(x, rounding), x
         else:
             x, residual = self.input_layernorm.add(x, residual, rounding)
-        x = self.self_attn.attend(self.self_attn.qkv_proj(x), rope)
+        x = attention.attend(qkv_proj(x), rope)
         if rows is not None:
             x, residual = x[rows], residual[rows]
             if not len(rows):  # no sequence samples: their prompts end in later steps
                 return residual, residual
-        x = self.self_attn.o_proj(x)
-        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.rounding(len(x)))
-        return self.mlp(x), residual
+        x = attention.o_proj(x)
+        x, residual = self.post_attention_layernorm.add(x, residual, mlp.rounding(x))
+        return mlp(x), residual
 
     @property
     def linears(self) -> tuple[LinearBase, LinearBase, LinearBase, LinearBase]:

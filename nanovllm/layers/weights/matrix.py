@@ -21,8 +21,8 @@ class Matrix(ABC):
 
     operand: Any = None
 
-    def rounding(self, num_rows: int) -> Rounding | None:  # noqa: ARG002
-        """How `linear` rounds that many rows, so that the kernel before it can do so."""
+    def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
+        """How `linear` rounds as many rows as x has, so that the kernel before it can do so."""
         return None
 
     @abstractmethod
@@ -65,8 +65,8 @@ class CodesMatrix(Matrix):
         self.operand = operand
         self.kernels = kernels
 
-    def rounding(self, num_rows: int) -> Rounding | None:
-        return self.kernels.rounding(self.operand, num_rows)
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        return self.kernels.rounding(self.operand, len(x))
 
     def linear(
         self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
