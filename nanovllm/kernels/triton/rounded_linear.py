@@ -30,7 +30,7 @@ BLOCK_K = 128
 TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights for
 E4M3_AT = 89  # the compute capability whose tensor cores multiply e4m3
 SMALL = 64  # rows and outputs of a tile
-MOST_SPLITS, LEAST_STEPS = 4, 8  # parts of K, each of so many times BLOCK_K
+MOST_SPLITS, LEAST_STEPS = 4, 8  # parts of K, and the steps of each
 ALIGNED = 16  # PyTorch's product needs sizes that are multiples of it
 
 
