@@ -67,11 +67,10 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     n_at = tl.minimum(n, N - 1)
     t_at = tl.minimum(t, num_rows - 1).to(tl.int64)
     await_inputs(EARLY)
-    acc_type: tl.constexpr = tl.float32
     if x_ptr.dtype.element_ty == tl.int8 and not INTERPRETED:
         acc = tl.zeros([BLOCK_T, BLOCK_N], tl.int32)
     else:
-        acc = tl.zeros([BLOCK_T, BLOCK_N], acc_type)
+        acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     b = tl.arange(0, BLOCK_K)
     SHARE: tl.constexpr = (K // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # noqa: N806
     split = tl.program_id(1)
