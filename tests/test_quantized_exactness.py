@@ -25,7 +25,7 @@ from nanovllm.kernels.plain.quantized_linear import dense_matrix
 from nanovllm.layers.weights.choice import format_of
 from nanovllm.layers.weights.scheme import ONLINE, Scheme
 from nanovllm.layers.weights.stored import Held
-from nanovllm.models.quantization import read_quantization
+from nanovllm.models.quantization.choice import read_quantization
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,7 +98,7 @@ def test_on_a_gpu(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
         pytest.skip("odd shapes run with a few formats")
     path = write_quantized(tmp_path / "model", VARIANTS[name], **shape)
     case = make_case(path / DEQUANTIZED, make_prompts())
-    check(path, case, device="cuda", gpu_memory_utilization=0.2, cpu_kvcache_gib=4.0)
+    check(path, case, device="cuda", num_kvcache_blocks=500)
 
 
 # Weights that are quantized while they are loaded

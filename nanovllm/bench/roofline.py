@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.quantization import HEAD
+from nanovllm.models.quantization.rules import HEAD
 from nanovllm.models.weight_bytes import WeightBytes
 
 

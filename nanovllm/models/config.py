@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
-from nanovllm.models.quantization import NOT_QUANTIZED, Quantization, choose_quantization
+from nanovllm.models.quantization.choice import choose_quantization
+from nanovllm.models.quantization.rules import NOT_QUANTIZED, Quantization
 from nanovllm.models.registry import DEFAULTS, get_architecture
 from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
 from nanovllm.models.windows import rotated_layers, sliding_windows
@@ -101,17 +102,16 @@ class ModelConfig:
 
         With `whole_experts`, the ranks split the list of experts instead of each expert.
         """
-        num_experts = self._num_experts
-        if whole_experts and not num_experts:
+        if whole_experts and not self._num_experts:
             raise ValueError("enable_expert_parallel=True: this model has no experts")
         if not self._fits(size, whole_experts):
             sizes = (n for n in range(1, MAX_RANKS + 1) if self._fits(n, whole_experts))
             fit = ", ".join(map(str, sizes))
             widths = self._widths(whole_experts)
-            widths |= {"num_experts": num_experts} if whole_experts else {}
+            widths |= {"num_experts": self._num_experts} if whole_experts else {}
             named = " and ".join(f"{name}={n}" for name, n in widths.items())
             hint = ""
-            if num_experts and not whole_experts and self._fits(size, whole_experts=True):
+            if self._num_experts and not whole_experts and self._fits(size, whole_experts=True):
                 hint = f", and {size} can with enable_expert_parallel=True"
             raise ValueError(
                 f"tensor_parallel_size={size} cannot split num_attention_heads"

@@ -32,7 +32,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.models.formats import PLAIN_FORMATS, Formats
-from nanovllm.models.quantization import HEAD
+from nanovllm.models.quantization.rules import HEAD
 from nanovllm.models.registry import FUSED
 
 if TYPE_CHECKING:

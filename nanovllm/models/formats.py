@@ -13,7 +13,7 @@ from nanovllm.layers.experts import PROJECTIONS, RENAMES
 from nanovllm.layers.weights.choice import format_of, joined_format
 from nanovllm.layers.weights.format import Dense, Float32, WeightFormat
 from nanovllm.layers.weights.scheme import Scheme
-from nanovllm.models.quantization import FIELD, NOT_QUANTIZED, Quantization
+from nanovllm.models.quantization.rules import FIELD, NOT_QUANTIZED, Quantization
 from nanovllm.models.registry import FUSED
 
 CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one

@@ -32,7 +32,7 @@ from nanovllm.layers.weights.choice import format_of
 from nanovllm.layers.weights.format import WeightFormat
 from nanovllm.layers.weights.scheme import INT8
 from nanovllm.models.config import ExpertsConfig, ModelConfig
-from nanovllm.models.quantization import choose_quantization
+from nanovllm.models.quantization.choice import choose_quantization
 from nanovllm.models.weight_bytes import WeightBytes
 
 BENCH = Path(__file__).parents[2] / "bench.py"

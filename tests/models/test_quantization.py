@@ -19,12 +19,9 @@ from nanovllm.layers.weights.format import DENSE
 from nanovllm.layers.weights.scheme import ONLINE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.formats import Formats
-from nanovllm.models.quantization import (
-    METHODS,
-    Quantization,
-    choose_quantization,
-    read_quantization,
-)
+from nanovllm.models.quantization.choice import choose_quantization, read_quantization
+from nanovllm.models.quantization.methods import METHODS
+from nanovllm.models.quantization.rules import Quantization
 
 AWQ = VARIANTS["awq"].config
 GPTQ = VARIANTS["gptq"].config

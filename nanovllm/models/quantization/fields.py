@@ -1,0 +1,59 @@
+"""Reading fields of a `quantization_config`: each function raises an error that names the field."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.utils.checks import check_int, shorten
+
+
+def refusal(name: str, value: Any, supported: Any) -> ValueError:
+    """The error of a value that is not supported, which names those that are."""
+    return ValueError(
+        f"{name}={shorten(value)} is not supported; supported: {', '.join(map(repr, supported))}"
+    )
+
+
+def check_only(config: Mapping[str, Any], name: str, *supported: Any) -> None:
+    """Raise unless a field, if it is there, has one of these values: 4.0 is not 4."""
+    value = config.get(name, supported[0])
+    if not any(type(value) is type(other) and value == other for other in supported):
+        raise refusal(name, value, supported)
+
+
+def check_object(name: str, value: Any) -> Mapping[str, Any]:
+    """Raise unless it is an object of JSON."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, got {shorten(value)}")
+    return value
+
+
+def names_in(config: Mapping[str, Any], *fields: str) -> list[str]:
+    """The names in those of these fields that are there and not null."""
+    there = [field for field in fields if config.get(field) is not None]
+    return [name for field in there for name in check_names(field, config[field])]
+
+
+def check_names(field: str, value: Any) -> list[str]:
+    """Raise unless it is a list of names."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{field} must be a list of names, got {shorten(value)}")
+    return value
+
+
+def check_kv_cache(config: Mapping[str, Any]) -> None:
+    """Raise unless `kv_cache_scheme`, if it is there, is for scales of keys and values in FP8."""
+    if config.get("kv_cache_scheme") is not None:
+        kv_cache = check_object("kv_cache_scheme", config["kv_cache_scheme"])
+        if (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
+            raise refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
+
+
+def check_block(field: str, value: Any) -> tuple[int, int]:
+    """The rows and columns of a block: a list of two numbers, or a text like "128x128"."""
+    sizes = value
+    if isinstance(value, str):
+        sizes = [int(size) if size.isdecimal() else size for size in value.split("x")]
+    if not isinstance(sizes, list) or len(sizes) != 2:
+        raise ValueError(f"{field} must have 2 sizes, got {shorten(value)}")
+    rows, columns = (check_int(f"{field}: size of a block", size, 16) for size in sizes)
+    return rows, columns
