@@ -23,6 +23,7 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
     with_room,
 )
+from nanovllm.kernels.triton.row_outputs import store_outputs
 from nanovllm.kernels.triton.row_tiles import Tiles, choose_tiles
 from nanovllm.kernels.triton.unpack import unpack
 
@@ -188,26 +189,9 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
             acc *= scales.to(tl.float32)[None, :]
             if GATED:
                 up *= up_scales.to(tl.float32)[None, :]
-        if P:
-            factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-            acc *= factor
-            up *= factor
-        if BIAS:
-            acc += tl.load(bias_ptr + inside_n).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(bias_ptr + N + inside_n).to(tl.float32)[None, :]
-        if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
-        if ADD:
-            acc += residual.to(tl.float32)
-        rounded = acc.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at, rounded, mask=real)
-        if ADD:
-            wide = tl.where(real, rounded.to(tl.float32), 0.0)
-            product = wide * norm.to(tl.float32)[None, :]
-            tl.store(product_ptr + at, product.to(product_ptr.dtype.element_ty), mask=real)
-            square_at = out_squares_ptr + t * tl.num_programs(1) + tl.program_id(1)
-            tl.store(square_at, tl.sum(wide * wide, axis=1), mask=t < num_rows)
+        store_outputs(acc, up, squares if P else acc, bias_ptr, residual if ADD else acc,
+                      norm if ADD else acc, out_ptr, product_ptr, out_squares_ptr, t, inside_n, at,
+                      real, num_rows, eps, N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
 
 
 def launch(
