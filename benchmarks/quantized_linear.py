@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.packed_linear import pack, packed_linear
-from nanovllm.kernels.cpu.quantized_linear import arrange, quantized_linear
+from nanovllm.kernels.cpu.tiled_linear import arrange, tiled_linear
 from nanovllm.kernels.quantized import QuantizedMatrix
 
 # Qwen3-0.6B: queries, keys and values; attention's output; both halves of the feed-forward; head.
@@ -62,7 +62,7 @@ def make_calls(size_out: int, size_in: int, num_bytes: int) -> dict[str, list[Ca
     for name in FORMATS:
         one = arrange(quantized(name, size_out, size_in))
         all_ = [replace(one, codes=one.codes.clone()) for _ in copies(one.codes.nbytes)]
-        calls[name] = [lambda x, w=w: quantized_linear(x, w) for w in all_]
+        calls[name] = [lambda x, w=w: tiled_linear(x, w) for w in all_]
         if name == "int8":
             longs = [w.codes.view(-1).view(torch.int64) for w in all_]
             calls[READ] = [lambda _, w=w: w.sum() for w in longs]

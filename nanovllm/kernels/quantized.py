@@ -43,7 +43,7 @@ class QuantizedMatrix:
 class Rounding(Protocol):
     """Kernels like those of `Kernels` that round their results to the codes of a weight's type.
 
-    `quantized_linear` takes such rows.
+    `arranged_linear` takes such rows.
     """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> Any: ...

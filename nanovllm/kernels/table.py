@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
-    `arrange` copies a quantized weight into the layout that `quantized_linear`, `experts` and
-    `few_rows` read. `rounding` gives kernels that round a number of rows as such a weight needs it,
-    where it does: `quantized_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
+    `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
+    `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster. `rounding`
+    gives kernels that round a number of rows as a quantized weight needs it, where it does:
+    `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
     that fuse several operations of a layer of such a type, where they are faster; PLAIN has none.
     """
 
@@ -52,7 +53,8 @@ class Kernels:
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int], Decoding]
     arrange: Callable[[QuantizedMatrix], Any]
-    quantized_linear: Callable[[Any, Any, Tensor | None], Tensor]
+    arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
+    arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
 
@@ -70,7 +72,7 @@ PLAIN = Kernels(
     experts=experts.experts,
     read_table=read_table.read_table,
     arrange=lambda weight: weight,
-    quantized_linear=quantized_linear.quantized_linear,
+    arranged_linear=quantized_linear.quantized_linear,
 )
 
 
@@ -102,7 +104,7 @@ def triton_kernels() -> Kernels:
         experts=experts.experts,
         read_table=read_table.read_table,
         arrange=quantized_linear.arrange,
-        quantized_linear=quantized_linear.quantized_linear,
+        arranged_linear=quantized_linear.quantized_linear,
         rounding=quantized_linear.rounding_of,
         few_rows=few_rows.few_rows_for,
     )
@@ -110,14 +112,8 @@ def triton_kernels() -> Kernels:
 
 def cpu_kernels() -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
-    from nanovllm.kernels.cpu import (
-        norm_rope_store,
-        quantized_linear,
-        read_table,
-        rms_norm,
-        sample,
-        silu_and_mul,
-    )
+    from nanovllm.kernels.cpu import norm_rope_store, read_table, rms_norm, sample, silu_and_mul
+    from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
 
     return replace(
         PLAIN,
@@ -128,6 +124,7 @@ def cpu_kernels() -> Kernels:
         norm_rope_store=norm_rope_store.norm_rope_store,
         sample=sample.sample,
         read_table=read_table.read_table,
-        arrange=quantized_linear.arrange,
-        quantized_linear=quantized_linear.quantized_linear,
+        arrange=arrange,
+        arrange_plain=arrange_plain,
+        arranged_linear=tiled_linear,
     )

@@ -34,7 +34,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor) -> Rope:
         """Look up a step's positions [T] once for all layers: cos and sin, [T, 1, R / 2] each."""
         table: torch.Tensor = self.get_buffer("table")
-        cos, sin = table[positions].unsqueeze(2).unbind(1)
+        cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
         return cos, sin
 
 

@@ -77,7 +77,7 @@ def test_the_cache_key_covers_source_processor_and_flags(
     load(source)
     source.write_text(SMALL.replace("sum += i", "sum += 2 * i"))
     assert load(source).count(10) == 90
-    monkeypatch.setattr(compiling, "_processor", lambda: "another")
+    monkeypatch.setattr(compiling, "description", lambda: "another")
     load(source)
     monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-g"))
     load(source)

@@ -257,7 +257,7 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
     found = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(matrix.CodesMatrix, "rounding", lambda *_: None)
+            monkeypatch.setattr(matrix.KernelMatrix, "rounding", lambda *_: None)
         with LLM(path, **options) as llm:
             alone = 0
             (output,) = llm.generate([{"prompt_token_ids": list(range(70))}], params, False)

@@ -1,4 +1,4 @@
-// Quantized weights in tiles of WIDTH outputs, and how their codes become float32.
+// Weights in tiles of WIDTH outputs, and how their codes or numbers become float32.
 //
 // A reader of codes gives vectors of outputs, one input after the other. Inputs come in steps: of
 // STEP inputs a reader may hold what it has read. BITS is the size of a code.
@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -19,7 +20,7 @@ constexpr int WIDTH = 64;                  // outputs of a tile
 constexpr int VECS = LANES == 16 ? 4 : 2;  // vectors of outputs that are computed together
 constexpr int COLUMNS = VECS * LANES;
 constexpr int STEP = 8;                    // inputs of a step
-constexpr int64_t AHEAD = 1 << 13;         // bytes from the codes that are read to those prefetched
+constexpr int64_t AHEAD = 1 << 14;         // bytes from the codes that are read to those prefetched
 
 typedef int8_t ByteVec __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t ShortVec __attribute__((vector_size(LANES * 2)));
@@ -34,17 +35,22 @@ inline IntVec load_bytes(const int8_t* x) {
 }
 inline Vec load(const int8_t* x) { return __builtin_convertvector(load_bytes(x), Vec); }
 
-// Weights that are float32 already: [inputs, WIDTH].
-struct Floats {
-    static constexpr int BITS = 32;
+// Plain numbers, float or bf16: [inputs, WIDTH].
+template <typename T>
+struct Plain {
+    static constexpr int BITS = 8 * sizeof(T);
     struct Held {};
-    const float* from;
+    const int8_t* from;
 
     Held read(int64_t, int) const { return {}; }
     void decode(Held&, int64_t k, int i, int column, Vec* w) const {
-        for (int v = 0; v < VECS; v++) w[v] = load(from + (k + i) * WIDTH + column + v * LANES);
+        const T* at = (const T*)from + (k + i) * WIDTH + column;
+        for (int v = 0; v < VECS; v++) w[v] = load(at + v * LANES);
     }
 };
+
+// Decoded weights, which are in the cache.
+struct Floats : Plain<float> {};
 
 // Integers of a byte: [inputs, WIDTH].
 struct Int8 {
@@ -117,7 +123,7 @@ struct Int4 {
 template <typename Codes>
 __attribute__((always_inline)) inline void fetch_ahead(const Codes& codes, int64_t k, int column) {
     constexpr int64_t BYTES = STEP * WIDTH * Codes::BITS / 8;
-    if (Codes::BITS == 32 || column > 0) return;
+    if (std::is_same<Codes, Floats>::value || column > 0) return;
 #pragma GCC unroll 8
     for (int64_t at = 0; at < BYTES; at += CACHE_LINE)
         __builtin_prefetch(codes.from + k / STEP * BYTES + AHEAD + at, 0, 2);

@@ -2,7 +2,7 @@
 
 Nothing requires it: where no compiler works, `load` raises and says why. The libraries have no
 OpenMP runtime of their own. They use the one that PyTorch has loaded, and with it PyTorch's
-threads: two thread pools would compete for the cores.
+threads: two of its thread pools would compete for the cores.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 
 import torch  # noqa: F401  (it loads the OpenMP runtime)
+
+from nanovllm.kernels.cpu.processor import description
 
 logger = logging.getLogger("nanovllm")
 
@@ -63,7 +65,7 @@ def _fingerprint(source: Path, flags: tuple[str, ...]) -> str:
     """A hash of all that the library depends on: the sources, the compiler and the processor."""
     files = [source, *sorted(source.parent.glob("*.h"))]
     texts = [(file.name, file.read_text(encoding="utf-8")) for file in files]
-    made_of = [*texts, *flags, os.environ.get("CXX", ""), _processor()]
+    made_of = [*texts, *flags, os.environ.get("CXX", ""), description()]
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
 
@@ -132,14 +134,3 @@ def _run(command: list[str]) -> None:
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
         timeout=MAX_SECONDS,
     )  # fmt: skip
-
-
-def _processor() -> str:
-    """What `-march=native` depends on: several kinds of machine may share a home."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    first = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-    names = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-    return "\n".join([platform.machine(), *(first.get(name, "") for name in names)])

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "norm_rope_store.h"
+#include "pool.h"
 #include "read_table.h"
 #include "rms_norm.h"
 #include "sample.h"
@@ -24,8 +25,9 @@ EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)
 
-// The function without tensor types, and the sizes that Python needs.
+// What has no tensor types, and the sizes that Python needs.
 extern "C" {
+void* pool = (void*)&run_in_pool;
 void* read_table_any = (void*)&read_table;
 int64_t lanes = LANES;
 int64_t few_rows = FEW;

@@ -1,7 +1,10 @@
 """The C++ library of this folder: its functions, called on tensors' addresses, and its constants.
 
 The first call compiles it, or raises a RuntimeError that says why it cannot. Functions of a
-quantized KV cache, and those of quantized weights, are in libraries of their own.
+quantized KV cache, and those of linear layers, are in libraries of their own.
+
+All libraries share a pool of threads where they multiply all matrices. Elsewhere oneDNN does, in
+PyTorch's threads, and those are used for everything: two pools would compete for the cores.
 """
 
 import ctypes
@@ -13,14 +16,15 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.compile import load
+from nanovllm.kernels.cpu.processor import multiplies_float32_best
 from nanovllm.kernels.plain import noise
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 OTHER_SOURCES = {
     **dict.fromkeys(("attention_codes", "norm_rope_store_codes"), SOURCE.with_name("kv_codes.cpp")),
     **dict.fromkeys(
-        ("quantized_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit"),
-        SOURCE.with_name("quantized_linear.cpp"),
+        ("tiled_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit"),
+        SOURCE.with_name("tiled_linear.cpp"),
     ),
 }  # fmt: skip
 MAX_HEAD_DIM = 256  # MAX_HEAD_DIM of vector.h
@@ -37,7 +41,7 @@ ARGUMENTS = {
     "attention_codes": "p",
     "sample": "pipppppiii",
     "read_table": "ppppppppppiiii",
-    "quantized_linear": "pippppppiiiiiii",
+    "tiled_linear": "pippppppiiiiiii",
 }
 
 # The constants of the random numbers have one source: `noise`.
@@ -53,7 +57,11 @@ DEFINITIONS = (
 
 def library(source: Path = SOURCE) -> ctypes.CDLL:
     """The library; the first call loads it, and compiles it if that was never done here."""
-    return load(source, DEFINITIONS)
+    made = load(source, DEFINITIONS)
+    if multiplies_float32_best():
+        pool = ctypes.c_void_p.in_dll(load(SOURCE, DEFINITIONS), "pool")
+        ctypes.c_void_p.in_dll(made, "shared_run").value = pool.value
+    return made
 
 
 @functools.cache

@@ -1,9 +1,16 @@
-// Work shared among threads, in PyTorch's OpenMP pool.
+// Work shared among threads: those of a pool that all libraries share, or PyTorch's.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+
+extern "C" {
+typedef void Call(const void* work, int64_t index);
+typedef void Run(int64_t count, int64_t threads, Call* call, const void* work);
+// Of pool.h, if Python has set it; otherwise PyTorch's OpenMP threads do the work.
+Run* shared_run = nullptr;
+}
 
 namespace {
 
@@ -12,10 +19,13 @@ template <typename Work>
 inline void for_each(int64_t count, int64_t threads, const Work& work) {
     if (threads <= 1 || count <= 1) {
         for (int64_t i = 0; i < count; i++) work(i);
-        return;
-    }
+    } else if (shared_run) {
+        Call* call = [](const void* w, int64_t index) { (*(const Work*)w)(index); };
+        shared_run(count, threads, call, &work);
+    } else {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t i = 0; i < count; i++) work(i);
+        for (int64_t i = 0; i < count; i++) work(i);
+    }
 }
 
 // Call work(row) for all rows, with a contiguous piece of them for each thread. Waking a thread

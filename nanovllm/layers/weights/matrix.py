@@ -58,7 +58,7 @@ class PackedMatrix(Matrix):
         return _to(out, packed_linear(x, self.packed, bias))
 
 
-class CodesMatrix(Matrix):
+class KernelMatrix(Matrix):
     """A quantized weight in the layout of the kernels that multiply by it."""
 
     def __init__(self, operand: Any, kernels: Kernels) -> None:
@@ -71,7 +71,7 @@ class CodesMatrix(Matrix):
     def linear(
         self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return _to(out, self.kernels.quantized_linear(x, self.operand, bias))
+        return _to(out, self.kernels.arranged_linear(x, self.operand, bias))
 
 
 class EmptyMatrix(Matrix):
@@ -116,5 +116,7 @@ def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
     if not _num_rows(weight):
         return EmptyMatrix()
     if not isinstance(weight, torch.Tensor):
-        return CodesMatrix(kernels.arrange(weight), kernels)
+        return KernelMatrix(kernels.arrange(weight), kernels)
+    if (operand := kernels.arrange_plain(weight)) is not None:
+        return KernelMatrix(operand, kernels)
     return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)

@@ -1,8 +1,8 @@
-"""Linear layers with quantized weights: codes stay codes in memory. T rows, K inputs, N outputs.
+"""Linear layers with weights in tiles: plain ones, or codes that stay codes in memory.
 
-Everything is float32: inputs are not rounded, whatever the weight allows, and bfloat16 is rounded
-once, at the end. AMX is not used: on processors that have it, bfloat16 prompts of many tokens are
-faster with `packed_linear`, decoding is not.
+T rows, K inputs, N outputs. Everything is float32: inputs are not rounded, whatever a quantized
+weight allows, and bfloat16 is rounded once, at the end. AMX is not used: on processors that have
+it, bfloat16 prompts of many tokens are faster with `packed_linear`, decoding is not.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,22 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels.cpu.library import address, constant, function
+from nanovllm.kernels.cpu.processor import multiplies_float32_best
 from nanovllm.kernels.quantized import QuantizedMatrix
 
-KINDS = ("int8", "int4", "e4m3")  # as `Kind` of quantized_linear.h numbers them
+KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_linear.h numbers them
+PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 @dataclass(frozen=True, slots=True)
 class TiledMatrix:
-    """A QuantizedMatrix [N, K] in tiles of outputs, as quantized_linear.h reads it.
+    """A weight [N, K] in tiles of outputs, as tiled_linear.h reads it.
 
     Each group's inputs are filled up with zeros to whole blocks, so that there are P of them.
     """
 
-    codes: torch.Tensor  # bytes: a weight of 8 bits has one, of 4 bits half a byte
-    scales: torch.Tensor  # [tiles, groups, outputs of a tile]
+    codes: torch.Tensor  # bytes: a weight of 8 bits has one, of 4 bits half a byte; or numbers
+    scales: torch.Tensor | None  # [tiles, groups, outputs of a tile]
     zeros: torch.Tensor | None  # the same, int8
     order: torch.Tensor | None  # [P], int32: the input at each place, or -1; None if each is in its
     kind: str  # of KINDS
@@ -40,12 +42,7 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
     """
     assert weight.codes.dim() == 2, "the matrices of a stack are arranged one by one"
     kind = "e4m3" if weight.codes.dtype == torch.float8_e4m3fn else f"int{weight.bits}"
-    size_out, size_in = weight.codes.shape
-    group = min(weight.block[1], size_in)
-    depth = min(constant("max_depth"), _round_up(group, constant("step_inputs")))
-    padded = _round_up(group, depth)
-    num_groups = -(-size_in // group)
-    blocks = num_groups * (padded // depth)
+    group = min(weight.block[1], weight.codes.shape[1])
     scales = _of_outputs(weight.scales.float(), weight)
     codes = weight.codes.view(torch.uint8)
     if kind == "e4m3":
@@ -55,23 +52,47 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
         if nan.any():
             outputs, inputs = nan.nonzero(as_tuple=True)
             scales[outputs, inputs // group] = torch.nan
+    zeros = None if weight.zeros is None else _tiled(_of_outputs(weight.zeros, weight))
+    return _arranged(codes, kind, group, _tiled(scales), zeros, weight.order)
+
+
+def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
+    """The same of a plain weight, or None where oneDNN is faster. Peak memory: three weights."""
+    if weight.dtype not in PLAIN or not multiplies_float32_best():
+        return None
+    return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
+
+
+def _arranged(
+    codes: torch.Tensor,
+    kind: str,
+    group: int,
+    scales: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+) -> TiledMatrix:
+    """A matrix of codes [N, K] with groups of this many inputs, each divided into even blocks."""
+    size_out, size_in = codes.shape
+    depth = min(constant("max_depth"), _round_up(group, constant("step_inputs")))
+    padded = _round_up(group, depth)
     return TiledMatrix(
         codes=_tiled_codes(_fill_up(codes, group, padded), kind),
-        scales=_tiled(scales),
-        zeros=None if weight.zeros is None else _tiled(_of_outputs(weight.zeros, weight)),
-        order=_order(weight, group, padded),
+        scales=scales,
+        zeros=zeros,
+        order=_places(order, size_in, group, padded),
         kind=kind,
-        shape=(size_out, _num_inputs(weight)),
-        blocks=blocks,
+        # A matrix may have more columns than inputs: some are zero, to fill up groups.
+        shape=(size_out, size_in if order is None else int(order.max()) + 1),
+        blocks=-(-size_in // group) * (padded // depth),
         depth=depth,
         blocks_of_group=padded // depth,
     )
 
 
-def quantized_linear(
+def tiled_linear(
     x: torch.Tensor, weight: TiledMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` of x [T, K]: [T, N]. Reads each code once for up to 256 rows.
+    """`x @ weight.T + bias` of x [T, K]: [T, N]. Reads each weight once for up to 256 rows.
 
     An output depends on its own row alone, and not on the number of threads.
     """
@@ -80,18 +101,13 @@ def quantized_linear(
     assert size_in == weight.shape[1] and x.stride(1) == 1
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = x.new_empty(num_rows, size_out)
-    function("quantized_linear", x.dtype)(
-        x.data_ptr(), x.stride(0), weight.codes.data_ptr(), weight.scales.data_ptr(),
+    function("tiled_linear", x.dtype)(
+        x.data_ptr(), x.stride(0), weight.codes.data_ptr(), address(weight.scales),
         address(weight.zeros), address(weight.order), address(bias), out.data_ptr(),
         num_rows, size_out, weight.depth, weight.blocks, weight.blocks_of_group,
         KINDS.index(weight.kind), torch.get_num_threads(),
     )  # fmt: skip
     return out
-
-
-def _num_inputs(weight: QuantizedMatrix) -> int:
-    """The inputs of a matrix, which may have more columns: some are zero, to fill up groups."""
-    return weight.codes.shape[1] if weight.order is None else int(weight.order.max()) + 1
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -108,6 +124,8 @@ def _fill_up(codes: torch.Tensor, group: int, padded: int) -> torch.Tensor:
     size_out, size_in = codes.shape
     num_groups = -(-size_in // group)
     width = constant("tile_outputs")
+    if size_out % width == 0 and num_groups * padded == size_in:
+        return codes.reshape(-1, width, size_in)
     filled = codes.new_zeros(_round_up(size_out, width), num_groups, padded)
     whole = size_in // group
     filled[:size_out, :whole, :group] = codes[:, : whole * group].reshape(size_out, -1, group)
@@ -132,14 +150,16 @@ def _tiled(values: torch.Tensor) -> torch.Tensor:
     return filled.view(-1, width, values.shape[1]).transpose(1, 2).contiguous()
 
 
-def _order(weight: QuantizedMatrix, group: int, padded: int) -> torch.Tensor | None:
+def _places(
+    order: torch.Tensor | None, size_in: int, group: int, padded: int
+) -> torch.Tensor | None:
     """The input at each of the P places, or -1; None if they are x itself."""
-    size_in = weight.codes.shape[1]
-    num_groups = -(-size_in // group)
-    if weight.order is None and num_groups * padded == size_in:
+    num_places = -(-size_in // group) * padded
+    if order is None and num_places == size_in:
         return None
-    order = torch.arange(size_in) if weight.order is None else weight.order
-    filled = torch.full((num_groups * padded,), -1, dtype=torch.int32)
-    places = torch.arange(size_in)
-    filled[places // group * padded + places % group] = order.int()
+    filled = torch.full((num_places,), -1, dtype=torch.int32)
+    columns = torch.arange(size_in)
+    filled[columns // group * padded + columns % group] = (
+        columns if order is None else order
+    ).int()
     return filled

@@ -1,4 +1,5 @@
-// Linear layers whose weights are codes of 8 or 4 bits with a scale for each group of inputs.
+// Linear layers. A weight is plain numbers, or codes of 8 or 4 bits with a scale for each group of
+// inputs.
 //
 // All arithmetic is float32. A weight's inputs are divided into blocks, in the same way for any
 // batch. A block's products are added up in the order of its inputs. That sum, less the zero point
@@ -24,9 +25,9 @@ constexpr int ROWS = 6;             // rows whose sums stay in registers
 // A matrix, and what it is multiplied by. It has P inputs, with the zeros that fill up groups to
 // whole blocks of B = `depth`.
 struct Product {
-    const int8_t* codes;   // [tiles, P, WIDTH], of 4 bits [tiles, P / 8, WIDTH, 4 bytes]
-    const float* scales;   // [tiles, groups, WIDTH]
-    const int8_t* zeros;   // the same, or null
+    const int8_t* codes;   // [tiles, P, WIDTH], of 4 bits [tiles, P / 8, WIDTH, 4 bytes]; or numbers
+    const float* scales;   // [tiles, groups, WIDTH], or null
+    const int8_t* zeros;   // the same
     const float* x;        // [blocks, rows, B]
     const float* x_sums;   // [blocks, rows]
     int64_t rows, depth, blocks, blocks_of_group;
@@ -42,7 +43,7 @@ __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, i
     const float* x = p.x + (block * p.rows + row) * p.depth;
     const float* x_sums = p.x_sums + block * p.rows + row;
     const int64_t group = (tile * p.groups() + block / p.blocks_of_group) * WIDTH, depth = p.depth;
-    const float* scales = p.scales + group;
+    const float* scales = p.scales ? p.scales + group : nullptr;
     const int8_t* zeros = p.zeros ? p.zeros + group : nullptr;
     for (int column = 0; column < WIDTH; column += COLUMNS) {
         Vec sums[R][VECS] = {};
@@ -63,7 +64,8 @@ __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, i
                 const int at = column + v * LANES;
                 Vec sum = sums[r][v];
                 if (zeros) sum -= x_sums[r] * load(zeros + at);
-                vec(totals[row + r] + at) += sum * load(scales + at);
+                if (scales) vec(totals[row + r] + at) += sum * load(scales + at);
+                else vec(totals[row + r] + at) += sum;
             }
     }
 }
@@ -105,7 +107,7 @@ void multiply_tile(const Product& p, int64_t tile, float (*totals)[WIDTH]) {
         } else {
             alignas(CACHE_LINE) float weights[MAX_DEPTH][WIDTH];
             decode_block(codes, p.depth, weights);
-            add_rows<ROWS>(p, Floats{weights[0]}, tile, block, 0, totals);
+            add_rows<ROWS>(p, Floats{{(const int8_t*)weights[0]}}, tile, block, 0, totals);
         }
     }
 }
@@ -131,11 +133,11 @@ void pack_rows(const T* x, int64_t stride, const int32_t* order, const Product& 
     });
 }
 
-enum Kind { INT8, INT4, E4M3 };
+enum Kind { INT8, INT4, E4M3, BFLOAT16, FLOAT32 };
 
 // out [rows, outputs] = x @ weight.T + bias.
 template <typename T>
-void quantized_linear(const T* x, int64_t stride, const int8_t* codes, const float* scales,
+void tiled_linear(const T* x, int64_t stride, const int8_t* codes, const float* scales,
                       const int8_t* zeros, const int32_t* order, const T* bias, T* out,
                       int64_t all_rows, int64_t size_out, int64_t depth, int64_t blocks,
                       int64_t blocks_of_group, int64_t kind, int64_t threads) {
@@ -146,7 +148,9 @@ void quantized_linear(const T* x, int64_t stride, const int8_t* codes, const flo
     float *packed = scratch.data(), *sums = packed + num_packed;
     const auto multiply = kind == INT8   ? multiply_tile<Int8>
                           : kind == INT4 ? multiply_tile<Int4>
-                                         : multiply_tile<E4m3>;
+                          : kind == E4M3 ? multiply_tile<E4m3>
+                          : kind == BFLOAT16 ? multiply_tile<Plain<bf16>>
+                                         : multiply_tile<Plain<float>>;
     for (int64_t first = 0; first < all_rows; first += MAX_ROWS) {
         const int64_t rows = std::min(MAX_ROWS, all_rows - first);
         const Product p = {codes, scales, zeros, packed, sums, rows, depth, blocks,

@@ -1,4 +1,4 @@
-"""The CPU's linear layers with quantized weights against their twin, and against float64."""
+"""The CPU's linear layers against their twins, and against float64."""
 
 import ctypes
 import platform
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu import tiled_linear as tiled
 from nanovllm.kernels.cpu.compile import load
-from nanovllm.kernels.cpu.quantized_linear import arrange, quantized_linear
+from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
 from nanovllm.kernels.plain import quantized_linear as plain
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, cpu_kernels
@@ -127,7 +128,7 @@ def test_a_product_has_float32_sums_and_is_rounded_once(
         x = torch.randn(num_rows, form.shape[1] + 3).to(dtype)[:, 3:]
         bias = torch.randn(form.shape[0]).to(dtype)
         before = x.clone()
-        out = quantized_linear(x, arranged, bias)
+        out = tiled_linear(x, arranged, bias)
         expected, bound = exact(x, weight, bias)
         rounding = 0.0 if dtype == torch.float32 else 2.0**-8
         assert out.dtype == dtype and out.shape == expected.shape and out.is_contiguous()
@@ -142,8 +143,43 @@ def test_float32_equals_the_twin(form: Format, build: None) -> None:
     x = torch.randn(5, form.shape[1])
     expected = plain.quantized_linear(x, weight)
     _, bound = exact(x, weight, torch.zeros(form.shape[0]))
-    out = quantized_linear(x, arrange(weight))
+    out = tiled_linear(x, arrange(weight))
     assert bool(((out - expected).abs() <= 2 * bound).all())
+
+
+PLAIN_SHAPES = [(128, 256), (70, 1000), (64, 8), (3, 500), (1, 1), (200, 136)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", PLAIN_SHAPES)
+def test_plain_weights_have_float32_sums_and_are_rounded_once(
+    shape: tuple[int, int], dtype: torch.dtype, build: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled, "multiplies_float32_best", lambda: True)
+    torch.manual_seed(0)
+    weight = torch.randn(shape[0], 2 * shape[1]).to(dtype)[:, : shape[1]]  # not contiguous
+    bias = torch.randn(shape[0]).to(dtype)
+    arranged = arrange_plain(weight)
+    assert arranged is not None
+    many = tiled_linear(x := torch.randn(300, shape[1]).to(dtype), arranged, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    bound = SUM_ERROR * (x.abs().double() @ weight.abs().double().T + bias.double().abs())
+    rounding = 0.0 if dtype == torch.float32 else 2.0**-8
+    assert many.dtype == dtype
+    assert bool(((many.double() - expected).abs() <= bound + rounding * expected.abs()).all())
+    for num_rows in ROWS:
+        assert torch.equal(tiled_linear(x[:num_rows], arranged, bias), many[:num_rows])
+
+
+def test_plain_weights_are_left_to_onednn_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.ones(64, 64)
+    monkeypatch.setattr(tiled, "multiplies_float32_best", lambda: False)
+    assert arrange_plain(weight) is None
+    monkeypatch.setattr(tiled, "multiplies_float32_best", lambda: True)
+    assert arrange_plain(weight) is not None
+    assert arrange_plain(weight.half()) is None
 
 
 @pytest.mark.parametrize("flush", [False, True])
@@ -166,8 +202,8 @@ def test_each_code_is_decoded_exactly(
     x = torch.eye(len(codes))
     torch.set_flush_denormal(flush)
     try:
-        many = quantized_linear(x, arranged)
-        one_by_one = torch.cat([quantized_linear(row[None], arranged) for row in x])
+        many = tiled_linear(x, arranged)
+        one_by_one = torch.cat([tiled_linear(row[None], arranged) for row in x])
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(many, turned.float().T * 0.5)
@@ -179,7 +215,7 @@ def test_a_code_that_is_nan_makes_its_output_nan(build: None) -> None:
     weight.codes.view(torch.uint8)[5, 299] = 0x7F
     weight.codes.view(torch.uint8)[66, 0] = 0xFF
     x = torch.randn(3, 300)
-    out = quantized_linear(x, arrange(weight))
+    out = tiled_linear(x, arrange(weight))
     assert torch.equal(out.isnan(), plain.quantized_linear(x, weight).isnan())
 
 
@@ -188,10 +224,10 @@ def test_a_code_that_is_nan_makes_its_output_nan(build: None) -> None:
 def test_a_row_is_the_same_in_any_batch(form: Format, dtype: torch.dtype, build: None) -> None:
     arranged = arrange(form.make())
     x = torch.randn(300, form.shape[1]).to(dtype)
-    expected = quantized_linear(x, arranged)
+    expected = tiled_linear(x, arranged)
     for num_rows in ROWS:
-        assert torch.equal(quantized_linear(x[:num_rows], arranged), expected[:num_rows])
-        assert torch.equal(quantized_linear(x[-num_rows:], arranged), expected[-num_rows:])
+        assert torch.equal(tiled_linear(x[:num_rows], arranged), expected[:num_rows])
+        assert torch.equal(tiled_linear(x[-num_rows:], arranged), expected[-num_rows:])
 
 
 def test_a_result_is_the_same_on_any_number_of_threads() -> None:
@@ -203,7 +239,7 @@ def test_a_result_is_the_same_on_any_number_of_threads() -> None:
         before = torch.get_num_threads()
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            outs.append(quantized_linear(x, arranged))
+            outs.append(tiled_linear(x, arranged))
         torch.set_num_threads(before)
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
@@ -217,7 +253,7 @@ def test_a_weight_takes_its_bits(kind: str, size: float) -> None:
 
 def test_no_rows_give_no_outputs() -> None:
     arranged = arrange(FORMATS[0].make())
-    assert quantized_linear(torch.empty(0, 256), arranged).shape == (0, 128)
+    assert tiled_linear(torch.empty(0, 256), arranged).shape == (0, 128)
 
 
 def test_the_table_has_both() -> None:
@@ -225,6 +261,6 @@ def test_the_table_has_both() -> None:
     assert PLAIN.arrange(weight) is weight
     kernels = cpu_kernels()
     x = torch.randn(2, 128)
-    expected = PLAIN.quantized_linear(x, weight, None)
-    out = kernels.quantized_linear(x, kernels.arrange(weight), None)
+    expected = PLAIN.arranged_linear(x, weight, None)
+    out = kernels.arranged_linear(x, kernels.arrange(weight), None)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-3)

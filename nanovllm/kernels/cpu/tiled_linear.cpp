@@ -1,0 +1,13 @@
+// Linear layers, as a library of their own: where oneDNN multiplies all matrices, a start does not
+// wait for its compilation.
+
+#include "tiled_linear.h"
+
+extern "C" {
+void* tiled_linear_float32 = (void*)&tiled_linear<float>;
+void* tiled_linear_bfloat16 = (void*)&tiled_linear<bf16>;
+int64_t tile_outputs = WIDTH;
+int64_t step_inputs = STEP;
+int64_t max_depth = MAX_DEPTH;
+int64_t e4m3_unit = int64_t(E4m3::UNIT);
+}

@@ -1,0 +1,108 @@
+"""The pool of threads that the CPU's kernels share."""
+
+import ctypes
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm.kernels.cpu.library import SOURCE, library
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+Run = Callable[[int, int, Any], None]
+
+
+@pytest.fixture(scope="module")
+def run(compiler: None) -> Run:
+    """Call a function with each number below a count, on some threads."""
+    address = ctypes.c_void_p.in_dll(library(SOURCE), "pool").value
+    assert address is not None
+    start = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, CALL, ctypes.c_void_p)(address)
+
+    def call(count: int, threads: int, work: Callable[[int], None]) -> None:
+        start(count, threads, CALL(lambda _, index: work(index)), None)
+
+    return call
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_each_call_is_made_once(count: int, threads: int, run: Run) -> None:
+    for _ in range(30):
+        seen: list[int] = []
+        run(count, threads, seen.append)
+        assert sorted(seen) == list(range(count))
+
+
+def test_several_threads_take_part_and_all_calls_have_returned(run: Run) -> None:
+    """Also after a pause, for which the threads sleep."""
+    for pause in (0.0, 0.0, 0.05, 0.0, 0.05):
+        time.sleep(pause)
+        callers: list[int] = []
+
+        def work(index: int, callers: list[int] = callers) -> None:
+            time.sleep(0.02)
+            callers.append(threading.get_ident())
+
+        start = time.perf_counter()
+        run(4, 4, work)
+        assert len(callers) == 4 and len(set(callers)) == 4
+        assert time.perf_counter() - start < 0.07
+
+
+def test_no_more_threads_take_part_than_are_asked_for(run: Run) -> None:
+    for threads in (4, 2, 3):
+        callers: set[int] = set()
+
+        def work(index: int, callers: set[int] = callers) -> None:
+            time.sleep(0.002)
+            callers.add(threading.get_ident())
+
+        run(20, threads, work)
+        assert len(callers) <= threads
+
+
+def test_jobs_of_several_threads_do_not_mix(run: Run) -> None:
+    """A job that starts while another one runs is done by its own thread."""
+    wrong: list[int] = []
+
+    def start_jobs() -> None:
+        for count in range(1, 60):
+            seen: list[int] = []
+            run(count, 3, seen.append)
+            if sorted(seen) != list(range(count)):
+                wrong.append(count)
+
+    threads = [threading.Thread(target=start_jobs) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_job_inside_a_job_is_done_by_its_thread(run: Run) -> None:
+    seen: list[int] = []
+    run(3, 3, lambda outer: run(4, 3, lambda inner: seen.append(10 * outer + inner)))
+    assert sorted(seen) == [10 * outer + inner for outer in range(3) for inner in range(4)]
+
+
+def _count_in_child(run: Run) -> None:
+    seen: list[int] = []
+    run(10, 4, seen.append)
+    os._exit(0 if sorted(seen) == list(range(10)) else 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_no_threads_and_still_ends_its_jobs(run: Run) -> None:
+    run(4, 4, lambda index: None)
+    child = multiprocessing.get_context("fork").Process(target=_count_in_child, args=(run,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
