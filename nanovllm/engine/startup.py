@@ -24,6 +24,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
 from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
+from nanovllm.utils.heap import trim_heap
 from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")
@@ -74,6 +75,7 @@ def load_shard(
         # Without graphs, launching few_rows takes the host longer than it saves the device.
         with errors_name(path):
             model.bind(placement.backend, few_rows=not config.enforce_eager)
+    trim_heap()
     logger.info(
         "%s on %s in %s, %s loaded in %.1f s; quantized: %s; attention: %s, other kernels: %s",
         model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),

@@ -241,6 +241,53 @@ def test_a_layers_name_decides_before_its_class() -> None:
     assert [scheme and scheme.bits for scheme in schemes] == [8, 4]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_targets_names_come_before_patterns_and_those_before_classes(turned: bool) -> None:
+    """Patterns in the order of the alphabet, as in the library."""
+    group = PACKED["config_groups"]["group_0"]
+    other = {**group, "weights": {**group["weights"], "num_bits": 8}}
+    pairs = [
+        ([Q], ["re:.*_proj$"]),
+        (["re:.*q_proj"], ["Linear"]),
+        (["re:.*[0-9].*"], ["re:.*q_proj"]),
+    ]
+    for first, second in pairs:
+        groups = [{**other, "targets": first}, {**group, "targets": second}]
+        named = {f"group_{i}": each for i, each in enumerate(groups[::-1] if turned else groups)}
+        scheme = read({**PACKED, "config_groups": named}).scheme(Q)
+        assert scheme is not None and scheme.bits == 8, (first, second)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "says"),
+    [
+        (
+            "int-quantized",
+            dict(weights=dict(num_bits=4)),
+            ["format='int-quantized'", "'4-bit int'"],
+        ),
+        (
+            "pack-quantized",
+            dict(weights=dict(num_bits=2)),
+            ["format='pack-quantized'", "'8-bit int'"],
+        ),
+        ("pack-quantized", dict(input_activations=dict(num_bits=8)), ["'8-bit int'", ": 'none'"]),
+    ],
+)
+def test_what_is_not_supported_is_not_listed_as_supported(
+    layout: str, changes: dict[str, Any], says: list[str]
+) -> None:
+    group = dict(PACKED["config_groups"]["group_0"])
+    for name, values in changes.items():
+        group[name] = {**(group.get(name) or {}), **values}
+    with pytest.raises(ValueError, match="not supported") as error:
+        read({**PACKED, "format": layout, "config_groups": {"group_0": {**group, "format": None}}})
+    given, _, supported = str(error.value).partition("supported: ")
+    assert all(part in given + ": " + supported for part in says)
+    value = given.rpartition("=")[2].partition(" ")[0]
+    assert value not in supported
+
+
 # What the config says, and the files contradict
 
 

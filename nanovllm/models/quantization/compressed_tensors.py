@@ -19,6 +19,7 @@ from nanovllm.utils.checks import check_bool, check_int
 
 CLASS = "Linear"  # the name of the class of all linear layers
 PACKED = "pack-quantized"
+Ranked = tuple[tuple[int, str], Rule]  # a rule, and what it is sorted by: its kind, its pattern
 LAYOUTS = ("float-quantized", "naive-quantized", "int-quantized", PACKED)
 
 
@@ -31,20 +32,18 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
         raise ValueError("transform_config is not supported")
     check_only(config, "quantization_status", "compressed", "frozen", None)
     check_kv_cache(config)
-    rules = _target_rules("ignore", names_in(config, "ignore"), None)
+    found = _target_rules("ignore", names_in(config, "ignore"), None)
     groups = check_object("config_groups", config["config_groups"])
     of_groups = [
-        found
+        ranked
         for name, group in groups.items()
-        for found in _group_rules(config, check_object(f"config_groups[{name!r}]", group))
+        for ranked in _group_rules(config, check_object(f"config_groups[{name!r}]", group))
     ]
-    rules += sorted(
-        of_groups, key=lambda found: not found.pattern.pattern
-    )  # classes of layers: last
-    return Quantization("compressed-tensors", tuple(rules), files="quantized")
+    found += sorted(of_groups, key=lambda ranked: ranked[0])
+    return Quantization("compressed-tensors", tuple(each for _, each in found), files="quantized")
 
 
-def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> list[Rule]:
+def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> list[Ranked]:
     layout = group.get("format") or config.get("format")
     if group.get("weights") is None:
         raise ValueError("config_groups without weights are not supported")
@@ -59,14 +58,17 @@ def _group_rules(config: Mapping[str, Any], group: Mapping[str, Any]) -> list[Ru
     return _target_rules("targets", check_names("targets", group["targets"]), scheme)
 
 
-def _target_rules(field: str, targets: list[str], scheme: Scheme | None) -> list[Rule]:
-    """Rules of targets: each is a class of layers, "re:" and a pattern, or a layer's name."""
-    patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
-    if names := [target for target in targets if target != CLASS and target[:3] != "re:"]:
-        patterns.append(f"{any_of(names)}$")
+def _target_rules(field: str, targets: list[str], scheme: Scheme | None) -> list[Ranked]:
+    """Rules of targets: each is a layer's name, "re:" and a pattern, or a class of layers.
+
+    Of several that match a layer, one of the first of these kinds applies, whatever their order.
+    """
+    names = [target for target in targets if target != CLASS and target[:3] != "re:"]
+    ranks = [(0, f"{any_of(names)}$")] if names else []
+    ranks += [(1, target.removeprefix("re:")) for target in targets if target.startswith("re:")]
     if CLASS in targets:
-        patterns.append("")
-    return [rule(field, pattern, scheme) for pattern in patterns]
+        ranks.append((2, ""))
+    return [(rank, rule(field, rank[1], scheme)) for rank in ranks]
 
 
 def _compressed_scheme(
@@ -79,8 +81,9 @@ def _compressed_scheme(
     is_packed = layout == PACKED or (layout in (None, "mixed-precision") and inputs is None)
     if not is_packed and layout not in (*LAYOUTS, None, "mixed-precision"):
         raise refusal("format", layout, LAYOUTS)
-    if (bits, kind) not in ([(4, "int"), (8, "int")] if is_packed else [(8, "int"), (8, "float")]):
-        raise refusal("weights", f"{bits}-bit {kind}", ["4-bit int", "8-bit int", "8-bit float"])
+    supported = ["4-bit int", "8-bit int"] if is_packed else ["8-bit int", "8-bit float"]
+    if f"{bits}-bit {kind}" not in supported:
+        raise refusal(f"with format={layout!r}, weights", f"{bits}-bit {kind}", supported)
     rows, columns = _scale_block(weights, is_packed)
     scheme = Scheme(
         "packed" if is_packed else "int8" if kind == "int" else "fp8", bits, rows, columns,
@@ -113,7 +116,8 @@ def _inputs(inputs: Mapping[str, Any], kind: str, is_packed: bool) -> Literal["s
     """How the inputs are rounded."""
     given = inputs.get("num_bits"), inputs.get("type", "int")
     if given != (8, kind) or is_packed:
-        raise refusal("input_activations", f"{given[0]}-bit {given[1]}", ["none", f"8-bit {kind}"])
+        supported = ["none"] if is_packed else ["none", f"8-bit {kind}"]
+        raise refusal("input_activations", f"{given[0]}-bit {given[1]}", supported)
     if not check_bool("symmetric", inputs.get("symmetric", True)):
         raise refusal("symmetric of input_activations", False, [True])
     return "dynamic" if check_bool("dynamic", inputs.get("dynamic", False)) else "static"
