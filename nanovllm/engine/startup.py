@@ -17,7 +17,7 @@ from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
 from nanovllm.engine.warm_up import warm_up
-from nanovllm.engine.workers import Workers
+from nanovllm.engine.workers import Workers, threads_of_rank
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
@@ -35,7 +35,7 @@ def start_runner(config: Config, model_config: ModelConfig, path: Path) -> Model
     if config.tensor_parallel_size == 1:
         placement = resolve_placement(config, model_config, ALONE)
         config = placement.settle(config)
-        alone = load_shard(config, model_config, path, placement)
+        alone = load_shard(config, model_config, path, placement, threads_of_rank(1))
         return ModelRunner(alone, start_shard(alone, config))
     workers = Workers(config.tensor_parallel_size, config.device)
     shard: Shard | None = None

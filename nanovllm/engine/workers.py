@@ -31,6 +31,7 @@ from nanovllm.engine.ranks.join import join
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
 from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.models.config import ModelConfig
+from nanovllm.utils.cores import allowed_cores
 from nanovllm.utils.interrupts import holding_interrupts
 
 # One rank's death makes others fail: collect reports this long, then blame the earliest.
@@ -110,12 +111,17 @@ class Worker:
         self.line.close()
 
 
+def threads_of_rank(size: int) -> int:
+    """The CPU threads of each of `size` ranks: all that PyTorch uses here, and a quota allows."""
+    return max(1, min(torch.get_num_threads(), allowed_cores()) // size)
+
+
 class Workers:
     """All ranks but rank 0, which is the caller's process."""
 
     def __init__(self, size: int, device: str) -> None:
         self.ranks = join(0, size, device)
-        self.num_threads = max(1, torch.get_num_threads() // size)  # of each rank, on the CPU
+        self.num_threads = threads_of_rank(size)
         self.ranks.check = self.check
         self.failure: str | None = None  # why the engine cannot go on, in a line
         self._traceback = ""

@@ -1,4 +1,4 @@
-"""What startup logs about the model and its memory."""
+"""What startup logs about the model and its memory, and how many threads it chooses."""
 
 import logging
 import re
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_model
 
 from nanovllm import LLM
 from nanovllm.command.info import describe
+from nanovllm.engine import workers
 from nanovllm.utils.sizes import memory_text
 
 
@@ -60,3 +62,15 @@ def test_the_logged_memory_counts_the_quantized_copy_of_a_tied_head(
 )
 def test_memory_is_in_mib_where_gib_would_be_zeros(num_bytes: int, text: str) -> None:
     assert memory_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(1, 1), (2, 2), (100, 2)])
+@pytest.mark.usefixtures("two_threads")
+def test_steps_take_no_more_threads_than_the_quota_allows(
+    allowed: int, expected: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "allowed_cores", lambda: allowed)
+    with LLM(model_dir, device="cpu", num_kvcache_blocks=8) as llm:
+        with llm.model_runner.shard.computing():
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 2
