@@ -41,7 +41,7 @@ ARGUMENTS = {
     "attention_codes": "p",
     "sample": "pipppppiii",
     "read_table": "ppppppppppiiii",
-    "tiled_linear": "pippppppiiiiiii",
+    "tiled_linear": "ppippii",
 }
 
 # The constants of the random numbers have one source: `noise`.

@@ -22,17 +22,25 @@ constexpr int64_t MAX_DEPTH = 128;  // inputs of a block: a tile's, in float32, 
 constexpr int64_t MAX_ROWS = 256;   // rows that take a tile together: their sums fit the L2 cache
 constexpr int ROWS = 6;             // rows whose sums stay in registers
 
-// A matrix, and what it is multiplied by. It has P inputs, with the zeros that fill up groups to
-// whole blocks of B = `depth`.
-struct Product {
+enum Kind { INT8, INT4, E4M3, BFLOAT16, FLOAT32 };
+
+// A weight, as `TiledMatrix` of tiled_linear.py describes it. It has P inputs, with the zeros that
+// fill up groups to whole blocks of B = `depth`.
+struct Matrix {
     const int8_t* codes;   // [tiles, P, WIDTH], of 4 bits [tiles, P / 8, WIDTH, 4 bytes]; or numbers
     const float* scales;   // [tiles, groups, WIDTH], or null
     const int8_t* zeros;   // the same
-    const float* x;        // [blocks, rows, B]
-    const float* x_sums;   // [blocks, rows]
-    int64_t rows, depth, blocks, blocks_of_group;
+    const int32_t* order;  // [P], or null
+    int64_t outputs, depth, blocks, blocks_of_group, kind;
 
     int64_t groups() const { return blocks / blocks_of_group; }
+};
+
+// A matrix, and what it is multiplied by.
+struct Product : Matrix {
+    const float* x;       // [blocks, rows, B]
+    const float* x_sums;  // [blocks, rows]
+    int64_t rows;
 };
 
 // totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the products
@@ -112,11 +120,11 @@ void multiply_tile(const Product& p, int64_t tile, float (*totals)[WIDTH]) {
     }
 }
 
-// x [rows, inputs] as [blocks, rows, B], and the sums of the blocks. `order` [P] is the input at
-// each place, or -1 for none; null if all are in their places.
+// x [rows, inputs] as [blocks, rows, B], and the sums of the blocks.
 template <typename T>
-void pack_rows(const T* x, int64_t stride, const int32_t* order, const Product& p, float* packed,
-               float* sums, int64_t threads) {
+void pack_rows(const T* x, int64_t stride, const Product& p, float* packed, float* sums,
+               int64_t threads) {
+    const int32_t* order = p.order;
     for_each_row(p.rows, p.blocks * p.depth, threads, [&](int64_t row) {
         for (int64_t block = 0; block < p.blocks; block++) {
             float* to = packed + (block * p.rows + row) * p.depth;
@@ -133,35 +141,31 @@ void pack_rows(const T* x, int64_t stride, const int32_t* order, const Product& 
     });
 }
 
-enum Kind { INT8, INT4, E4M3, BFLOAT16, FLOAT32 };
-
 // out [rows, outputs] = x @ weight.T + bias.
 template <typename T>
-void tiled_linear(const T* x, int64_t stride, const int8_t* codes, const float* scales,
-                      const int8_t* zeros, const int32_t* order, const T* bias, T* out,
-                      int64_t all_rows, int64_t size_out, int64_t depth, int64_t blocks,
-                      int64_t blocks_of_group, int64_t kind, int64_t threads) {
+void tiled_linear(const Matrix* weight, const T* x, int64_t stride, const T* bias, T* out,
+                  int64_t all_rows, int64_t threads) {
+    Product p = {*weight};
     thread_local std::vector<float> scratch;  // kept for the next call
-    const size_t num_packed = blocks * depth * std::min(MAX_ROWS, all_rows);
-    const size_t needed = num_packed + blocks * std::min(MAX_ROWS, all_rows);
+    const size_t num_packed = p.blocks * p.depth * std::min(MAX_ROWS, all_rows);
+    const size_t needed = num_packed + p.blocks * std::min(MAX_ROWS, all_rows);
     if (scratch.size() < needed) scratch.resize(needed);
     float *packed = scratch.data(), *sums = packed + num_packed;
-    const auto multiply = kind == INT8   ? multiply_tile<Int8>
-                          : kind == INT4 ? multiply_tile<Int4>
-                          : kind == E4M3 ? multiply_tile<E4m3>
-                          : kind == BFLOAT16 ? multiply_tile<Plain<bf16>>
-                                         : multiply_tile<Plain<float>>;
+    p.x = packed, p.x_sums = sums;
+    const auto multiply = p.kind == INT8       ? multiply_tile<Int8>
+                          : p.kind == INT4     ? multiply_tile<Int4>
+                          : p.kind == E4M3     ? multiply_tile<E4m3>
+                          : p.kind == BFLOAT16 ? multiply_tile<Plain<bf16>>
+                                               : multiply_tile<Plain<float>>;
     for (int64_t first = 0; first < all_rows; first += MAX_ROWS) {
-        const int64_t rows = std::min(MAX_ROWS, all_rows - first);
-        const Product p = {codes, scales, zeros, packed, sums, rows, depth, blocks,
-                           blocks_of_group};
-        pack_rows(x + first * stride, stride, order, p, packed, sums, threads);
-        for_each((size_out + WIDTH - 1) / WIDTH, threads, [&](int64_t tile) {
+        p.rows = std::min(MAX_ROWS, all_rows - first);
+        pack_rows(x + first * stride, stride, p, packed, sums, threads);
+        for_each((p.outputs + WIDTH - 1) / WIDTH, threads, [&](int64_t tile) {
             alignas(CACHE_LINE) float totals[MAX_ROWS][WIDTH];
             multiply(p, tile, totals);
-            const int64_t start = tile * WIDTH, count = std::min<int64_t>(WIDTH, size_out - start);
-            for (int64_t row = 0; row < rows; row++) {
-                T* to = out + (first + row) * size_out + start;
+            const int64_t start = tile * WIDTH, count = std::min<int64_t>(WIDTH, p.outputs - start);
+            for (int64_t row = 0; row < p.rows; row++) {
+                T* to = out + (first + row) * p.outputs + start;
                 for (int64_t n = 0; n < count; n++)
                     to[n] = narrow<T>(totals[row][n] + (bias ? widen(bias[start + n]) : 0.0f));
             }

@@ -5,7 +5,8 @@ weight allows, and bfloat16 is rounded once, at the end. AMX is not used: on pro
 it, bfloat16 prompts of many tokens are faster with `packed_linear`, decoding is not.
 """
 
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +16,16 @@ from nanovllm.kernels.quantized import QuantizedMatrix
 
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_linear.h numbers them
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` of tiled_linear.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "order")),
+        *((name, ctypes.c_int64)
+          for name in ("outputs", "depth", "blocks", "blocks_of_group", "kind")),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,14 @@ class TiledMatrix:
     blocks: int
     depth: int  # inputs of a block
     blocks_of_group: int
+    struct: Matrix = field(init=False, repr=False, compare=False)  # what the kernel reads
+
+    def __post_init__(self) -> None:
+        struct = Matrix(
+            self.codes.data_ptr(), address(self.scales), address(self.zeros), address(self.order),
+            self.shape[0], self.depth, self.blocks, self.blocks_of_group, KINDS.index(self.kind),
+        )  # fmt: skip
+        object.__setattr__(self, "struct", struct)
 
 
 def arrange(weight: QuantizedMatrix) -> TiledMatrix:
@@ -102,10 +121,8 @@ def tiled_linear(
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = x.new_empty(num_rows, size_out)
     function("tiled_linear", x.dtype)(
-        x.data_ptr(), x.stride(0), weight.codes.data_ptr(), address(weight.scales),
-        address(weight.zeros), address(weight.order), address(bias), out.data_ptr(),
-        num_rows, size_out, weight.depth, weight.blocks, weight.blocks_of_group,
-        KINDS.index(weight.kind), torch.get_num_threads(),
+        ctypes.addressof(weight.struct), x.data_ptr(), x.stride(0), address(bias), out.data_ptr(),
+        num_rows, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
