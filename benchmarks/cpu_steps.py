@@ -37,6 +37,7 @@ def busy_processes(count: int) -> Iterator[None]:
     finally:
         for process in processes:
             process.kill()
+            process.wait()
 
 
 def time_steps(llm: LLM, num_seqs: int, num_steps: int) -> tuple[list[float], float]:

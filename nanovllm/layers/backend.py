@@ -104,6 +104,8 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     kernels.read_table(TableState(one, one, word, ones, word - 1, word[None]), 1, 1, 2)
     _try_attention_inputs(kernels, spec)
     matrix = torch.zeros(64, 64, **options)
+    if (arranged := kernels.arrange_plain(matrix)) is not None:
+        kernels.arranged_linear(matrix, arranged, None)
     if few_rows := kernels.few_rows([matrix], spec.dtype):
         _, scaled = few_rows.add(matrix[:1], matrix, None, matrix[:1], matrix[0], 1.0)
         few_rows.linear(scaled, matrix)

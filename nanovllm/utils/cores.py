@@ -20,7 +20,7 @@ def allowed_cores(root: Path = ROOT) -> int:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Cores, by each control group that the process is in; those above it count as well."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers == "":  # version 2

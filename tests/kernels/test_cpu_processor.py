@@ -25,12 +25,12 @@ AVX512 = f"{AVX2} avx512f avx512bw"
 def test_other_products_are_faster_with_amx_and_with_amds_units(
     vendor: str, flags: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "processor", lambda: dict(vendor_id=vendor, flags=flags))
-    assert processor.multiplies_float32_best() is expected
+    monkeypatch.setattr(processor, "cpu_info", lambda: dict(vendor_id=vendor, flags=flags))
+    assert processor.float32_is_fastest() is expected
 
 
 def test_the_processor_is_described() -> None:
-    found = processor.processor()
+    found = processor.cpu_info()
     assert "" not in found
     if "model name" in found:
         assert found["model name"] in processor.description()

@@ -1,6 +1,7 @@
 """Freed memory goes back to the system."""
 
 import ctypes
+import os
 import platform
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ SIZE, COUNT = 100 << 10, 1000  # in the heap, as smaller than what malloc maps
 
 def resident() -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def leave_holes(kept: list[ctypes.Array[ctypes.c_char]]) -> None:

@@ -1,8 +1,7 @@
 """Compiling C++ on the machine that runs it: once, into the user's cache.
 
 Nothing requires it: where no compiler works, `load` raises and says why. The libraries have no
-OpenMP runtime of their own. They use the one that PyTorch has loaded, and with it PyTorch's
-threads: two of its thread pools would compete for the cores.
+OpenMP runtime of their own. They use the one that PyTorch has loaded, or the threads of pool.h.
 """
 
 import contextlib
@@ -119,7 +118,7 @@ def _compile(source: Path, built: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
         unlinked = str(built.with_suffix(".o"))
         try:
             _run([*compiler, *flags, "-c", str(source), "-o", unlinked])
-            _run([*compiler, "-shared", unlinked, "-o", str(built)])
+            _run([*compiler, "-shared", "-pthread", unlinked, "-o", str(built)])
             return ctypes.CDLL(str(built))
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or [f"status {error.returncode}"]

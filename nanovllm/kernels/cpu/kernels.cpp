@@ -7,11 +7,13 @@
 
 #include "attention.h"
 #include "norm_rope_store.h"
-#include "pool.h"
 #include "read_table.h"
 #include "rms_norm.h"
 #include "sample.h"
 #include "silu_and_mul.h"
+#ifdef __linux__
+#include "pool.h"
+#endif
 
 // What Python calls: the address of each function for each type.
 #define EXPORT(kernel)                                \
@@ -27,7 +29,11 @@ EXPORT(sample)
 
 // What has no tensor types, and the sizes that Python needs.
 extern "C" {
+#ifdef __linux__
 void* pool = (void*)&run_in_pool;
+#else
+void* pool = nullptr;  // all work runs on PyTorch's threads
+#endif
 void* read_table_any = (void*)&read_table;
 int64_t lanes = LANES;
 int64_t few_rows = FEW;

@@ -9,6 +9,7 @@ PyTorch's threads, and those are used for everything: two pools would compete fo
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.compile import load
-from nanovllm.kernels.cpu.processor import multiplies_float32_best
+from nanovllm.kernels.cpu.processor import float32_is_fastest
 from nanovllm.kernels.plain import noise
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -58,10 +59,18 @@ DEFINITIONS = (
 def library(source: Path = SOURCE) -> ctypes.CDLL:
     """The library; the first call loads it, and compiles it if that was never done here."""
     made = load(source, DEFINITIONS)
-    if multiplies_float32_best():
+    if float32_is_fastest() and _may_use(torch.get_num_threads()):
         pool = ctypes.c_void_p.in_dll(load(SOURCE, DEFINITIONS), "pool")
         ctypes.c_void_p.in_dll(made, "shared_run").value = pool.value
     return made
+
+
+def _may_use(num_cores: int) -> bool:
+    """Whether the pool's threads may run on as many cores, as they inherit this thread's.
+
+    With OMP_PROC_BIND, OpenMP's threads have a core each, and this thread has one of those.
+    """
+    return not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) >= num_cores
 
 
 @functools.cache

@@ -4,6 +4,10 @@
 // they keep cores from threads that have work, and a kernel of microseconds takes as long as the
 // scheduler's time slice. These threads spin for about as long as the time between two kernels, and
 // then give their cores away.
+//
+// What a job consists of needs no lock: a thread reads it after it has taken a call from `left`, a
+// compare-and-swap that checks the job's number, and the next job is not written before all calls
+// that were taken have returned.
 
 #pragma once
 
@@ -11,11 +15,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
 #include <cstdint>
-#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -24,9 +28,9 @@
 namespace {
 
 constexpr std::chrono::microseconds SPIN(200);
-constexpr int POLLS = 16;  // between two looks at the clock
+constexpr int POLLS = 16;  // for each read of the clock
 
-inline void pause() {
+inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -46,25 +50,25 @@ inline bool spin_until(const Condition& condition) {
     do {
         for (int i = 0; i < POLLS; i++) {
             if (condition()) return true;
-            pause();
+            relax();
         }
     } while (std::chrono::steady_clock::now() < end);
     return false;
 }
 
 // One job at a time: `count` calls, of which each thread takes the next ones that are left. The
-// thread that starts a job takes part in it, so a job ends even if no other thread is awake.
+// thread that starts a job takes part in it, so a job ends even if no other thread is awake: in a
+// forked process there is none. A job that starts during another one runs on its own thread alone.
 class Pool {
 public:
     void run(int64_t count, int64_t threads, Call* call, const void* work) {
-        const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-        if (!lock) {  // another thread's job runs
+        if (is_busy.exchange(true, std::memory_order_acquire)) {
             for (int64_t i = 0; i < count; i++) call(work, i);
             return;
         }
         while (size + 1 < threads && add_thread()) size++;
         this->call = call, this->work = work, this->count = count;
-        helpers.store(threads - 1, std::memory_order_relaxed);
+        helpers.store(std::min(threads, count) - 1, std::memory_order_relaxed);
         share.store(uint32_t(4 * threads), std::memory_order_relaxed);
         unfinished.store(uint32_t(count), std::memory_order_relaxed);
         const uint32_t job = jobs.load(std::memory_order_relaxed) + 1;
@@ -73,6 +77,7 @@ public:
         if (sleepers.load() > 0) wake_all(jobs);
         take_part(job);
         finish();
+        is_busy.store(false, std::memory_order_release);
     }
 
 private:
@@ -121,7 +126,7 @@ private:
         }
     }
 
-    std::mutex mutex;
+    std::atomic<bool> is_busy{false};
     int64_t size = 0;
     Call* call;
     const void* work;

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanovllm.kernels.cpu.library import address, constant, function
-from nanovllm.kernels.cpu.processor import multiplies_float32_best
+from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
+from nanovllm.kernels.cpu.processor import float32_is_fastest
 from nanovllm.kernels.quantized import QuantizedMatrix
 
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_linear.h numbers them
@@ -38,13 +38,14 @@ class TiledMatrix:
     codes: torch.Tensor  # bytes: a weight of 8 bits has one, of 4 bits half a byte; or numbers
     scales: torch.Tensor | None  # [tiles, groups, outputs of a tile]
     zeros: torch.Tensor | None  # the same, int8
-    order: torch.Tensor | None  # [P], int32: the input at each place, or -1; None if each is in its
+    order: torch.Tensor | None  # [P], int32: the input at each place, or -1; None: in x's order
     kind: str  # of KINDS
     shape: tuple[int, int]  # N, K
     blocks: int
     depth: int  # inputs of a block
     blocks_of_group: int
-    struct: Matrix = field(init=False, repr=False, compare=False)  # what the kernel reads
+    # What the kernel reads: addresses, so that the tensors' memory must stay where it is.
+    struct: Matrix = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         struct = Matrix(
@@ -77,7 +78,7 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
 
 def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
     """The same of a plain weight, or None where oneDNN is faster. Peak memory: three weights."""
-    if weight.dtype not in PLAIN or not multiplies_float32_best():
+    if weight.dtype not in PLAIN or not float32_is_fastest():
         return None
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 
@@ -117,7 +118,7 @@ def tiled_linear(
     """
     num_rows, size_in = x.shape
     size_out = weight.shape[0]
-    assert size_in == weight.shape[1] and x.stride(1) == 1
+    assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = x.new_empty(num_rows, size_out)
     function("tiled_linear", x.dtype)(

@@ -1,4 +1,4 @@
-"""The end of a kernel that multiplies few rows: what is around the product, and the stores."""
+"""The end of a kernel that multiplies few rows: norm, bias, activation, residual and stores."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def store_outputs(  # type: ignore[no-untyped-def]
     """Store a tile of outputs, of the sums acc and, if GATED, up: [T, BLOCK_N].
 
     `squares` are P parts of the rows' sums of squares, of the norm before. `t` and `n` are the
-    tile's rows and outputs, n without those after N; `at` are the places of its elements, of which
+    tile's rows and outputs, n at most N - 1; `at` are the places of its elements, of which
     those that exist are `real`. With ADD, the sum with the residual is stored, its product with the
     next norm's weight, and its sums of squares.
     """

@@ -59,7 +59,7 @@ class PackedMatrix(Matrix):
 
 
 class KernelMatrix(Matrix):
-    """A quantized weight in the layout of the kernels that multiply by it."""
+    """A weight in the layout of the kernels that multiply by it."""
 
     def __init__(self, operand: Any, kernels: Kernels) -> None:
         self.operand = operand
@@ -110,13 +110,15 @@ def _num_rows(weight: Weight) -> int:
 
 
 def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
-    """The fastest form of a weight [N, K] here. Peak memory: the weight is held twice."""
+    """The fastest form of a weight [N, K] here. Peak memory: up to three times the weight."""
     if isinstance(weight, list):
         return JoinedMatrix([matrix_of(w, kernels) for w in weight], [_num_rows(w) for w in weight])
     if not _num_rows(weight):
         return EmptyMatrix()
     if not isinstance(weight, torch.Tensor):
         return KernelMatrix(kernels.arrange(weight), kernels)
+    if not weight.numel():
+        return DenseMatrix(weight)
     if (operand := kernels.arrange_plain(weight)) is not None:
         return KernelMatrix(operand, kernels)
-    return PackedMatrix(weight) if weight.numel() and can_pack(weight) else DenseMatrix(weight)
+    return PackedMatrix(weight) if can_pack(weight) else DenseMatrix(weight)

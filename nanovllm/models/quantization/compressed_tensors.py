@@ -83,7 +83,7 @@ def _compressed_scheme(
         raise refusal("format", layout, LAYOUTS)
     supported = ["4-bit int", "8-bit int"] if is_packed else ["8-bit int", "8-bit float"]
     if f"{bits}-bit {kind}" not in supported:
-        raise refusal(f"with format={layout!r}, weights", f"{bits}-bit {kind}", supported)
+        raise refusal("weights", f"{bits}-bit {kind} ({layout})", supported)
     rows, columns = _scale_block(weights, is_packed)
     scheme = Scheme(
         "packed" if is_packed else "int8" if kind == "int" else "fp8", bits, rows, columns,
