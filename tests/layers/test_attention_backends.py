@@ -14,6 +14,7 @@ from conftest import make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.kernels.cpu import tiled_linear
 from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
@@ -155,6 +156,22 @@ def test_kernels_for_codes_are_tried_at_the_start(
     choose_backend(name, spec(kernel_device if name == "triton" else "cpu"))
     with pytest.raises(ValueError, match="no codes here"):
         choose_backend(name, spec(kernel_device if name == "triton" else "cpu", kv_dtype=CODES))
+
+
+def test_the_product_of_plain_weights_is_tried_at_the_start(
+    compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a library of its own, which may not compile where others do."""
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no room for libraries")
+
+    monkeypatch.setattr(tiled_linear, "float32_is_fastest", lambda: True)
+    assert choose_backend("auto", spec()).attention.name == "cpu"
+    monkeypatch.setattr(tiled_linear, "constant", broken)
+    assert choose_backend("auto", spec()).attention.name == "torch"
+    with pytest.raises(ValueError, match="no room for libraries"):
+        choose_backend("cpu", spec())
 
 
 def test_interpreted_kernels_are_refused_on_a_gpu(
