@@ -46,7 +46,7 @@ def computing_on(device: torch.device, num_threads: int | None = None) -> Iterat
     """PyTorch's settings while the engine computes, independent of the caller's.
 
     No gradients and no autocast. `device` is the current device: Triton launches on that. With
-    `num_threads`, PyTorch uses that many CPU threads, because other ranks use the other cores.
+    `num_threads`, PyTorch and our kernels use that many CPU threads.
     """
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     before = torch.get_num_threads()

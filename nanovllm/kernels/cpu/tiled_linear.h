@@ -43,6 +43,20 @@ struct Product : Matrix {
     int64_t rows;
 };
 
+// Call use(input, w) with the weights of each input of a step.
+template <typename Codes, typename Use>
+__attribute__((always_inline)) inline void decode_step(const Codes& codes, int64_t k, int column,
+                                                       const Use& use) {
+    fetch_ahead(codes, k, column);
+    typename Codes::Held held = codes.read(k, column);
+#pragma GCC unroll 8
+    for (int i = 0; i < STEP; i++) {
+        Vec w[VECS];
+        codes.decode(held, k, i, column, w);
+        use(k + i, w);
+    }
+}
+
 // totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the products
 // of decoded weights are compiled once.
 template <int R, typename Codes>
@@ -55,17 +69,11 @@ __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, i
     const int8_t* zeros = p.zeros ? p.zeros + group : nullptr;
     for (int column = 0; column < WIDTH; column += COLUMNS) {
         Vec sums[R][VECS] = {};
-        for (int64_t k = 0; k < depth; k += STEP) {
-            fetch_ahead(codes, k, column);
-            typename Codes::Held held = codes.read(k, column);
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++) {
-                Vec w[VECS];
-                codes.decode(held, k, i, column, w);
+        for (int64_t k = 0; k < depth; k += STEP)
+            decode_step(codes, k, column, [&](int64_t input, const Vec* w) {
                 for (int r = 0; r < R; r++)
-                    for (int v = 0; v < VECS; v++) sums[r][v] += x[r * depth + k + i] * w[v];
-            }
-        }
+                    for (int v = 0; v < VECS; v++) sums[r][v] += x[r * depth + input] * w[v];
+            });
 #pragma GCC unroll 8  // or else the sums would be kept in memory
         for (int r = 0; r < R; r++)
             for (int v = 0; v < VECS; v++) {
@@ -90,16 +98,10 @@ template <typename Codes>
 __attribute__((noinline)) void decode_block(const Codes& codes, int64_t depth,
                                             float (*weights)[WIDTH]) {
     for (int64_t k = 0; k < depth; k += STEP)
-        for (int column = 0; column < WIDTH; column += COLUMNS) {
-            fetch_ahead(codes, k, column);
-            typename Codes::Held held = codes.read(k, column);
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++) {
-                Vec w[VECS];
-                codes.decode(held, k, i, column, w);
-                for (int v = 0; v < VECS; v++) vec(weights[k + i] + column + v * LANES) = w[v];
-            }
-        }
+        for (int column = 0; column < WIDTH; column += COLUMNS)
+            decode_step(codes, k, column, [&](int64_t input, const Vec* w) {
+                for (int v = 0; v < VECS; v++) vec(weights[input] + column + v * LANES) = w[v];
+            });
 }
 
 // totals [rows, WIDTH] of a tile.
