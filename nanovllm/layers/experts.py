@@ -45,9 +45,9 @@ class Experts(Layer):
 
     The ranks split the intermediate dimension of every expert, or each rank holds some `whole`
     experts. In both cases every rank computes on all tokens, which it has from attention, and the
-    ranks add up their outputs: no token is sent to another rank. A checkpoint has three matrices
-    for each expert. `shard_id` numbers the tensors that make up a parameter, through all experts;
-    it is None for a tensor that holds those of all of them.
+    norm that follows adds up what the ranks return: no token is sent to another rank. A checkpoint
+    has three matrices for each expert. `shard_id` numbers the tensors that make up a parameter,
+    through all experts; it is None for a tensor that holds those of all of them.
     """
 
     kernels: Kernels = PLAIN
@@ -182,20 +182,18 @@ class Experts(Layer):
     def forward(
         self, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
-        """For each row of x, the sum of its experts' outputs, weighted by `shares` [T, K]."""
+        """For each row of x, this rank's part of its experts' sum, weighted by `shares` [T, K]."""
         if self.experts.start:
             expert_ids = expert_ids - self.experts.start
         if self.matrices is not None:
             gate_up, down = self.matrices
-            out = plain_experts(
+            return plain_experts(
                 x, gate_up, down, expert_ids, shares, self.num_experts,
                 linear=lambda x, matrix: matrix.linear(x),
             )  # fmt: skip
-        else:
-            # Before `bind`, plain PyTorch multiplies by dense weights.
-            operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
-            out = self.kernels.experts(x, *operands, expert_ids, shares, self.num_experts)
-        return self.ranks.all_reduce(out)
+        # Before `bind`, plain PyTorch multiplies by dense weights.
+        operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
+        return self.kernels.experts(x, *operands, expert_ids, shares, self.num_experts)
 
 
 class Item:

@@ -9,18 +9,21 @@ from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer
+from nanovllm.layers.ranks import ALONE, Ranks
 
 
 class RMSNorm(Layer):
     """Root-mean-square norm over the last dimension, computed in float32. Inputs are unchanged.
 
-    With a `rounding`, the norm is rounded rows for the layer that this rounding is of.
+    With a `rounding`, the norm is rounded rows for the layer that this rounding is of. The `ranks`
+    are those whose sum `add` normalizes.
     """
 
     kernels: Kernels = PLAIN
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, ranks: Ranks = ALONE) -> None:
         super().__init__()
+        self.ranks = ranks
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
@@ -33,5 +36,8 @@ class RMSNorm(Layer):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, rounding: Rounding | None = None
     ) -> tuple[Any, torch.Tensor]:
-        """Return `norm(x + residual)` and the sum, which is the next residual."""
+        """Return the norm of the residual and all ranks' x, and the sum, which is the next one."""
+        if rounding is None and (sums := self.ranks.few(len(x), x)):
+            return sums.add_rms_norm(x, residual, self.weight, self.eps)
+        x = self.ranks.all_reduce(x)
         return (rounding or self.kernels).add_rms_norm(x, residual, self.weight, self.eps)

@@ -69,14 +69,19 @@ class LinearBase(Layer):
     def operand_and_bias(self) -> tuple[Any, torch.Tensor | None]:
         """What kernels read that fuse other operations with the layer's, once it is bound."""
         assert self.matrix is not None
-        return self.matrix.operand, self.bias
+        return self.matrix.operand, self.added_bias
+
+    @property
+    def added_bias(self) -> torch.Tensor | None:
+        """The bias that this rank adds."""
+        return self.bias
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
         """How this layer rounds as many rows as x has: `forward` takes those, too."""
         return None if self.matrix is None else self.matrix.rounding(x)
 
     def forward(self, x: Any) -> torch.Tensor:
-        return self.linear(x, self.bias)
+        return self.linear(x, self.added_bias)
 
     def linear(
         self, x: Any, bias: torch.Tensor | None, out: torch.Tensor | None = None
@@ -105,9 +110,10 @@ class ReplicatedLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """A linear layer whose inputs are split among the ranks, which add up their outputs.
+    """A linear layer whose inputs are split among the ranks: [T, in / size] -> [T, out].
 
-    [T, in / size] -> [T, out]. Only rank 0 adds the bias.
+    The output is the sum of what the ranks return: the norm that follows adds that up. Only rank 0
+    adds the bias.
     """
 
     def __init__(
@@ -122,8 +128,9 @@ class RowParallelLinear(LinearBase):
         super().__init__(Held((out_features,), (rows,), in_features, columns), bias, weight_format)
         self.ranks = ranks
 
-    def forward(self, x: Any) -> torch.Tensor:
-        return self.ranks.all_reduce(self.linear(x, self.bias if self.ranks.rank == 0 else None))
+    @property
+    def added_bias(self) -> torch.Tensor | None:
+        return self.bias if self.ranks.rank == 0 else None
 
 
 class MergedColumnParallelLinear(LinearBase):

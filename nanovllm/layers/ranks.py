@@ -4,7 +4,12 @@ Layers use only this class. A single rank holds everything and exchanges nothing
 supports several ranks: it knows about processes and devices.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton.all_reduce import PeerSums  # which needs Triton
 
 
 class Ranks:
@@ -14,9 +19,15 @@ class Ranks:
         assert 0 <= rank < size
         self.rank = rank
         self.size = size
+        self.peer_sums: PeerSums | None = None  # kernels that exchange few rows, if there are any
+
+    def few(self, num_rows: int, like: torch.Tensor) -> "PeerSums | None":
+        """The kernels that sum so few rows like those of `like`; None if there are none."""
+        sums = self.peer_sums
+        return sums if sums and 0 < num_rows <= sums.most_rows(like) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' x on every rank. May overwrite x."""
+        """Return the sum of all ranks' x [T, N] on every rank. May overwrite x."""
         assert self.size == 1
         return x
 

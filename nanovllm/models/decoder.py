@@ -4,6 +4,7 @@ The T tokens of a step form one dimension, across all its sequences.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -136,7 +137,10 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attend, add; norm, feed forward, add. An add is done by the norm that follows it."""
+    """Norm, attend, add; norm, feed forward, add. An add is done by the norm that follows it.
+
+    With several ranks, that norm adds up what they return.
+    """
 
     def __init__(
         self, config: ModelConfig, index: int, ranks: Ranks, whole_experts: bool, formats: Formats
@@ -152,8 +156,8 @@ class DecoderLayer(nn.Module):
             self.mlp = SparseMLP(config.hidden_size, config.experts, ranks, whole_experts, formats)
         else:
             self.mlp = MLP(config, ranks, formats)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ranks)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ranks)
 
     def forward(
         self,
@@ -190,6 +194,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, Scaled]:
         """As `forward`, in six kernels instead of nine: the linears also do norms and sums.
 
+        With several ranks it takes eight, as two of them sum over the ranks.
+
         x is the residual. `scaled` is x scaled for this layer's first norm, None in the first
         layer. `norm` is the norm that follows this layer.
         """
@@ -199,10 +205,20 @@ class DecoderLayer(nn.Module):
         else:
             projected = few_rows.linear(scaled, *qkv.operand_and_bias)
         attended = self.self_attn.attend(projected, rope)
-        between = self.post_attention_layernorm
-        x, scaled = few_rows.add(attended, *o.operand_and_bias, x, between.weight, between.eps)
+        x, scaled = _add_few(few_rows, attended, o, x, self.post_attention_layernorm)
         gated = few_rows.gated(scaled, *gate_up.operand_and_bias)
-        return few_rows.add(gated, *down.operand_and_bias, x, norm.weight, norm.eps)
+        return _add_few(few_rows, gated, down, x, norm)
+
+
+def _add_few(
+    few_rows: "FewRows", x: torch.Tensor, linear: LinearBase, residual: torch.Tensor, norm: RMSNorm
+) -> tuple[torch.Tensor, Scaled]:
+    """The residual and all ranks' outputs of `linear`, added up, and that scaled for `norm`."""
+    if norm.ranks.size == 1:
+        return few_rows.add(x, *linear.operand_and_bias, residual, norm.weight, norm.eps)
+    assert norm.ranks.peer_sums is not None
+    part = few_rows.product(x, *linear.operand_and_bias)
+    return norm.ranks.peer_sums.add_scaled(part, residual, norm.weight, norm.eps)
 
 
 class Decoder(nn.Module):
@@ -217,6 +233,7 @@ class Decoder(nn.Module):
         formats: Formats,
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, ranks)
         self.rotary_emb = get_rope(
             config.head_dim, max_positions, config.max_position_embeddings, config.rope_parameters
@@ -225,22 +242,29 @@ class Decoder(nn.Module):
             DecoderLayer(config, index, ranks, whole_experts, formats.inside(f"layers.{index}"))
             for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ranks)
         self.few_rows: FewRows | None = None
 
     def bind_few_rows(self, kernels: Kernels) -> None:
         """Use the kernels for decode steps of few rows, if this device has faster ones.
 
-        They support neither several ranks, which must add up their outputs, nor experts. Layers
-        may be quantized differently: all of them need such kernels, and the lowest limit applies.
+        They do not support experts. Layers may be quantized differently: all of them need such
+        kernels, and the lowest limit applies.
         """
         layers: list[Any] = list(self.layers)
-        is_single = layers[0].self_attn.o_proj.ranks.size == 1
-        if is_single and all(isinstance(layer.mlp, MLP) for layer in layers):
+        if all(isinstance(layer.mlp, MLP) for layer in layers):
             operands = [[linear.operand_and_bias[0] for linear in each.linears] for each in layers]
             found = [kernels.few_rows(each, self.norm.weight.dtype) for each in operands]
             if all(found):
                 self.few_rows = min(found, key=lambda each: each.most_rows if each else 0)
+
+    def agree_on_few_rows(self) -> None:
+        """Take the lowest limit of all ranks, which have connected, if they sum by such kernels."""
+        ranks, few_rows = self.ranks, self.few_rows
+        if ranks.size > 1:
+            most = ranks.peer_sums.most_rows(self.norm.weight[None]) if ranks.peer_sums else 0
+            most = ranks.minimum(min(most, few_rows.most_rows) if few_rows else 0)
+            self.few_rows = replace(few_rows, most_rows=most) if few_rows and most else None
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None

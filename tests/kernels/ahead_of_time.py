@@ -102,6 +102,17 @@ def rms_norm(size: int) -> None:
     add_rms_norm(bf16(TOKENS, size), bf16(TOKENS, size), bf16(size), EPS)
 
 
+def all_reduce(size: int, ranks: int, rows: int) -> None:
+    from nanovllm.kernels.triton.all_reduce import REGIONS, PeerSums
+
+    places = torch.zeros(ranks + 1, dtype=torch.long)
+    sums, x, norm = PeerSums(ranks - 1, ranks, places, int32(REGIONS)), bf16(rows, size), bf16(size)
+    sums.all_reduce(x)
+    sums.embedding(torch.zeros(rows, dtype=torch.long), bf16(1000, size), 1000 * (ranks - 1))
+    sums.add_rms_norm(x, x, norm, EPS)
+    sums.add_scaled(x, x, norm, EPS)
+
+
 def silu_and_mul(size: int) -> None:
     from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
 
@@ -305,6 +316,12 @@ CALLS: dict[str, Callable[[], object]] = {
         decode_attention, QWEN3_8B, 64, eager=True, codes=True
     ),
     **{f"rms_norm, hidden {n}": partial(rms_norm, n) for n in (1024, 4096)},
+    **{
+        f"all_reduce, hidden {size}, {ranks} ranks, {rows} rows": partial(
+            all_reduce, size, ranks, rows
+        )
+        for size, ranks, rows in ((1024, 2, 1), (4096, 2, 64), (8192, 8, 32))
+    },
     "silu_and_mul": partial(silu_and_mul, 3072),
     **{
         f"norm_rope_store, {name}, {tokens} tokens": partial(norm_rope_store, h, norm, tokens)
@@ -407,6 +424,7 @@ CALLS: dict[str, Callable[[], object]] = {
 # under Triton 3.6, and none under 3.7; with a window it keeps two. The draw keeps up to six outside
 # its loops where registers are fewest.
 SPILLS = {
+    "all_reduce, hidden 8192, 8 ranks": 128,  # of the longest rows, of all ranks
     "prefill_attention": 128,
     "prefill_attention, head_dim 256": 256,
     "decode_attention, head_dim 64, block size 16": 16,

@@ -289,24 +289,37 @@ def test_only_decode_steps_of_few_rows_take_these_kernels(
     assert sizes == [1, 1]
 
 
-@pytest.mark.parametrize("why", ["two ranks", "experts"])
-def test_models_that_it_cannot_compute_do_not_take_these_kernels(
-    why: str, kernel_device: str
-) -> None:
-    """Two ranks, each with a part of a sum; experts, with other weights."""
+@pytest.mark.parametrize("mlp", [MLP, SparseMLP])
+def test_models_with_experts_do_not_take_these_kernels(mlp: type, kernel_device: str) -> None:
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
+    linear = SimpleNamespace(operand_and_bias=(weight, None))
+    layer = SimpleNamespace(linears=[linear] * 4, mlp=mlp.__new__(mlp))
+    made: Any = SimpleNamespace(
+        layers=[layer], norm=SimpleNamespace(weight=weight[0]), few_rows=None
+    )
+    Decoder.bind_few_rows(made, triton_kernels())
+    assert (made.few_rows is None) == (mlp is SparseMLP)
 
-    def decoder(why: str) -> Any:
-        size = 1 + (why == "two ranks")
-        part = SimpleNamespace(operand_and_bias=(weight, None), ranks=SimpleNamespace(size=size))
-        layer = SimpleNamespace(
-            self_attn=SimpleNamespace(o_proj=part), linears=[part] * 4,
-            mlp=SparseMLP.__new__(SparseMLP) if why == "experts" else MLP.__new__(MLP),
-        )  # fmt: skip
-        norm = SimpleNamespace(weight=weight[0])
-        return SimpleNamespace(layers=[layer], norm=norm, few_rows=None)
 
-    for case in (why, "neither"):
-        made = decoder(case)
-        Decoder.bind_few_rows(made, triton_kernels())
-        assert (made.few_rows is None) == (case == why)
+@pytest.mark.parametrize(
+    ("most_rows", "others", "sums", "agreed"),
+    [
+        (64, 32, 99, 32),
+        (64, 64, 48, 48),
+        (64, 0, 99, None),
+        (64, 64, 0, None),
+        (None, 64, 99, None),
+    ],
+    ids=["others'", "sums'", "another cannot", "no kernels that sum", "this one cannot"],
+)
+def test_ranks_take_these_kernels_for_as_many_rows(
+    most_rows: int | None, others: int, sums: int, agreed: int | None
+) -> None:
+    """Their sums would not fit together otherwise."""
+    peer_sums = SimpleNamespace(most_rows=lambda _: sums) if sums else None
+    ranks = SimpleNamespace(size=2, peer_sums=peer_sums, minimum=lambda number: min(number, others))
+    norm = SimpleNamespace(weight=torch.zeros(64, dtype=bf16))
+    few_rows = most_rows and FewRows(most_rows)
+    made: Any = SimpleNamespace(ranks=ranks, norm=norm, few_rows=few_rows)
+    Decoder.agree_on_few_rows(made)
+    assert (made.few_rows and made.few_rows.most_rows) == agreed

@@ -22,6 +22,7 @@ from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -124,8 +125,22 @@ def test_row_parallel_outputs_are_the_sum_with_one_bias(size: int) -> None:
         load(layer, weight=weight, bias=bias)
         return layer(x[:, ranks.equal_slice(840)])
 
-    for out in on_ranks(size, run):
-        torch.testing.assert_close(out, x @ weight.T + bias, rtol=1e-5, atol=1e-4)
+    total = torch.stack(on_ranks(size, run)).sum(0)
+    torch.testing.assert_close(total, x @ weight.T + bias, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_norm_adds_up_what_the_ranks_return(size: int) -> None:
+    torch.manual_seed(0)
+    parts, residual = torch.randn(size, 5, 12), torch.randn(5, 12)
+    expected = parts.sum(0) + residual
+
+    def run(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+        return RMSNorm(12, 1e-6, ranks).add(parts[ranks.rank], residual)
+
+    for normed, total in on_ranks(size, run):
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(normed, RMSNorm(12, 1e-6)(expected))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,4 +1,4 @@
-"""Ranks on GPUs, which exchange tensors through NCCL.
+"""Ranks on GPUs, which exchange tensors through NCCL, and sum few rows by kernels of our own.
 
 Each engine has a process group of its own. PyTorch's default group is left to the caller, and
 several engines do not interfere. The system chooses the ports. They are on the loopback device,
@@ -11,13 +11,17 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from nanovllm.engine.ranks.errors import ExchangeError
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
+
+if TYPE_CHECKING:
+    from nanovllm.engine.ranks.peers import Peers
+    from nanovllm.kernels.triton.all_reduce import PeerSums
 
 dist: Any = torch.distributed  # its bindings have no types
 
@@ -49,6 +53,7 @@ class NcclRanks(ProcessRanks):
         self._broadcast = _options("BroadcastOptions")  # from rank 0 by default
         self._gather = _options("GatherOptions")
         self._gather.rootRank = 0
+        self._peers: Peers | None = None
 
     def connect(self) -> None:
         """Connect to the other ranks. NCCL would wait forever for a rank that dies meanwhile.
@@ -86,8 +91,19 @@ class NcclRanks(ProcessRanks):
         self._exchange(group.allreduce, [x], self._sum)  # NCCL connects in the first exchange
         x.item()
         self._group = group  # only now can it be aborted
+        self.peer_sums = self._connect_peers()
+
+    def _connect_peers(self) -> "PeerSums | None":
+        try:
+            from nanovllm.engine.ranks.peers import Peers, connect_peers
+        except ImportError:  # Triton is not installed
+            return None
+        self._peers = Peers(self.rank, self.size, self._device)
+        return connect_peers(self, self._peers)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if sums := self.few(len(x), x):
+            return sums.all_reduce(x)
         self._exchange(self._group.allreduce, [x], self._sum)
         return x
 
@@ -107,16 +123,22 @@ class NcclRanks(ProcessRanks):
 
     def abort(self) -> None:
         """Abort the exchanges in flight, and wait until no CUDA graph holds any."""
+        if self._peers is not None:
+            self._peers.end()
         if self._group is not None:
             self._group.abort()
 
     def leave(self, together: bool) -> None:
+        if self._peers is not None and not together:
+            self._peers.end()
         if self._group is not None:
             _call_within(CONNECT_TIMEOUT, self._group.shutdown if together else self._group.abort)
         self._group = None
 
     def close(self) -> None:
         self._store = None
+        if self._peers is not None:
+            self._peers.close()
 
     @staticmethod
     def _exchange(method: Callable[..., Any], *arguments: Any) -> None:

@@ -103,6 +103,14 @@ class FewRows:
         _launch(x.product, weight, bias, out, scaled=x)
         return out
 
+    def product(
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias`: a rank's part of a sum."""
+        out = x.new_empty(len(x), weight.shape[0])
+        _launch(x, weight, bias, out)
+        return out
+
     def gated(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
         out = rows_with_room(len(x.product), weight.shape[0] // 2, x.product)

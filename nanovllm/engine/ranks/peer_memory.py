@@ -1,0 +1,80 @@
+"""Memory of a rank's GPU that the GPUs of other processes write to.
+
+These are the driver's calls; PyTorch offers them to its default group alone. Nothing named is left
+behind: a mapping ends with its process.
+"""
+
+import contextlib
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+HANDLE_BYTES = 64
+ENABLE_PEER_ACCESS = ctypes.c_uint(1)
+Address = ctypes.c_uint64
+
+
+class Handle(ctypes.Structure):
+    """What another process needs to map the memory."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+class PeerMemory:
+    """A buffer on this rank's device, and the mapped buffers of the other ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._own: Address | None = None
+        self._others: list[Address] = []
+
+    def allocate(self, num_bytes: int, fill: int) -> None:
+        """Allocate the buffer, and fill it with the number `fill` of 16 bits."""
+        with torch.cuda.device(self.device):
+            own = Address()
+            _call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
+            self._own, count = own, ctypes.c_size_t(num_bytes // 2)
+            _call("cuMemsetD16_v2", own, ctypes.c_ushort(fill), count)
+            torch.cuda.synchronize()
+
+    def handle(self) -> bytes:
+        """What the other ranks need to map the buffer."""
+        handle = Handle()
+        with torch.cuda.device(self.device):
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+        return bytes(handle.bytes)
+
+    def open(self, rank: int, handles: list[bytes]) -> list[int]:
+        """Map the buffers of all ranks except this one. Returns the addresses of all of them."""
+        addresses = []
+        with torch.cuda.device(self.device):
+            for other, data in enumerate(handles):
+                address, handle = self._own or Address(), Handle.from_buffer_copy(data)
+                if other != rank:
+                    address = Address()
+                    to = ctypes.byref(address)
+                    _call("cuIpcOpenMemHandle_v2", to, handle, ENABLE_PEER_ACCESS)
+                    self._others.append(address)
+                addresses.append(address.value)
+        return addresses
+
+    def close(self) -> None:
+        """Unmap and free all of it, whatever the device's state. No kernel may use it any more."""
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
+            for address in self._others:
+                _driver().cuIpcCloseMemHandle(address)
+            if self._own is not None:
+                _driver().cuMemFree_v2(self._own)
+        self._own, self._others = None, []
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if status := getattr(_driver(), name)(*arguments):
+        raise RuntimeError(f"{name} fails with CUDA's error {status}")
