@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.step.draw_inputs import draw_inputs
+from nanovllm.engine.step.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.launched import Launched
 from nanovllm.engine.step.ledger import Ledger
@@ -39,6 +39,7 @@ class ModelRunner:
         shard, seqs = self.shard, batch.sampling_seqs
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
         inputs = step_inputs(batch, shard.block_size, self.ledger, prompts)
+        inputs.whole_logits = self.workers is None or needs_logits(seqs)
         with self._on_other_ranks(inputs), shard.computing():
             computed = shard.compute(inputs)
             draws = draw_inputs(seqs, shard.vocab_size, shard.device.type, computed)

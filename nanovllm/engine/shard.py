@@ -55,6 +55,7 @@ class Shard:
         )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
         self.graphs: DecodeGraphs | None = None
+        self._tokens_are_shared = False  # whether all ranks have the table's last tokens
         self._num_threads = num_threads
 
     @property
@@ -81,12 +82,26 @@ class Shard:
         self.table.write(inputs.changes)
         if inputs.prefill is not None:
             return self._compute_prefill(inputs.prefill, inputs.width, inputs.report)
-        self.broadcast_tokens()
+        self.share_tokens()
         if self.graphs and inputs.num_seqs <= self.graphs.max_batch_size:
-            return self.graphs.replay(inputs.num_seqs)
+            return self._replay(self.graphs, inputs)
+        self._tokens_are_shared = False
         hidden, decoding = self._decode(inputs.num_seqs, inputs.width)
         choices = decoding.temperatures, decoding.keys
         return Computed(self.model.compute_logits(hidden), decoding.rows, choices)
+
+    def _replay(self, graphs: DecodeGraphs, inputs: StepInputs) -> Computed:
+        """A decode graph's step. If ranks draw together, rank 0 has all logits where it needs them.
+
+        Then it may replace tokens that the ranks have drawn.
+        """
+        computed = graphs.replay(inputs.num_seqs)
+        if self.ranks.peer_kernels is None:
+            self._tokens_are_shared = False
+        elif inputs.whole_logits:
+            self._tokens_are_shared = False
+            computed = computed._replace(logits=self.model.lm_head.gather(computed.logits))
+        return computed
 
     def draw(
         self, computed: Computed, inputs: DrawInputs
@@ -97,6 +112,7 @@ class Shard:
         computed = computed.first(inputs.num_samples)
         token_ids = computed.token_ids
         if token_ids is None or inputs.filters:
+            assert computed.logits.shape[1] == self.vocab_size
             choices = self._choices(computed, inputs)
             filters = upload_all(inputs.filters, self.device)
             token_ids = self.sampler(computed.logits, *choices, filters, token_ids)
@@ -116,10 +132,11 @@ class Shard:
         assert inputs.temperatures is not None and inputs.keys is not None
         return upload(inputs.temperatures, self.device), upload(inputs.keys, self.device)
 
-    def broadcast_tokens(self) -> None:
-        """Broadcast the table's last tokens, which rank 0 has drawn, to the other ranks."""
-        if self.ranks.size > 1:
+    def share_tokens(self) -> None:
+        """Let all ranks have the table's last tokens, if rank 0 alone has drawn some."""
+        if self.ranks.size > 1 and not self._tokens_are_shared:
             self.ranks.broadcast(self.table.state.tokens)
+        self._tokens_are_shared = True
 
     def _compute_prefill(
         self, prefill: PrefillInputs, width: int, report: ReportInputs | None
@@ -132,7 +149,10 @@ class Shard:
         hidden = hidden[prefill.num_reported :]
         if prefill.shared_samples is not None:
             hidden = hidden[upload(prefill.shared_samples, self.device)]
-        logits = self.model.compute_logits(hidden) if len(hidden) else hidden
+        logits = hidden
+        if len(hidden):
+            logits = self.model.compute_logits(hidden)
+            self._tokens_are_shared = False
         table_rows = upload(prefill.sample_table_rows, self.device)
         return Computed(logits, table_rows, prompt_logprobs=columns)
 
@@ -161,7 +181,7 @@ class Shard:
         )  # fmt: skip
         pending = prefill.pending()
         if len(pending[0]):
-            self.broadcast_tokens()
+            self.share_tokens()
             input_ids = self.table.fill_pending(input_ids, *upload_ahead(self.device, *pending))
         tables = rows = None
         if width:
@@ -193,14 +213,23 @@ class Shard:
         return self._forward(decoding.input_ids, decoding.positions, context), decoding
 
     def _decode_and_draw(self, num_rows: int, out: torch.Tensor) -> Computed:
-        """A decode graph's step: logits go to `out`, and rank 0 draws and keeps the tokens."""
+        """A decode graph's step: logits go to `out`, and the tokens are drawn and kept.
+
+        Ranks draw together if they have kernels for it, each from its part of the logits. Else rank
+        0 draws alone.
+        """
         hidden, decoding = self._decode(num_rows, self.table.layout.max_blocks)
         rows, choices = decoding.rows, (decoding.temperatures, decoding.keys)
-        if self.ranks.rank > 0:
+        head, together = self.model.lm_head, self.ranks.peer_kernels
+        if together:
+            logits = head.part(hidden, out)
+            token_ids = together.sample(logits, *choices, head.shard.start)
+        elif self.ranks.rank > 0:
             self.model.compute_logits(hidden)
             return Computed(out, rows)
-        logits = self.model.compute_logits(hidden, out)
-        token_ids = self.sampler(logits, *choices)
+        else:
+            logits = self.model.compute_logits(hidden, out)
+            token_ids = self.sampler(logits, *choices)
         self.table.keep_tokens(rows, token_ids)
         return Computed(logits, rows, choices, token_ids)
 
@@ -223,9 +252,10 @@ class Shard:
     def decode_graphs(self, num_running: int) -> DecodeGraphs:
         """The decode steps of a ladder, not captured; they run on any device."""
         top = min(num_running, MAX_GRAPH_BATCH)
-        vocab_size = self.vocab_size if self.ranks.rank == 0 else 0
-        dtype = self.placement.dtype
-        logits = torch.empty(top, vocab_size, dtype=dtype, device=self.device)
+        columns = self.vocab_size if self.ranks.rank == 0 else 0
+        if self.ranks.peer_kernels:
+            columns = self.model.lm_head.held.num_rows
+        logits = torch.empty(top, columns, dtype=self.placement.dtype, device=self.device)
         return DecodeGraphs(self._decode_and_draw, batch_ladder(top), logits)
 
     def capture_graphs(self, num_running: int) -> int:

@@ -33,7 +33,7 @@ def warm_up(shard: Shard, config: Config, num_running: int) -> None:
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
     vocab_size, longest = shard.model_config.vocab_size, shard.placement.max_positions
-    shard.broadcast_tokens()  # NCCL connects in the first exchange of a kind
+    shard.share_tokens()  # NCCL connects in the first exchange of a kind
     shard.prefill_hidden(warmup_inputs(1, longest))
     hidden = shard.prefill_hidden(warmup_inputs(num_tokens, longest))
     reported = shard.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])

@@ -63,7 +63,10 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(LinearBase):
-    """The projection to the vocabulary: [T, hidden] -> [T, vocab]; complete only on rank 0."""
+    """The projection to the vocabulary: [T, hidden] -> [T, vocab]; complete only on rank 0.
+
+    Each rank computes its `part` of the columns.
+    """
 
     def __init__(
         self,
@@ -95,9 +98,16 @@ class ParallelLMHead(LinearBase):
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits, written to `out` if given."""
         if self.ranks.size == 1:
-            return self.linear(x, None, out)
-        logits = self.linear(x, None)
-        if padding := self.shard.num_rows - logits.shape[1]:
-            logits = F.pad(logits, (0, padding))
-        logits = self.ranks.gather(logits)[:, : self.shard.vocab_size]
+            return self.part(x, out)
+        logits = self.gather(self.part(x))
         return logits if out is None else out.copy_(logits)
+
+    def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of this rank's tokens, written to `out` if given."""
+        return self.linear(x, None, out)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The logits of which each rank has a part."""
+        if padding := self.shard.num_rows - part.shape[1]:
+            part = F.pad(part, (0, padding))
+        return self.ranks.gather(part)[:, : self.shard.vocab_size]

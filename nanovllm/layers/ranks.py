@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.all_reduce import PeerSums  # which needs Triton
+    from nanovllm.kernels.triton.all_reduce import PeerKernels  # which needs Triton
 
 
 class Ranks:
@@ -19,11 +19,13 @@ class Ranks:
         assert 0 <= rank < size
         self.rank = rank
         self.size = size
-        self.peer_sums: PeerSums | None = None  # kernels that exchange few rows, if there are any
+        self.peer_kernels: PeerKernels | None = (
+            None  # kernels that exchange few rows, if there are any
+        )
 
-    def few(self, num_rows: int, like: torch.Tensor) -> "PeerSums | None":
+    def few(self, num_rows: int, like: torch.Tensor) -> "PeerKernels | None":
         """The kernels that sum so few rows like those of `like`; None if there are none."""
-        sums = self.peer_sums
+        sums = self.peer_kernels
         return sums if sums and 0 < num_rows <= sums.most_rows(like) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -216,9 +216,9 @@ def _add_few(
     """The residual and all ranks' outputs of `linear`, added up, and that scaled for `norm`."""
     if norm.ranks.size == 1:
         return few_rows.add(x, *linear.operand_and_bias, residual, norm.weight, norm.eps)
-    assert norm.ranks.peer_sums is not None
+    assert norm.ranks.peer_kernels is not None
     part = few_rows.product(x, *linear.operand_and_bias)
-    return norm.ranks.peer_sums.add_scaled(part, residual, norm.weight, norm.eps)
+    return norm.ranks.peer_kernels.add_scaled(part, residual, norm.weight, norm.eps)
 
 
 class Decoder(nn.Module):
@@ -262,7 +262,7 @@ class Decoder(nn.Module):
         """Take the lowest limit of all ranks, which have connected, if they sum by such kernels."""
         ranks, few_rows = self.ranks, self.few_rows
         if ranks.size > 1:
-            most = ranks.peer_sums.most_rows(self.norm.weight[None]) if ranks.peer_sums else 0
+            most = ranks.peer_kernels.most_rows(self.norm.weight[None]) if ranks.peer_kernels else 0
             most = ranks.minimum(min(most, few_rows.most_rows) if few_rows else 0)
             self.few_rows = replace(few_rows, most_rows=most) if few_rows and most else None
 

@@ -103,14 +103,22 @@ def rms_norm(size: int) -> None:
 
 
 def all_reduce(size: int, ranks: int, rows: int) -> None:
-    from nanovllm.kernels.triton.all_reduce import REGIONS, PeerSums
+    from nanovllm.kernels.triton.all_reduce import PeerKernels
+    from nanovllm.kernels.triton.exchange import REGIONS
 
     places = torch.zeros(ranks + 1, dtype=torch.long)
-    sums, x, norm = PeerSums(ranks - 1, ranks, places, int32(REGIONS)), bf16(rows, size), bf16(size)
+    sums, x, norm = (
+        PeerKernels(ranks - 1, ranks, places, int32(REGIONS)),
+        bf16(rows, size),
+        bf16(size),
+    )
     sums.all_reduce(x)
     sums.embedding(torch.zeros(rows, dtype=torch.long), bf16(1000, size), 1000 * (ranks - 1))
     sums.add_rms_norm(x, x, norm, EPS)
     sums.add_scaled(x, x, norm, EPS)
+    columns = -(-151936 // ranks)
+    choices = torch.empty(rows), torch.empty(rows, dtype=torch.long)
+    sums.sample(bf16(rows, columns), *choices, columns * (ranks - 1))
 
 
 def silu_and_mul(size: int) -> None:

@@ -1,6 +1,7 @@
 """Sums over ranks through shared memory, against their twins.
 
-Interpreted, the ranks are processes whose buffers are shared memory. On a GPU they are streams.
+Interpreted, the ranks are processes whose buffers are shared memory. On a GPU they are threads,
+each with a stream.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,10 @@ import torch
 
 from nanovllm.kernels.plain import all_reduce as plain
 from nanovllm.kernels.triton import all_reduce as module
-from nanovllm.kernels.triton.all_reduce import EMPTY_HALF, PeerSums, buffer_bytes
+from nanovllm.kernels.triton import exchange
+from nanovllm.kernels.triton.all_reduce import PeerKernels
+from nanovllm.kernels.triton.exchange import EMPTY_HALF, buffer_bytes
+from nanovllm.kernels.triton.sample import sample
 from nanovllm.layers.ranks import Ranks
 
 pytestmark = [
@@ -26,13 +31,13 @@ pytestmark = [
 
 EPS = 1e-6
 SECONDS = 60.0  # after which ranks are taken to wait forever
-Run = Callable[[PeerSums], Any]
+Run = Callable[[PeerKernels], Any]
 
 
 @pytest.fixture(scope="module")
 def small_buffers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "REGIONS", 32)
+        patch.setattr(exchange, "REGIONS", 32)
         yield
 
 
@@ -47,23 +52,26 @@ class Buffers:
         self.ended = torch.zeros(1, dtype=torch.int32)
         self.ended = self.ended.pin_memory() if device != "cpu" else self.ended.share_memory_()
 
-    def sums(self, rank: int) -> PeerSums:
+    def sums(self, rank: int) -> PeerKernels:
         step = buffer_bytes(self.size)
         starts = [self.memory.data_ptr() + other * step for other in range(self.size)]
         places = torch.tensor([*starts, self.ended.data_ptr()], device=self.device)
-        counts = torch.zeros(module.REGIONS, dtype=torch.int32, device=self.device)
-        return PeerSums(rank, self.size, places, counts)
+        counts = torch.zeros(exchange.REGIONS, dtype=torch.int32, device=self.device)
+        return PeerKernels(rank, self.size, places, counts)
 
 
 def on_ranks(buffers: Buffers, run: Run) -> list[Any]:
     """What `run` returns on each rank."""
     if buffers.device != "cpu":
-        results = []
-        for rank in range(buffers.size):
+
+        def on_stream(rank: int) -> Any:
             with torch.cuda.stream(torch.cuda.Stream()):
-                results.append(run(buffers.sums(rank)))
-        torch.cuda.synchronize()
-        return results
+                result = run(buffers.sums(rank))
+                torch.cuda.current_stream().synchronize()
+            return result
+
+        with ThreadPoolExecutor(buffers.size) as pool:
+            return list(pool.map(on_stream, range(buffers.size)))
     context: Any = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(buffers.size)]
 
@@ -116,7 +124,7 @@ class Call:
             return parts, []
         return parts, [values(self.rows, self.size), values(self.size)]
 
-    def run(self, sums: PeerSums) -> list[torch.Tensor]:
+    def run(self, sums: PeerKernels) -> list[torch.Tensor]:
         """On one rank."""
         parts, rest = self.inputs(sums.size, str(sums.places.device))
         mine = parts[sums.rank]
@@ -164,7 +172,7 @@ def test_sums_equal_their_twins_on_all_ranks(
     made = calls(number, dtype, seed=size)
     buffers = Buffers(size, kernel_device)
 
-    def run(sums: PeerSums) -> list[torch.Tensor]:
+    def run(sums: PeerKernels) -> list[torch.Tensor]:
         delays, results = random.Random(sums.rank), []
         for call in made:
             if delays.random() < 0.5 and kernel_device == "cpu":
@@ -182,6 +190,34 @@ def test_sums_equal_their_twins_on_all_ranks(
     assert (buffers.memory == EMPTY_HALF - (1 << 16)).all(), "something is left in a slot"
 
 
+@pytest.mark.parametrize(("size", "vocab_size"), [(2, 3000), (3, 1100), (4, 5)])
+def test_ranks_draw_what_one_would_of_the_same_logits(
+    size: int, vocab_size: int, kernel_device: str
+) -> None:
+    """Bit for bit, greedy rows and others; of equal logits on two ranks, the first wins."""
+    rows, columns = 6, -(-vocab_size // size)
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(rows, vocab_size, generator=generator)
+    logits[0] = 1.0
+    logits[1, [1, vocab_size - 1]] = 9.0
+    logits[2, :-1] = -torch.inf
+    logits[3] = torch.nan
+    temperatures = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.7, 100.0])
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+
+    def run(sums: PeerKernels) -> list[torch.Tensor]:
+        first = min(columns * sums.rank, vocab_size)
+        part = logits[:, first : first + columns].to(kernel_device)
+        options = temperatures.to(kernel_device), keys.to(kernel_device)
+        return [sums.sample(part, *options, first) for _ in range(3)]
+
+    inputs = [x.to(kernel_device) for x in (logits, temperatures, keys)]
+    expected = sample(*inputs)
+    assert expected[1] == 1 and expected[2] == vocab_size - 1
+    for drawn in on_ranks(Buffers(size, kernel_device), run):
+        assert all(torch.equal(tokens, expected) for tokens in drawn)
+
+
 @pytest.mark.parametrize(
     ("dtype", "word"), [(torch.float32, torch.int32), (torch.float16, torch.int16)]
 )
@@ -194,7 +230,7 @@ def test_numbers_that_mark_empty_places_are_sent_as_zeros(
     x = torch.cat([special, torch.tensor([[0.0, -0.0, 1.0, torch.inf, torch.nan]], dtype=dtype)], 1)
     others = torch.tensor([[0.0, 2.0, -0.0, -0.0, 1.0, 1.0, 1.0]], dtype=dtype)
 
-    def run(sums: PeerSums) -> list[torch.Tensor]:
+    def run(sums: PeerKernels) -> list[torch.Tensor]:
         mine = others if sums.rank else x
         return [sums.all_reduce(mine.to(sums.places.device))]
 
@@ -228,7 +264,7 @@ def test_as_many_rows_are_taken_as_fit_and_are_faster(
     """Regions limit the rows, and what a rank may send, which more ranks make more."""
     monkeypatch.setattr(module, "MOST_BYTES", 32 << 14)
     ranks = Ranks(0, size)
-    ranks.peer_sums = PeerSums(0, size, torch.empty(0), torch.empty(0))
+    ranks.peer_kernels = PeerKernels(0, size, torch.empty(0), torch.empty(0))
     row = torch.empty(1, columns, dtype=torch.bfloat16)
     taken = [rows for rows in range(100) if ranks.few(rows, row)]
     assert taken == list(range(1, most_rows + 1))

@@ -316,8 +316,10 @@ def test_ranks_take_these_kernels_for_as_many_rows(
     most_rows: int | None, others: int, sums: int, agreed: int | None
 ) -> None:
     """Their sums would not fit together otherwise."""
-    peer_sums = SimpleNamespace(most_rows=lambda _: sums) if sums else None
-    ranks = SimpleNamespace(size=2, peer_sums=peer_sums, minimum=lambda number: min(number, others))
+    peer_kernels = SimpleNamespace(most_rows=lambda _: sums) if sums else None
+    ranks = SimpleNamespace(
+        size=2, peer_kernels=peer_kernels, minimum=lambda number: min(number, others)
+    )
     norm = SimpleNamespace(weight=torch.zeros(64, dtype=bf16))
     few_rows = most_rows and FewRows(most_rows)
     made: Any = SimpleNamespace(ranks=ranks, norm=norm, few_rows=few_rows)

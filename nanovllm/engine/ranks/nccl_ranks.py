@@ -21,7 +21,7 @@ from nanovllm.engine.ranks.process_ranks import ProcessRanks
 
 if TYPE_CHECKING:
     from nanovllm.engine.ranks.peers import Peers
-    from nanovllm.kernels.triton.all_reduce import PeerSums
+    from nanovllm.kernels.triton.all_reduce import PeerKernels
 
 dist: Any = torch.distributed  # its bindings have no types
 
@@ -91,9 +91,9 @@ class NcclRanks(ProcessRanks):
         self._exchange(group.allreduce, [x], self._sum)  # NCCL connects in the first exchange
         x.item()
         self._group = group  # only now can it be aborted
-        self.peer_sums = self._connect_peers()
+        self.peer_kernels = self._connect_peers()
 
-    def _connect_peers(self) -> "PeerSums | None":
+    def _connect_peers(self) -> "PeerKernels | None":
         try:
             from nanovllm.engine.ranks.peers import Peers, connect_peers
         except ImportError:  # Triton is not installed

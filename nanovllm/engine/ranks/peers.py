@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 
 from nanovllm.engine.ranks.peer_memory import HANDLE_BYTES, PeerMemory
-from nanovllm.kernels.triton.all_reduce import EMPTY_HALF, REGIONS, PeerSums, buffer_bytes
+from nanovllm.kernels.triton.all_reduce import PeerKernels
+from nanovllm.kernels.triton.exchange import EMPTY_HALF, REGIONS, buffer_bytes
 from nanovllm.layers.ranks import Ranks
 
 logger = logging.getLogger("nanovllm")
@@ -37,12 +38,12 @@ class Peers:
         handles[self.rank] = torch.tensor(list(self._memory.handle()), dtype=torch.uint8)
         return handles.to(self.device)
 
-    def open(self, handles: torch.Tensor) -> PeerSums:
+    def open(self, handles: torch.Tensor) -> PeerKernels:
         """Map the other ranks' buffers. Returns the kernels that use them."""
         addresses = self._memory.open(self.rank, [bytes(each) for each in handles.tolist()])
         places = torch.tensor([*addresses, self._ended.data_ptr()], device=self.device)
         counts = torch.zeros(REGIONS, dtype=torch.int32, device=self.device)
-        return PeerSums(self.rank, self.size, places, counts)
+        return PeerKernels(self.rank, self.size, places, counts)
 
     def end(self) -> None:
         """Let kernels that wait for a rank end. Called from any thread."""
@@ -53,7 +54,7 @@ class Peers:
         self._memory.close()
 
 
-def connect_peers(ranks: Ranks, peers: Peers) -> PeerSums | None:
+def connect_peers(ranks: Ranks, peers: Peers) -> PeerKernels | None:
     """Set up the kernels, together with the other ranks. None where they do not work."""
     handles = _agreed(ranks, peers.allocate)
     if handles is None:
@@ -73,7 +74,7 @@ def _agreed(ranks: Ranks, step: Callable[[], T]) -> T | None:
     return result if ranks.minimum(result is not None) else None
 
 
-def _tried(sums: PeerSums, end: Callable[[], None]) -> PeerSums:
+def _tried(sums: PeerKernels, end: Callable[[], None]) -> PeerKernels:
     """Sum two rows over the ranks; a RuntimeError if that is wrong or takes too long."""
     numbers = torch.arange(64.0, device=sums.places.device).expand(2, -1)
     total = sums.all_reduce(numbers * (sums.rank + 1))

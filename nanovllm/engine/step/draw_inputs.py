@@ -57,6 +57,11 @@ def draw_inputs(
     return inputs
 
 
+def needs_logits(seqs: list[Sequence]) -> bool:
+    """Whether a draw or a report of `seqs` reads more than the token that a decode step draws."""
+    return any(seq.is_narrowed for seq in seqs) or drawn_report_inputs(seqs) is not None
+
+
 def _parts(seqs: list[Sequence], vocab_size: int, device_type: str) -> list[Filters]:
     """The filters of the rows that are narrowed, rows with the same kinds together."""
     narrowed = [row for row, seq in enumerate(seqs) if seq.is_narrowed]

@@ -57,14 +57,16 @@ class StepInputs:
     """A step on the host: the changes of the device table, and a prefill's tokens.
 
     A decode step of `num_seqs` sequences reads everything else from the table. `width` is the
-    number of columns of its block tables, 0 for a prefill that reads none. `report`, which rank 0
-    alone has, says what is reported of the prompts.
+    number of columns of its block tables, 0 for a prefill that reads none. `whole_logits`: whether
+    rank 0 needs the logits of a decode step, and not only the tokens that the ranks draw together.
+    `report`, which rank 0 alone has, says what is reported of the prompts.
     """
 
     num_seqs: int
     width: int
     changes: TableChanges
     prefill: PrefillInputs | None = None
+    whole_logits: bool = True
     report: ReportInputs | None = None
 
 
@@ -92,7 +94,8 @@ def step_inputs(
     )
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0
-    return StepInputs(len(seqs), width, changes, prefill, prompt_report_inputs(prompt_reports))
+    report = prompt_report_inputs(prompt_reports)
+    return StepInputs(len(seqs), width, changes, prefill, report=report)
 
 
 def _tokens(seqs: list[Sequence], block_size: int) -> tuple[Array, Array, Array, Array, Array]:

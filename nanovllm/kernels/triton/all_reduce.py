@@ -1,23 +1,6 @@
-"""Sums over the ranks through memory that their GPUs share, with what follows a sum fused in.
+"""Sums over the ranks of several GPUs, with what surrounds them, and the draw from their logits.
 
-T rows of N elements, R ranks. Each rank has a buffer that the other ranks' GPUs write to. A kernel
-is the same on all ranks, and its program p exchanges with program p of the others alone, through
-a part of the buffers, its `region`. In exchange e of that region, a program
-
-1. writes its addends to slot e % 2 of its region in every other rank's buffer,
-2. reads the same slot of its own buffer until the addends of all other ranks are there,
-3. marks these places as EMPTY again, and counts the exchange.
-
-An addend is there when its place is not EMPTY, a value that is never sent. So there are no flags,
-and nothing depends on the order in which writes arrive.
-
-Two slots are enough, and no rank waits at the end. A rank writes slot e % 2 again in exchange
-e + 2. It has then read this rank's addends of exchange e + 1, and this rank sent those in a later
-kernel than the one in which it read and emptied its slot of exchange e.
-
-The count is in memory, so CUDA graphs can replay a kernel. A program waits for the one of the same
-number on other GPUs: there are at most REGIONS, few enough to run at the same time, and they start
-in the same order everywhere.
+T rows of N elements. How the GPUs exchange numbers: `exchange`.
 """
 
 from dataclasses import dataclass
@@ -27,22 +10,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.triton import exchange
+from nanovllm.kernels.triton.candidates import NO_TOKEN
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin, rows_with_room
+from nanovllm.kernels.triton.exchange import REGION_BYTES, receive, send, words_of
+from nanovllm.kernels.triton.sample import race_pieces
 
-REGIONS = 512  # programs of a kernel, at most: also rows
 MOST_BYTES = 1 << 22  # that a rank sends; up to there it is faster than NCCL (docs/tried)
-REGION_BYTES = 1 << 14  # of one rank's addends for one program
-SLOTS = 2
-EMPTY_HALF = 0x8000  # memory is filled with it: a negative zero of 16 bits
-EMPTY_16 = tl.constexpr(-0x8000)
-EMPTY_32 = tl.constexpr(0x80008000 - (1 << 32))  # float32: a negative number next to zero
-CHECK_SPINS = tl.constexpr(1 << 7)  # reads between checks that no rank has ended
 FLAT, NORM, SCALED = 0, 1, 2  # what follows the sum
-
-
-def buffer_bytes(size: int) -> int:
-    """The size of each of `size` ranks' buffers."""
-    return REGIONS * SLOTS * size * REGION_BYTES
 
 
 @triton.jit
@@ -50,42 +25,15 @@ def _sum_over_ranks(  # type: ignore[no-untyped-def]
     x, at, inside, places_ptr, counts_ptr, program,
     RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
 ):  # fmt: skip
-    """The sum in float32 of all ranks' x, in the order of ranks. `at` are places in a region.
-
-    If a rank has ended, the result is undefined, and nothing waits.
-    """
-    WORD: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32  # noqa: N806
-    EMPTY: tl.constexpr = EMPTY_16 if x.dtype.primitive_bitwidth == 16 else EMPTY_32  # noqa: N806
-    words = x.to(WORD, bitcast=True)
-    words = tl.where(words == EMPTY, 0, words)
-    count = tl.load(counts_ptr + program)
-    slot = (program * 2 + count % 2) * SIZE * REGION
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            place = tl.load(places_ptr + other).to(tl.pointer_type(WORD))
-            place = tl.multiple_of(place, 16) + slot + RANK * REGION
-            tl.store(place + at, words, mask=inside)
-    place = tl.multiple_of(tl.load(places_ptr + RANK).to(tl.pointer_type(WORD)), 16) + slot
-    ended_ptr = tl.load(places_ptr + SIZE).to(tl.pointer_type(tl.int32))
+    """The sum in float32 of all ranks' x, in the order of ranks."""
+    words = words_of(x)
+    place = send(words, at, inside, places_ptr, counts_ptr, program, RANK, SIZE, REGION)
     total = tl.zeros(x.shape, tl.float32)
-    spins = 0
-    ended = 0
     for other in tl.static_range(SIZE):
-        if other == RANK:
-            addends = words
-        else:
-            sent = place + other * REGION + at
-            addends = tl.load(sent, mask=inside, other=0, volatile=True)
-            missing = tl.max((addends == EMPTY).to(tl.int32), axis=0)
-            while (missing > 0) & (ended == 0):
-                addends = tl.load(sent, mask=inside, other=0, volatile=True)
-                missing = tl.max((addends == EMPTY).to(tl.int32), axis=0)
-                spins += 1
-                if spins % CHECK_SPINS == 0:
-                    ended = tl.load(ended_ptr, volatile=True)
-            tl.store(sent, tl.full(x.shape, EMPTY, WORD), mask=inside)
+        addends = words
+        if other != RANK:
+            addends = receive(place, words, at, inside, places_ptr, other, SIZE, REGION)
         total += addends.to(x.dtype, bitcast=True).to(tl.float32)
-    tl.store(counts_ptr + program, count + 1)
     return total
 
 
@@ -131,9 +79,43 @@ def _all_reduce_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + row * N + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_pieces"])
+def _first_best_of_ranks_kernel(  # type: ignore[no-untyped-def]
+    best_ptr, ids_ptr, out_ptr, places_ptr, counts_ptr, num_pieces,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program finds the first best token of one row: of all pieces of all ranks."""
+    row = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    inside = n < num_pieces
+    await_inputs(EARLY)
+    best = tl.load(best_ptr + row * num_pieces + n, mask=inside, other=-float("inf"))
+    ids = tl.load(ids_ptr + row * num_pieces + n, mask=inside, other=NO_TOKEN)
+    top = tl.max(best, axis=0)
+    winner = tl.min(tl.where(best == top, ids, NO_TOKEN), axis=0)
+    at = tl.arange(0, 2)  # the score and the token
+    entry = tl.where(at == 0, top.to(tl.int32, bitcast=True), winner)
+    words = words_of(entry)
+    place = send(words, at, at < 2, places_ptr, counts_ptr, row, RANK, SIZE, REGION)
+    top = tl.full([], -float("inf"), tl.float32)
+    winner = tl.full([], NO_TOKEN, tl.int32)
+    for other in tl.static_range(SIZE):
+        entry = words
+        if other != RANK:
+            entry = receive(place, words, at, at < 2, places_ptr, other, SIZE, REGION)
+        score = tl.sum(tl.where(at == 0, entry, 0), axis=0).to(tl.float32, bitcast=True)
+        token = tl.sum(tl.where(at == 1, entry, 0), axis=0)
+        wins = (score > top) | ((score == top) & (token < winner))
+        top = tl.where(wins, score, top)
+        winner = tl.where(wins, token, winner)
+    let_next_begin(EARLY)
+    tl.store(out_ptr + row, winner.to(tl.int64))
+
+
 @dataclass(frozen=True)
-class PeerSums:
-    """Sums over the ranks, of few rows. Every rank calls the same ones in the same order.
+class PeerKernels:
+    """Exchanges of few rows with the other ranks. Every rank calls the same ones in one order.
 
     `places` [R + 1] in int64 has the addresses of all ranks' buffers, and that of an int32 which is
     not 0 once a rank has ended. `counts` [REGIONS] in int32 are zeros at the start, and
@@ -149,7 +131,7 @@ class PeerSums:
         """The most rows like those of `like` that these kernels sum; 0 if they are too long."""
         row_bytes = like.shape[1] * like.element_size()
         most_rows = MOST_BYTES // ((self.size - 1) * row_bytes)
-        return min(REGIONS, most_rows) if row_bytes <= REGION_BYTES else 0
+        return min(exchange.REGIONS, most_rows) if row_bytes <= REGION_BYTES else 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x [T, N]."""
@@ -182,6 +164,24 @@ class PeerSums:
                      squares=squares)  # fmt: skip
         return total, Scaled(out, squares, eps)
 
+    def sample(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Token ids [B], which `sample` defines, if each rank has some columns of the logits.
+
+        This rank has [B, columns], those from `first` on.
+        """
+        best, ids = race_pieces(logits, temperatures, keys, first)
+        num_rows, pieces = best.shape
+        out = ids.new_empty(num_rows, dtype=torch.int64)
+        assert num_rows <= exchange.REGIONS
+        _first_best_of_ranks_kernel[(num_rows,)](
+            best, ids, out, self.places, self.counts, pieces,
+            BLOCK=triton.next_power_of_2(pieces), RANK=self.rank, SIZE=self.size,
+            REGION=REGION_BYTES // 4, num_warps=1, **early(logits.device),
+        )  # fmt: skip
+        return out
+
     def _launch(
         self,
         x: torch.Tensor,
@@ -197,7 +197,7 @@ class PeerSums:
         eps: float = 0.0,
     ) -> None:
         (num_rows, size), residual = total.shape, x if residual is None else residual
-        assert x.stride(1) == residual.stride(1) == 1 and num_rows * pieces <= REGIONS
+        assert x.stride(1) == residual.stride(1) == 1 and num_rows * pieces <= exchange.REGIONS
         block = triton.next_power_of_2(triton.cdiv(size, pieces))
         _all_reduce_kernel[(num_rows, triton.cdiv(size, block))](
             x, self.places if ids is None else ids, residual, x if weight is None else weight,
@@ -212,7 +212,7 @@ class PeerSums:
 def _pieces(num_rows: int, size: int) -> int:
     """Into how many pieces a row is cut: a power of two with which all fit into the regions."""
     pieces = 1
-    while pieces < 4 and size // (2 * pieces) >= 512 and 2 * pieces * num_rows <= REGIONS:
+    while pieces < 4 and size // (2 * pieces) >= 512 and 2 * pieces * num_rows <= exchange.REGIONS:
         pieces *= 2
     return pieces
 

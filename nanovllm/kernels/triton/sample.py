@@ -17,9 +17,12 @@ PROGRAMS = 4096  # about as many as are launched: a few rows, in pieces, fill th
 @triton.jit(do_not_specialize=["blocks"])
 def _sample_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, temperatures_ptr, keys_ptr, best_ptr, ids_ptr, logits_stride, vocab_size, blocks,
-    RACE: tl.constexpr, BLOCK: tl.constexpr,
+    first_id, RACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program finds the first best token of one piece of one row: `blocks` blocks."""
+    """One program finds the first best token of one piece of one row: `blocks` blocks.
+
+    The first column is of the token `first_id`.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * blocks * BLOCK
     end = tl.minimum(start + blocks * BLOCK, vocab_size)
@@ -35,7 +38,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
         score = tl.load(at, mask=ids < end, other=-float("inf")).to(tl.float32)
         if RACE:  # noqa: SIM102
             if temperature > 0:
-                score = score - temperature * log_exponential(key, ids)
+                score = score - temperature * log_exponential(key, first_id + ids)
         better = score > best
         best = tl.where(better, score, best)
         best_id = tl.where(better, ids, best_id)
@@ -43,7 +46,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     winner = tl.min(tl.where(best == top, best_id, vocab_size - 1), axis=0)
     at = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + at, top)
-    tl.store(ids_ptr + at, winner)
+    tl.store(ids_ptr + at, first_id + winner)
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
@@ -64,20 +67,36 @@ def sample(
     logits: torch.Tensor, temperatures: torch.Tensor | None, keys: torch.Tensor | None
 ) -> torch.Tensor:
     """Token ids [B] for logits [B, V], as the twin defines them. Reads the logits once."""
+    best, ids = race_pieces(logits, temperatures, keys)
+    num_rows, pieces = best.shape
+    out = logits.new_empty(num_rows, dtype=torch.int64)
+    largest = min(triton.cdiv(logits.shape[1], BLOCK), PROGRAMS)
+    _first_best_kernel[(num_rows,)](
+        best, ids, out, pieces, BLOCK=triton.next_power_of_2(largest), num_warps=1
+    )
+    return out
+
+
+def race_pieces(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    first_id: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best score and its first token, of each piece of each row: [B, pieces] both.
+
+    The logits are of the tokens from `first_id` on.
+    """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    row_blocks = triton.cdiv(vocab_size, BLOCK)
+    row_blocks = max(1, triton.cdiv(vocab_size, BLOCK))
     blocks = triton.cdiv(row_blocks, min(row_blocks, max(1, PROGRAMS // num_rows)))
     pieces = triton.cdiv(row_blocks, blocks)
     best = logits.new_empty(num_rows, pieces, dtype=torch.float32)
     ids = logits.new_empty(num_rows, pieces, dtype=torch.int32)
-    out = logits.new_empty(num_rows, dtype=torch.int64)
     race = temperatures is not None and keys is not None
     _sample_kernel[(num_rows, pieces)](
         logits, temperatures if race else logits, keys if race else logits, best, ids,
-        logits.stride(0), vocab_size, blocks, RACE=race, BLOCK=BLOCK, num_warps=4,
+        logits.stride(0), vocab_size, blocks, first_id, RACE=race, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    _first_best_kernel[(num_rows,)](
-        best, ids, out, pieces, BLOCK=triton.next_power_of_2(min(row_blocks, PROGRAMS)), num_warps=1
-    )
-    return out
+    return best, ids

@@ -1,0 +1,92 @@
+"""Exchanges of few numbers between kernels of several GPUs, through memory that they share.
+
+Each rank has a buffer that the other ranks' GPUs write to. A kernel is the same on all ranks, and
+its program p exchanges with program p of the others alone, through a part of the buffers, its
+region. In exchange e of that region, a program
+
+1. writes its numbers to slot e % 2 of its region in every other rank's buffer (`send`),
+2. reads the same slot of its own buffer until the numbers of all other ranks are there, and marks
+   their places as EMPTY again (`receive`).
+
+A number is there when its place is not EMPTY, which is never sent. So there are no flags, and
+nothing depends on the order in which writes arrive.
+
+Two slots are enough, and no rank waits at the end. A rank writes slot e % 2 again in exchange
+e + 2. It has then read this rank's numbers of exchange e + 1, and this rank sent those in a later
+kernel than the one in which it read and emptied its slot of exchange e.
+
+The count of exchanges is in memory, so CUDA graphs can replay a kernel. A program waits for the one
+of the same number on other GPUs: there are at most REGIONS, few enough to run at the same time, and
+they start in the same order everywhere.
+"""
+
+import triton
+import triton.language as tl
+
+REGIONS = 512  # programs of a kernel, at most
+REGION_BYTES = 1 << 14  # of one rank's numbers for one program
+SLOTS = 2
+EMPTY_HALF = 0x8000  # memory is filled with it: a negative zero of 16 bits
+EMPTY_16 = tl.constexpr(-0x8000)
+EMPTY_32 = tl.constexpr(0x80008000 - (1 << 32))  # float32: a negative number next to zero
+CHECK_SPINS = tl.constexpr(1 << 7)  # reads between checks that no rank has ended
+
+
+def buffer_bytes(size: int) -> int:
+    """The size of each of `size` ranks' buffers."""
+    return REGIONS * SLOTS * size * REGION_BYTES
+
+
+@triton.jit
+def words_of(x):  # type: ignore[no-untyped-def]
+    """The bits of x, with zeros in place of EMPTY."""
+    HALF: tl.constexpr = x.dtype.primitive_bitwidth == 16  # noqa: N806
+    words = x.to(tl.int16 if HALF else tl.int32, bitcast=True)
+    return tl.where(words == (EMPTY_16 if HALF else EMPTY_32), tl.zeros_like(words), words)
+
+
+@triton.jit
+def send(  # type: ignore[no-untyped-def]
+    words, at, inside, places_ptr, counts_ptr, program,
+    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
+):  # fmt: skip
+    """Write words to the program's region of all other ranks, at the places `at` < REGION.
+
+    Returns where theirs arrive: REGION words of each rank.
+    """
+    count = tl.load(counts_ptr + program)
+    slot = (program * 2 + count % 2) * SIZE * REGION
+    tl.store(counts_ptr + program, count + 1)
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            place = tl.load(places_ptr + other).to(tl.pointer_type(words.dtype))
+            place = tl.multiple_of(place, 16) + slot + RANK * REGION
+            tl.store(place + at, words, mask=inside)
+    own = tl.load(places_ptr + RANK).to(tl.pointer_type(words.dtype))
+    return tl.multiple_of(own, 16) + slot
+
+
+@triton.jit
+def receive(  # type: ignore[no-untyped-def]
+    place, words, at, inside, places_ptr,
+    OTHER: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
+):  # fmt: skip
+    """Another rank's words, as many as this rank's `words`. `place` is what `send` returned.
+
+    If a rank has ended, the result is undefined, and nothing waits.
+    """
+    EMPTY: tl.constexpr = EMPTY_16 if words.dtype.primitive_bitwidth == 16 else EMPTY_32  # noqa: N806
+    sent = place + OTHER * REGION + at
+    received = tl.load(sent, mask=inside, other=0, volatile=True)
+    missing = tl.max((received == EMPTY).to(tl.int32), axis=0)
+    spins = 0
+    ended = 0
+    while (missing > 0) & (ended == 0):
+        received = tl.load(sent, mask=inside, other=0, volatile=True)
+        missing = tl.max((received == EMPTY).to(tl.int32), axis=0)
+        spins += 1
+        if spins % CHECK_SPINS == 0:
+            ended_ptr = tl.load(places_ptr + SIZE).to(tl.pointer_type(tl.int32))
+            ended = tl.load(ended_ptr, volatile=True)
+    tl.store(sent, tl.full(words.shape, EMPTY, words.dtype), mask=inside)
+    return received
