@@ -98,8 +98,9 @@ class NcclRanks(ProcessRanks):
             from nanovllm.engine.ranks.peers import Peers, connect_peers
         except ImportError:  # Triton is not installed
             return None
-        self._peers = Peers(self.rank, self.size, self._device)
-        return connect_peers(self, self._peers)
+        with torch.cuda.device(self._device):  # Triton launches on the current device
+            self._peers = Peers(self.rank, self.size, self._device)
+            return connect_peers(self, self._peers)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if sums := self.few(len(x), x):

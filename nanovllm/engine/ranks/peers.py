@@ -17,7 +17,7 @@ from nanovllm.layers.ranks import Ranks
 
 logger = logging.getLogger("nanovllm")
 
-PATIENCE_SECONDS = 60.0  # for the first sum: every rank compiles a kernel
+PATIENCE_SECONDS = 20.0  # for the first sum: every rank compiles a kernel
 POLL_SECONDS = 1e-3
 
 T = TypeVar("T")
@@ -61,7 +61,9 @@ def connect_peers(ranks: Ranks, peers: Peers) -> PeerKernels | None:
         return None
     handles = ranks.all_reduce(handles)
     sums = _agreed(ranks, lambda: peers.open(handles))
-    return None if sums is None else _agreed(ranks, lambda: _tried(sums, peers.end))
+    if sums is None or _agreed(ranks, lambda: _launched_alone(sums)) is None:
+        return None
+    return _agreed(ranks, lambda: _tried(sums, peers.end))
 
 
 def _agreed(ranks: Ranks, step: Callable[[], T]) -> T | None:
@@ -71,7 +73,15 @@ def _agreed(ranks: Ranks, step: Callable[[], T]) -> T | None:
         result = step()
     except Exception as error:
         logger.warning("NCCL sums all rows, as GPUs do not share memory: %s", error)
-    return result if ranks.minimum(result is not None) else None
+    return result if ranks.minimum(int(result is not None)) else None
+
+
+def _launched_alone(sums: PeerKernels) -> torch.Tensor:
+    """A sum that waits for no rank: what raises for other reasons does so before others wait."""
+    alone = PeerKernels(0, 1, sums.places[-2:], sums.counts)
+    total = alone.all_reduce(torch.ones(2, 64, device=sums.places.device)).cpu()
+    sums.counts.zero_()
+    return total
 
 
 def _tried(sums: PeerKernels, end: Callable[[], None]) -> PeerKernels:

@@ -12,8 +12,8 @@ A number is there when its place is not EMPTY, which is never sent. So there are
 nothing depends on the order in which writes arrive.
 
 Two slots are enough, and no rank waits at the end. A rank writes slot e % 2 again in exchange
-e + 2. It has then read this rank's numbers of exchange e + 1, and this rank sent those in a later
-kernel than the one in which it read and emptied its slot of exchange e.
+e + 2. It has then read this rank's numbers of exchange e + 1, and this rank sent those after it had
+read and emptied its slot of exchange e: in a later kernel, or AGAIN in the same one, after a fence.
 
 The count of exchanges is in memory, so CUDA graphs can replay a kernel. A program waits for the one
 of the same number on other GPUs: there are at most REGIONS, few enough to run at the same time, and
@@ -48,15 +48,19 @@ def words_of(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def send(  # type: ignore[no-untyped-def]
     words, at, inside, places_ptr, counts_ptr, program,
-    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Write words to the program's region of all other ranks, at the places `at` < REGION.
 
-    Returns where theirs arrive: REGION words of each rank.
+    Returns where theirs arrive: REGION words of each rank. AGAIN: a program sends more than once.
     """
-    count = tl.load(counts_ptr + program)
+    if AGAIN:
+        tl.debug_barrier()
+        count = tl.atomic_add(counts_ptr + program, 1, sem="acq_rel", scope="sys")
+    else:
+        count = tl.load(counts_ptr + program)
+        tl.store(counts_ptr + program, count + 1)
     slot = (program * 2 + count % 2) * SIZE * REGION
-    tl.store(counts_ptr + program, count + 1)
     for other in tl.static_range(SIZE):
         if other != RANK:
             place = tl.load(places_ptr + other).to(tl.pointer_type(words.dtype))
