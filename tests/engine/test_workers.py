@@ -232,6 +232,12 @@ def between_layers(llm: LLM, act: Callable[[], object]) -> None:
     layer.register_forward_pre_hook(lambda *_: act() and None)
 
 
+def stop_and_kill(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a rank now, and kill it while the others wait for it."""
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.5, process.kill).start()
+
+
 def assert_closed(llm: LLM, reason: str) -> None:
     """Every call raises an error that says that the engine is closed, and why."""
     for call in (lambda: generate(llm), lambda: llm.add_request([1, 2]), llm.step):
@@ -292,6 +298,7 @@ def loading(path: Path, file: str = "weights") -> Iterator[None]:
         (2, 1, "prefill"),
         (2, 1, "between layers"),
         (2, 1, "decode"),
+        (2, 1, "exchange"),
         (4, 3, "prefill"),
         (4, 3, "decode"),
     ],
@@ -300,7 +307,10 @@ def test_a_killed_rank_raises_rank_error(
     device: str, size: int, rank: int, moment: str, overlap: bool, model_dir: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """In a step, where rank 0 waits for a message of the dead rank."""
+    """In a step, where rank 0 waits for a message of the dead rank.
+
+    In an exchange of a decode step, rank 0 has waited for half a second when the rank dies.
+    """
     warm_up(device, model_dir)
     with nothing_left():
         llm = make_llm(model_dir, device, size, overlap=overlap)
@@ -308,6 +318,8 @@ def test_a_killed_rank_raises_rank_error(
         kill = processes[rank - 1].kill
         if moment == "between layers":
             between_layers(llm, kill)
+        elif moment == "exchange":
+            at_forward(llm, False, lambda: stop_and_kill(processes[rank - 1]))
         else:
             at_forward(llm, moment == "prefill", kill)
         with within(), pytest.raises(RankError) as caught:

@@ -432,6 +432,7 @@ CALLS: dict[str, Callable[[], object]] = {
 # under Triton 3.6, and none under 3.7; with a window it keeps two. The draw keeps up to six outside
 # its loops where registers are fewest.
 SPILLS = {
+    "all_reduce, hidden 4096": 16,
     "all_reduce, hidden 8192, 8 ranks": 128,  # of the longest rows, of all ranks
     "prefill_attention": 128,
     "prefill_attention, head_dim 256": 256,

@@ -123,6 +123,30 @@ def test_offsets_in_the_cache_have_64_bits(name: str, capability: int, compiled:
     assert caches_reached(ir) == reached, ir
 
 
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [(n, c) for n, case in CASES.items() for c in case.capabilities if n.startswith("all_reduce")],
+)
+def test_all_threads_read_a_count_before_one_writes_it(
+    name: str, capability: int, compiled: Compiled
+) -> None:
+    """Else warps of a program disagree on the slot of an exchange, and it never ends."""
+    found = 0
+    for kernel in compiled[name, capability]:
+        if "error" in kernel:
+            pytest.fail("it does not compile")
+        ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()
+        for at, between in re.findall(
+            r"ld\.global\.b32 \{[^}]*\}, \[ (%rd\d+) \+ 0 \];(.*?)st\.global\.b32 \[ \1 \+ 0 \]",
+            ptx, re.DOTALL,
+        ):  # fmt: skip
+            found += 1
+            assert "bar.sync" in between, f"{kernel['kernel']} writes the count at {at} too early"
+    assert found == sum(
+        kernel["kernel"] != "_sample_kernel" for kernel in compiled[name, capability]
+    )
+
+
 # What grows with the batch, by argument; offsets into the rest are bounded by the GPU's size.
 GROWING = {
     "q_ptr", "k_ptr", "v_ptr", "out_ptr", "tables_ptr", "x_ptr", "residual_ptr", "sum_ptr",

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 EPS = 1e-6
-SECONDS = 10.0  # after which ranks are taken to wait forever
+SECONDS = 60.0  # after which ranks are taken to wait forever
 Run = Callable[[PeerKernels], Any]
 
 
@@ -162,8 +162,8 @@ def calls(number: int, dtype: torch.dtype, seed: int) -> list[Call]:
     return [
         Call(
             choose.choice(kinds),
-            choose.choice((1, 2, 5, 40)),
-            choose.choice((8, 100, 1100)),
+            choose.choice((1, 2, 5)),
+            choose.choice((8, 100, 1100, 2560)),
             dtype,
             i,
         )

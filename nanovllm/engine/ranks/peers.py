@@ -1,6 +1,6 @@
 """Peers: the GPUs of the other ranks, which write to a buffer of this rank's for sums of few rows.
 
-They are set up when the ranks have connected, and tried once. If a rank cannot use them, none does.
+They are set up when the ranks have connected, and tried. If a rank cannot use them, none does.
 """
 
 import logging
@@ -19,6 +19,7 @@ logger = logging.getLogger("nanovllm")
 
 PATIENCE_SECONDS = 20.0  # for the first sum: every rank compiles a kernel
 POLL_SECONDS = 1e-3
+TRIES = 20
 
 T = TypeVar("T")
 
@@ -85,15 +86,16 @@ def _launched_alone(sums: PeerKernels) -> torch.Tensor:
 
 
 def _tried(sums: PeerKernels, end: Callable[[], None]) -> PeerKernels:
-    """Sum two rows over the ranks; a RuntimeError if that is wrong or takes too long."""
-    numbers = torch.arange(64.0, device=sums.places.device).expand(2, -1)
-    total = sums.all_reduce(numbers * (sums.rank + 1))
+    """Sum rows over the ranks a few times; a RuntimeError if that is wrong or takes too long."""
+    numbers = torch.arange(1024.0, device=sums.places.device).expand(REGIONS, -1).contiguous()
+    totals = [sums.all_reduce(numbers * (sums.rank + 1)) for _ in range(TRIES)]
     stream, deadline = torch.cuda.current_stream(), time.monotonic() + PATIENCE_SECONDS
     while not stream.query():
         if time.monotonic() > deadline:
             end()
             raise RuntimeError("what other GPUs write does not arrive")
         time.sleep(POLL_SECONDS)
-    if not torch.equal(total, numbers * (sums.size * (sums.size + 1) // 2)):
+    expected = numbers * (sums.size * (sums.size + 1) // 2)
+    if not all(torch.equal(total, expected) for total in totals):
         raise RuntimeError("a sum over GPUs is wrong")
     return sums

@@ -18,16 +18,17 @@ from nanovllm.kernels.triton.sample import BLOCK, PROGRAMS, race_pieces
 
 MOST_BYTES = 1 << 22  # that a rank sends; up to there it is faster than NCCL (docs/tried)
 FLAT, NORM, SCALED = 0, 1, 2  # what follows the sum
+LEAST_BLOCK = 256  # numbers of a program, of which each thread has others
 
 
 @triton.jit
 def _sum_over_ranks(  # type: ignore[no-untyped-def]
     x, at, inside, places_ptr, counts_ptr, program,
-    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr, AGAIN: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
 ):  # fmt: skip
     """The sum in float32 of all ranks' x, in the order of ranks."""
     words = words_of(x)
-    place = send(words, at, inside, places_ptr, counts_ptr, program, RANK, SIZE, REGION, AGAIN)
+    place = send(words, at, inside, places_ptr, counts_ptr, program, RANK, SIZE, REGION)
     total = tl.zeros(x.shape, tl.float32)
     for other in tl.static_range(SIZE):
         addends = words
@@ -37,21 +38,21 @@ def _sum_over_ranks(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit
-def _sum_row(  # type: ignore[no-untyped-def]
-    row, program, x_ptr, ids_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, squares_ptr,
+@triton.jit(do_not_specialize=["num_ids"])  # or a prompt compiles another
+def _all_reduce_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, ids_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, squares_ptr,
     places_ptr, counts_ptr, eps, x_stride, residual_stride, first_id, num_ids,
     N: tl.constexpr, BLOCK: tl.constexpr, END: tl.constexpr, LOOKUP: tl.constexpr,
-    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr, AGAIN: tl.constexpr,
-    EARLY: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sum a row, or the program's piece of one, and what follows."""
-    row = row.to(tl.int64)
+    """One program sums a row, or a piece of one."""
+    row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     pieces = tl.num_programs(1)
     at = tl.arange(0, BLOCK)
     n = piece * BLOCK + at
     inside = n < N
+    await_inputs(EARLY)
     if LOOKUP:
         index = tl.load(ids_ptr + row) - first_id
         held = (index >= 0) & (index < num_ids)
@@ -61,10 +62,9 @@ def _sum_row(  # type: ignore[no-untyped-def]
     if END:
         residual = tl.load(residual_ptr + row * residual_stride + n, mask=inside, other=0.0)
         weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    total = _sum_over_ranks(x, at, inside, places_ptr, counts_ptr, program,
-                            RANK, SIZE, REGION, AGAIN)  # fmt: skip
-    if not AGAIN:
-        let_next_begin(EARLY)
+    total = _sum_over_ranks(x, at, inside, places_ptr, counts_ptr,
+                            tl.program_id(0) * pieces + piece, RANK, SIZE, REGION)  # fmt: skip
+    let_next_begin(EARLY)
     if END:
         total += residual.to(tl.float32)
     rounded = total.to(total_ptr.dtype.element_ty)
@@ -78,31 +78,6 @@ def _sum_row(  # type: ignore[no-untyped-def]
         else:
             tl.store(squares_ptr + row * pieces + piece, squares)
         tl.store(out_ptr + row * N + n, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_ids", "num_rows"])  # or a prompt compiles another
-def _all_reduce_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, ids_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, squares_ptr,
-    places_ptr, counts_ptr, eps, x_stride, residual_stride, first_id, num_ids, num_rows,
-    N: tl.constexpr, BLOCK: tl.constexpr, END: tl.constexpr, LOOKUP: tl.constexpr,
-    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr, AGAIN: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program sums a row, a piece of one, or AGAIN several rows in turn."""
-    first = tl.program_id(0)
-    program = first * tl.num_programs(1) + tl.program_id(1)
-    await_inputs(EARLY)
-    if AGAIN:
-        row = first
-        while row < num_rows:
-            _sum_row(row, program, x_ptr, ids_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr,
-                     squares_ptr, places_ptr, counts_ptr, eps, x_stride, residual_stride, first_id,
-                     num_ids, N, BLOCK, END, LOOKUP, RANK, SIZE, REGION, True, EARLY)  # fmt: skip
-            row += tl.num_programs(0)
-    else:
-        _sum_row(first, program, x_ptr, ids_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr,
-                 squares_ptr, places_ptr, counts_ptr, eps, x_stride, residual_stride, first_id,
-                 num_ids, N, BLOCK, END, LOOKUP, RANK, SIZE, REGION, False, EARLY)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
@@ -120,10 +95,10 @@ def _first_best_of_ranks_kernel(  # type: ignore[no-untyped-def]
     ids = tl.load(ids_ptr + row * num_pieces + n, mask=inside, other=NO_TOKEN)
     top = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == top, ids, NO_TOKEN), axis=0)
-    at = tl.arange(0, 2)  # the score and the token
+    at = tl.arange(0, 32)  # the score and the token; one place for each thread
     entry = tl.where(at == 0, top.to(tl.int32, bitcast=True), winner)
     words = words_of(entry)
-    place = send(words, at, at < 2, places_ptr, counts_ptr, row, RANK, SIZE, REGION, False)
+    place = send(words, at, at < 2, places_ptr, counts_ptr, row, RANK, SIZE, REGION)
     top = tl.full([], -float("inf"), tl.float32)
     winner = tl.full([], NO_TOKEN, tl.int32)
     for other in tl.static_range(SIZE):
@@ -162,13 +137,13 @@ class PeerKernels:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x [T, N]."""
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._launch(x, total, FLAT, 1)
+        self._launch(x, total, FLAT, _block(x.shape[1]))
         return total
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
         """The rows of token ids [T], of which this rank's table holds those from `first` on."""
         total = table.new_empty(len(ids), table.shape[1])
-        self._launch(table, total, FLAT, 1, ids=ids, first_id=first)
+        self._launch(table, total, FLAT, _block(table.shape[1]), ids=ids, first_id=first)
         return total
 
     def add_rms_norm(
@@ -176,7 +151,8 @@ class PeerKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm of the residual and all ranks' x, and their rounded sum."""
         out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        self._launch(x, total, NORM, 1, residual=residual, weight=weight, out=out, eps=eps)
+        block = _block(x.shape[1])
+        self._launch(x, total, NORM, block, residual=residual, weight=weight, out=out, eps=eps)
         return out, total
 
     def add_scaled(
@@ -184,9 +160,10 @@ class PeerKernels:
     ) -> tuple[torch.Tensor, Scaled]:
         """The sum of the residual and all ranks' x, and the same scaled by a norm's weight."""
         total, out = torch.empty_like(residual), rows_with_room(len(x), x.shape[1], x)
-        pieces = _pieces(len(x), x.shape[1])
+        block = _block(x.shape[1], _pieces(len(x), x.shape[1]))
+        pieces = triton.cdiv(x.shape[1], block)
         squares = x.new_empty(len(x), pieces, dtype=torch.float32)
-        self._launch(x, total, SCALED, pieces, residual=residual, weight=weight, out=out,
+        self._launch(x, total, SCALED, block, residual=residual, weight=weight, out=out,
                      squares=squares)  # fmt: skip
         return total, Scaled(out, squares, eps)
 
@@ -214,7 +191,7 @@ class PeerKernels:
         x: torch.Tensor,
         total: torch.Tensor,
         end: int,
-        pieces: int,
+        block: int,
         ids: torch.Tensor | None = None,
         first_id: int = 0,
         residual: torch.Tensor | None = None,
@@ -224,22 +201,25 @@ class PeerKernels:
         eps: float = 0.0,
     ) -> None:
         (num_rows, size), residual = total.shape, x if residual is None else residual
-        assert x.stride(1) == residual.stride(1) == 1
-        programs = min(num_rows, exchange.REGIONS // pieces)
-        block = triton.next_power_of_2(triton.cdiv(size, pieces))
-        _all_reduce_kernel[(programs, triton.cdiv(size, block))](
+        pieces = triton.cdiv(size, block)
+        assert x.stride(1) == residual.stride(1) == 1 and num_rows * pieces <= exchange.REGIONS
+        _all_reduce_kernel[(num_rows, pieces)](
             x, self.places if ids is None else ids, residual, x if weight is None else weight,
             total if out is None else out, total, self.places if squares is None else squares,
             self.places, self.counts, eps, x.stride(0), residual.stride(0), first_id, len(x),
-            num_rows,
             N=size, BLOCK=block, END=end, LOOKUP=ids is not None, RANK=self.rank, SIZE=self.size,
-            REGION=REGION_BYTES // x.element_size(), AGAIN=num_rows > programs,
-            num_warps=_num_warps(block), **early(x.device),
+            REGION=REGION_BYTES // x.element_size(), num_warps=_num_warps(block),
+            **early(x.device),
         )  # fmt: skip
 
 
+def _block(size: int, pieces: int = 1) -> int:
+    """The numbers of a program, if about so many share a row."""
+    return max(LEAST_BLOCK, int(triton.next_power_of_2(triton.cdiv(size, pieces))))
+
+
 def _pieces(num_rows: int, size: int) -> int:
-    """Into how many pieces a row is cut: a power of two with which all fit into the regions."""
+    """Into how many pieces a row is cut: as many as fit into the regions, and are not too short."""
     pieces = 1
     while pieces < 4 and size // (2 * pieces) >= 512 and 2 * pieces * num_rows <= exchange.REGIONS:
         pieces *= 2

@@ -12,8 +12,12 @@ A number is there when its place is not EMPTY, which is never sent. So there are
 nothing depends on the order in which writes arrive.
 
 Two slots are enough, and no rank waits at the end. A rank writes slot e % 2 again in exchange
-e + 2. It has then read this rank's numbers of exchange e + 1, and this rank sent those after it had
-read and emptied its slot of exchange e: in a later kernel, or AGAIN in the same one, after a fence.
+e + 2. It has then read this rank's numbers of exchange e + 1, and this rank sent those in a later
+kernel than the one in which it read and emptied its slot of exchange e.
+
+Every rank launches the same exchanges in the same order. Between two of them a host may wait for
+its GPU, to load a kernel or to allocate memory: what runs there needs only exchanges that the other
+hosts have launched, or will launch without waiting for a later one.
 
 The count of exchanges is in memory, so CUDA graphs can replay a kernel. A program waits for the one
 of the same number on other GPUs: there are at most REGIONS, few enough to run at the same time, and
@@ -48,24 +52,21 @@ def words_of(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def send(  # type: ignore[no-untyped-def]
     words, at, inside, places_ptr, counts_ptr, program,
-    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr, AGAIN: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
 ):  # fmt: skip
     """Write words to the program's region of all other ranks, at the places `at` < REGION.
 
-    Returns where theirs arrive: REGION words of each rank. AGAIN: a program sends more than once.
+    Returns where theirs arrive: REGION words of each rank.
     """
-    if AGAIN:
-        tl.debug_barrier()
-        count = tl.atomic_add(counts_ptr + program, 1, sem="acq_rel", scope="sys")
-    else:
-        count = tl.load(counts_ptr + program)
-        tl.store(counts_ptr + program, count + 1)
+    count = tl.load(counts_ptr + program)
     slot = (program * 2 + count % 2) * SIZE * REGION
     for other in tl.static_range(SIZE):
         if other != RANK:
             place = tl.load(places_ptr + other).to(tl.pointer_type(words.dtype))
             place = tl.multiple_of(place, 16) + slot + RANK * REGION
             tl.store(place + at, words, mask=inside)
+    tl.debug_barrier()  # every thread reads the count before one of them writes it
+    tl.store(counts_ptr + program, count + 1)
     own = tl.load(places_ptr + RANK).to(tl.pointer_type(words.dtype))
     return tl.multiple_of(own, 16) + slot
 
@@ -77,7 +78,8 @@ def receive(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Another rank's words, as many as this rank's `words`. `place` is what `send` returned.
 
-    If a rank has ended, the result is undefined, and nothing waits.
+    If a rank has ended, the result is undefined, and nothing waits. Threads may read that at
+    different times. They leave the loop together, as it depends on the maximum over all of them.
     """
     EMPTY: tl.constexpr = EMPTY_16 if words.dtype.primitive_bitwidth == 16 else EMPTY_32  # noqa: N806
     sent = place + OTHER * REGION + at
@@ -85,12 +87,12 @@ def receive(  # type: ignore[no-untyped-def]
     missing = tl.max((received == EMPTY).to(tl.int32), axis=0)
     spins = 0
     ended = 0
-    while (missing > 0) & (ended == 0):
-        received = tl.load(sent, mask=inside, other=0, volatile=True)
-        missing = tl.max((received == EMPTY).to(tl.int32), axis=0)
+    while missing > 0:
         spins += 1
         if spins % CHECK_SPINS == 0:
             ended_ptr = tl.load(places_ptr + SIZE).to(tl.pointer_type(tl.int32))
             ended = tl.load(ended_ptr, volatile=True)
+        received = tl.load(sent, mask=inside, other=0, volatile=True)
+        missing = tl.max(((received == EMPTY) & (ended == 0)).to(tl.int32), axis=0)
     tl.store(sent, tl.full(words.shape, EMPTY, words.dtype), mask=inside)
     return received
