@@ -127,6 +127,28 @@ def quantized_experts(form: Format, tokens: int) -> None:
     experts(bf16(tokens, 2048), arrange(gate_up), arrange(down), ids, shares, 32)
 
 
+def route(tokens: int, weight: torch.dtype = torch.bfloat16) -> None:
+    from nanovllm.kernels.triton.route import Router
+
+    router = Router.of(
+        torch.full((128, 2048), 1.0 if weight == torch.bfloat16 else 1.0001, dtype=weight),
+        torch.bfloat16,
+    )
+    router.route(bf16(tokens, 2048), 8, normalized=True)
+
+
+def few_experts(rows: int) -> None:
+    from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
+    from nanovllm.kernels.triton.few_experts import add_experts
+    from nanovllm.kernels.triton.route import Router
+
+    router = Router.of(bf16(128, 2048), torch.bfloat16)
+    stacks = bf16(128, 2 * 768, 2048), bf16(128, 2048, 768)
+    weights = ExpertWeights(router, *stacks, per_token=8, normalized=True)
+    x, residual, norm = bf16(rows, 2048), bf16(rows, 2048), bf16(2048)
+    add_experts(Scaled(x, torch.empty(rows, 32), EPS), weights, residual, norm, EPS)
+
+
 def few_rows(
     hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
 ) -> None:
@@ -320,6 +342,9 @@ CALLS: dict[str, Callable[[], object]] = {
         f"experts, Qwen3-30B-A3B, {tokens} tokens": partial(experts, 128, 8, 2048, 768, tokens)
         for tokens in (ROWS, 8 * TOKENS)
     },
+    **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
+    "route, float32": partial(route, ROWS, torch.float32),
+    **{f"few_rows, experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
         for name, sizes, some in (
