@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton import many_pairs
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import dot
 from nanovllm.kernels.triton.dequantize import dequantize
@@ -121,17 +122,22 @@ def experts(
     """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 
     Arguments are the twin's. A row's sum is in the order of its expert_ids. Peak memory: N rows of
-    gate and up, and N of the output in float32; only those of this rank's experts are touched.
+    gate and up, and N of the output in float32, or less for many pairs; only those of this rank's
+    experts are touched.
     """
     (num_rows, per_row), (num_here, hidden, size) = expert_ids.shape, down.shape
-    expert_ids = expert_ids.contiguous()
-    groups = group(expert_ids, num_here, num_experts)
-    gates = grouped_linear(x, gate_up, groups, None, x.dtype)
-    inner = x.new_empty(len(gates), size)
-    _activate_kernel[(len(gates), triton.cdiv(size, BLOCK))](
-        gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
-    )
-    parts = grouped_linear(inner, down, groups, shares.flatten(), torch.float32)
+    expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
+    many = many_pairs.takes(expert_ids.numel(), num_experts, x.dtype)
+    if many and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        parts = many_pairs.multiply(x, gate_up, down, expert_ids, shares)
+    else:
+        groups = group(expert_ids, num_here, num_experts)
+        gates = grouped_linear(x, gate_up, groups, None, x.dtype)
+        inner = x.new_empty(len(gates), size)
+        _activate_kernel[(len(gates), triton.cdiv(size, BLOCK))](
+            gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
+        )
+        parts = grouped_linear(inner, down, groups, shares, torch.float32)
     out = torch.empty_like(x)
     _add_up_kernel[(num_rows, triton.cdiv(hidden, BLOCK))](
         parts, out, expert_ids, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8
