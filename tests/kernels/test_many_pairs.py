@@ -22,11 +22,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = torch.float16
 SHAPES = st.builds(
     Shape,
-    tokens=st.integers(128, 200),
+    tokens=st.integers(16, 200),
     per_token=st.integers(1, 3),
     num_experts=st.sampled_from([3, 4]),
-    hidden=st.sampled_from([16, 64, 72, 136, 37]),
-    inside=st.sampled_from([8, 64, 72, 136, 21]),
+    hidden=st.sampled_from([16, 64, 80, 144]),
+    inside=st.sampled_from([16, 64, 80, 144]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     favourites=st.booleans(),
     below=st.integers(0, 1),
@@ -40,8 +40,8 @@ def many(inputs: Inputs) -> torch.Tensor:
     from nanovllm.kernels.triton import many_pairs
     from nanovllm.kernels.triton.experts import experts
 
-    x, *_, ids, _, num_experts = inputs
-    assert many_pairs.takes(ids.numel(), num_experts, x.dtype)
+    x, _, down, ids, _, num_experts = inputs
+    assert many_pairs.takes(x, down, ids.numel(), num_experts)
     return experts(*inputs)
 
 
@@ -49,8 +49,8 @@ def many(inputs: Inputs) -> torch.Tensor:
 @kernel_settings(12)
 @given(SHAPES)
 @example(Shape(128, 1, 4, dtype=HALF, favourites=True))  # one expert has all rows
-@example(Shape(300, 2, 4, hidden=200, inside=136, dtype=HALF, below=1, above=1))
-@example(Shape(128, 2, 4, hidden=37, inside=21, dtype=HALF))  # rows that cannot be copied
+@example(Shape(300, 2, 4, hidden=208, inside=144, dtype=HALF, below=1, above=1))
+@example(Shape(20, 2, 8, hidden=80, inside=80, dtype=HALF))  # small tiles
 def test_many_pairs_equal_the_definition(kernel_device: str, shape: Shape) -> None:
     inputs = make(shape, kernel_device)
     before = [t.clone() for t in inputs[:-1]]
@@ -67,7 +67,7 @@ def test_a_token_of_many_does_not_depend_on_its_neighbours(
 
     if not copied:
         monkeypatch.setattr(many_pairs, "can_copy_tiles", lambda device: False)
-    inputs = make(Shape(130, 3, 4, hidden=72, inside=40, dtype=HALF), kernel_device)
+    inputs = make(Shape(130, 3, 4, hidden=80, inside=48, dtype=HALF), kernel_device)
     whole = many(inputs)
     assert_near(whole, inputs)
     inputs[0][5] = torch.nan
@@ -112,13 +112,28 @@ def test_many_pairs_of_other_ranks_cost_no_work(
         assert bool((rows[~mask] == 77).all()) and not bool((rows[mask] == 77).any())
 
 
-def test_few_pairs_and_float32_have_other_kernels() -> None:
+@pytest.mark.parametrize(("copied", "least"), [(True, 4), (False, 32)])
+def test_few_pairs_and_other_rows_have_other_kernels(
+    copied: bool, least: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number counts all pairs, as if they were those of this rank's experts."""
-    from nanovllm.kernels.triton.many_pairs import takes
+    from nanovllm.kernels.triton import many_pairs
 
-    assert takes(32 * 128, 128, torch.bfloat16) and takes(32 * 128, 128, HALF)
-    assert not takes(32 * 128 - 1, 128, torch.bfloat16)
-    assert not takes(32 * 128, 128, torch.float32)
+    def takes(dtype: torch.dtype, hidden: int, inside: int, pairs: int) -> bool:
+        x, down = torch.empty(1, hidden, dtype=dtype), torch.empty(2, hidden, inside, dtype=dtype)
+        return many_pairs.takes(x, down, pairs, 128)
+
+    monkeypatch.setattr(many_pairs, "can_copy_tiles", lambda device: copied)
+    for dtype in (HALF, torch.bfloat16):
+        assert takes(dtype, 64, 48, least * 128) and not takes(dtype, 64, 48, least * 128 - 1)
+    assert not takes(torch.float32, 64, 48, 1000 * 128)
+    assert not takes(HALF, 72, 48, 1000 * 128) and not takes(HALF, 64, 40, 1000 * 128)
+
+
+def test_tiles_of_many_pairs_are_large() -> None:
+    from nanovllm.kernels.triton.many_pairs import rows_of_tile
+
+    assert rows_of_tile(64 * 128, 128) == 128 and rows_of_tile(64 * 128 - 1, 128) == 64
 
 
 def test_many_pairs_of_quantized_experts_have_other_kernels(kernel_device: str) -> None:
@@ -136,33 +151,38 @@ def test_many_pairs_of_quantized_experts_have_other_kernels(kernel_device: str) 
 @pytest.mark.parametrize("tokens", [1, 5, 300, 700])
 @pytest.mark.parametrize("num_experts", [3, 62, 63])  # with two more, a power of two or not
 @pytest.mark.parametrize("favourites", [False, True])
-@pytest.mark.parametrize("elsewhere", [(0, 0), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("elsewhere", "rows"), [((0, 0), 128), ((1, 0), 64), ((1, 1), 128)])
 def test_tiles_have_all_pairs_of_their_experts_in_order(
-    tokens: int, num_experts: int, favourites: bool, elsewhere: tuple[int, int], kernel_device: str
-) -> None:
+    tokens: int, num_experts: int, favourites: bool, elsewhere: tuple[int, int], rows: int,
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The grid is chosen before the pairs' experts are known, and must be large enough for any."""
+    from nanovllm.kernels.triton import tiled_pairs
     from nanovllm.kernels.triton.tiled_pairs import tile_pairs
+
+    monkeypatch.setattr(tiled_pairs, "SCANNED", 4)  # of up to 11 chunks
 
     below, above = elsewhere
     shape = Shape(tokens, 2, num_experts, favourites=favourites, below=below, above=above)
     ids, num_here = make(shape, kernel_device)[3], num_experts - below - above
-    pairs = tile_pairs(ids, num_here, 128)
+    pairs = tile_pairs(ids, num_here, rows)
     order = ids.flatten().clamp(-1, num_here).sort(stable=True)[1]
     assert torch.equal(pairs.order.long(), order)
     assert int(pairs.num_tiles) <= len(pairs.tiles)
     expected = []
     first = int((ids < 0).sum())
     for expert, count in enumerate((ids == e).sum().item() for e in range(num_here)):
-        expected += [[expert, first + at, first + count] for at in range(0, int(count), 128)]
+        expected += [[expert, first + at, first + count] for at in range(0, int(count), rows)]
         first += int(count)
     assert pairs.tiles[: int(pairs.num_tiles)].tolist() == expected
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [100, 700])
 @pytest.mark.parametrize("above", [0, 100])
-def test_a_graph_computes_many_pairs_of_its_replay(above: int) -> None:
+def test_a_graph_computes_many_pairs_of_its_replay(above: int, tokens: int) -> None:
     """Rows take other experts in the replay, and there are other tiles."""
-    shape = Shape(700, 8, 128, 2048, 768, torch.bfloat16, above=above)
+    shape = Shape(tokens, 8, 128, 2048, 768, torch.bfloat16, above=above)
     first, other = make(shape, "cuda"), make(replace(shape, seed=1, favourites=True), "cuda")
     static = (*(t.clone() for t in first[:-1] if isinstance(t, torch.Tensor)), 128)
     many(static)  # type: ignore[arg-type]

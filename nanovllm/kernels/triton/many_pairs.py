@@ -20,15 +20,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.triton.common import can_copy_tiles, dot, num_multiprocessors, tiles_of
 from nanovllm.kernels.triton.tiled_pairs import tile_pairs
 
-LEAST = 32  # pairs of an expert, in the mean
-ROWS = 128  # of a tile
 TOGETHER = 8  # tiles of rows for which neighbouring programs read the same weights
-COPIED_BYTES = 16  # what the accelerator copies begins at multiples of it
+ALIGNED = 16  # rows of whole multiples of it are loaded several numbers at a time
+LARGE, SMALL = 128, 64  # rows of a tile
+LEAST_OF_LARGE = 64  # pairs of an expert, in the mean
+LEAST_COPIED, LEAST = 4, 32  # the same, for which these kernels are used
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is divided."""
+    """How a product is divided, except its rows."""
 
     outputs: int  # of each matrix
     inputs: int  # at a time
@@ -36,9 +37,12 @@ class Tiles:
     warps: int
 
 
-# For gate and up, and for the second matrix. Measured where tiles are copied; others fit anywhere.
-COPIED = Tiles(128, 64, 4, 8), Tiles(128, 64, 3, 4)
-LOADED = Tiles(64, 32, 4, 8), Tiles(128, 32, 4, 8)
+# For gate and up, and for the second matrix; measured on Hopper GPUs.
+COPIED = {
+    LARGE: (Tiles(128, 64, 4, 8), Tiles(128, 64, 3, 4)),
+    SMALL: (Tiles(128, 64, 4, 4), Tiles(128, 64, 3, 4)),
+}
+LOADED = (Tiles(64, 64, 3, 4), Tiles(128, 64, 3, 4))
 
 
 @triton.jit
@@ -144,9 +148,16 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def takes(num_pairs: int, num_experts: int, dtype: torch.dtype) -> bool:
-    """Whether `multiply` is the faster way for that many pairs of all experts."""
-    return dtype.itemsize == 2 and num_pairs >= LEAST * num_experts
+def takes(x: torch.Tensor, down: torch.Tensor, num_pairs: int, num_experts: int) -> bool:
+    """Whether `multiply` is the faster way for rows x and that many pairs of all experts."""
+    least = LEAST_COPIED if can_copy_tiles(x.device) else LEAST
+    aligned = not any(size % ALIGNED for size in down.shape[1:])
+    return aligned and x.itemsize == 2 and num_pairs >= least * num_experts
+
+
+def rows_of_tile(num_pairs: int, num_experts: int) -> int:
+    """The pairs of a tile, by the mean pairs of an expert."""
+    return LARGE if num_pairs >= LEAST_OF_LARGE * num_experts else SMALL
 
 
 def multiply(
@@ -155,6 +166,7 @@ def multiply(
     down: torch.Tensor,
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
+    num_experts: int,
 ) -> torch.Tensor:
     """The outputs [N, H] of all pairs, times their shares, rounded to the type of x.
 
@@ -162,26 +174,25 @@ def multiply(
     """
     (num_here, hidden, size), per_row = down.shape, expert_ids.shape[1]
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
-    copied = can_copy_tiles(x.device) and not any(
-        n * x.itemsize % COPIED_BYTES for n in (hidden, size)
-    )
-    first, second = COPIED if copied else LOADED
-    pairs = tile_pairs(expert_ids, num_here, ROWS)
+    rows = rows_of_tile(expert_ids.numel(), num_experts)
+    copied = can_copy_tiles(x.device)
+    first, second = COPIED[rows] if copied else LOADED
+    pairs = tile_pairs(expert_ids, num_here, rows)
     inner = x.new_empty(len(pairs.order), size)
     table = pairs.order, pairs.tiles, pairs.num_tiles
     _gated_kernel[(len(pairs.tiles) * triton.cdiv(size, first.outputs),)](
         x, gate_up, _matrices(gate_up.view(-1, size, hidden), 2, first) if copied else None,
         inner, *table, hidden, size, PER_ROW=per_row, EVEN=hidden % first.inputs == 0,
-        COPIED=copied, BLOCK_M=ROWS, BLOCK_N=first.outputs, BLOCK_K=first.inputs,
+        COPIED=copied, BLOCK_M=rows, BLOCK_N=first.outputs, BLOCK_K=first.inputs,
         TOGETHER=TOGETHER, STAGES=first.stages, num_warps=first.warps,
     )  # fmt: skip
     out = x.new_empty(len(inner), hidden)
     programs = 2 * num_multiprocessors(x.device)
     _down_kernel[(programs,)](
-        inner, tiles_of(inner, ROWS, second.inputs) if copied else None,
+        inner, tiles_of(inner, rows, second.inputs) if copied else None,
         down, _matrices(down, 1, second) if copied else None,
         out, *table, shares, size, hidden, EVEN=size % second.inputs == 0, COPIED=copied,
-        BLOCK_M=ROWS, BLOCK_N=second.outputs, BLOCK_K=second.inputs, TOGETHER=TOGETHER,
+        BLOCK_M=rows, BLOCK_N=second.outputs, BLOCK_K=second.inputs, TOGETHER=TOGETHER,
         PROGRAMS=programs, STAGES=second.stages, num_warps=second.warps,
     )  # fmt: skip
     return out

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 256  # pairs that a program counts, and places
+CHUNK = 128  # pairs that a program counts, and places
 PART = 16  # pairs with which all of a chunk are compared at once
+SCANNED = 1024  # chunks whose counts are added up at once
 
 
 class TiledPairs(NamedTuple):
@@ -115,7 +116,7 @@ def tile_pairs(expert_ids: torch.Tensor, num_here: int, rows: int) -> TiledPairs
     _count_kernel[(num_chunks,)](
         expert_ids, counts, num_pairs, num_here, num_chunks, BINS=bins, CHUNK=CHUNK, num_warps=4
     )
-    block = min(1024, triton.next_power_of_2(num_chunks))
+    block = min(SCANNED, triton.next_power_of_2(num_chunks))
     _scan_kernel[(bins,)](counts, totals, num_chunks, BLOCK=block, num_warps=4)
     tiles = triton.next_power_of_2(triton.cdiv(most, num_chunks))
     _place_kernel[(num_chunks,)](
