@@ -406,7 +406,8 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
         [(3, 64, 128, 256, 192)],
     ),
     "experts": (
-        experts_point, [(n, here, 128, 2048, 768) for here in (128, 16) for n in TOKENS],
+        experts_point,
+        [(n, here, 128, 2048, 768) for here in (128, 16) for n in (1, 64, 256, 1024, 4096, 16384)],
         [(5, 32, 32, 64, 32), (5, 20, 32, 64, 32)],
     ),
     "quantized_linear": (  # of Qwen3-0.6B and 8B

@@ -340,11 +340,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "norm_rope_store, Phi-4-mini": partial(norm_rope_store, (24, 8, 128), False, ROWS, 96),
     **{
         f"experts, Qwen3-30B-A3B, {tokens} tokens": partial(experts, 128, 8, 2048, 768, tokens)
-        for tokens in (ROWS, 8 * TOKENS)
+        for tokens in (16, ROWS, 8 * TOKENS)
     },
     **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
     "route, float32": partial(route, ROWS, torch.float32),
     **{f"few_rows, experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
+    "experts, sizes that tiles do not divide": partial(experts, 60, 4, 2032, 1392, 8 * TOKENS),
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
         for name, sizes, some in (

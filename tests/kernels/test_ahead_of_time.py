@@ -260,3 +260,24 @@ def test_keys_are_copied_exactly_where_that_is_faster(
     assert "error" not in kernel, "it does not compile"
     ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()
     assert ("cp.async.bulk.tensor.2d" in ptx) == copied
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "copied"),
+    [
+        ("experts, Qwen3-30B-A3B, 4096 tokens", HOPPER, True),
+        ("experts, Qwen3-30B-A3B, 4096 tokens", 80, False),
+        ("experts, Qwen3-30B-A3B, 4096 tokens", 120, False),
+        ("experts, Qwen3-30B-A3B, 64 tokens", HOPPER, True),
+        ("experts, sizes that tiles do not divide", HOPPER, True),
+    ],
+)
+def test_experts_of_many_pairs_are_copied_where_that_is_possible(
+    name: str, capability: int, copied: bool, compiled: Compiled
+) -> None:
+    """Weights by the tensor memory accelerator, and as whole tiles of gate and up."""
+    kernels = {line["kernel"]: line for line in compiled[name, capability]}
+    for kernel in ("_gated_kernel", "_down_kernel"):
+        ptx = (Path(kernels[kernel]["folder"]) / f"{kernel}.ptx").read_text()
+        assert ("cp.async.bulk.tensor.3d" in ptx) == copied
+        assert ("m64n256k16" in ptx) == (copied and kernel == "_gated_kernel")
