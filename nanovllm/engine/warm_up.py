@@ -3,10 +3,15 @@
 It compiles kernels, connects NCCL and shows how much memory a step takes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
+from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shard import Shard
@@ -14,21 +19,67 @@ from nanovllm.engine.step.draw_inputs import draw_inputs, rows_narrowed_together
 from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.step.transfer import upload_all
+from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.filters import Filters
 from nanovllm.sampling_params import SamplingParams
 
 
+def compile_steps(shard: Shard, config: Config) -> None:
+    """Compile the kernels of the largest step and of all decode steps, many at the same time.
+
+    What this misses is compiled when it is first launched: by the warm-up, or by a capture.
+    """
+    if not shard.backend.kernels.graph_safe:  # not Triton's
+        return
+    num_running = most_running(config)
+    shard.make_table(num_running, shard.placement.max_positions)
+    shard.pool.allocate(num_blocks=1)
+
+    def steps() -> None:
+        _run_largest_step(shard, config.max_num_batched_tokens, num_running)
+        graphs = shard.decode_graphs(num_running)
+        for size in graphs.sizes if shard.placement.uses_graphs else (1,):
+            graphs.run(size)
+
+    with _errors_name_options(shard, config), _two_layers_of_each_kind(shard):
+        compile_ahead(steps, shard.device)
+    shard.pool.release()
+
+
 def warm_up(shard: Shard, config: Config, num_running: int) -> None:
     """Run the largest step, and the smallest, which may use other kernels."""
-    try:
+    with _errors_name_options(shard, config):
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
         torch.cuda.synchronize(shard.device)
+
+
+@contextmanager
+def _errors_name_options(shard: Shard, config: Config) -> Iterator[None]:
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
             f" max_num_seqs={config.max_num_seqs} does not fit on {shard.device} beside weights"
             " and KV pool; lower them, num_kvcache_blocks or gpu_memory_utilization"
         ) from error
+
+
+@contextmanager
+def _two_layers_of_each_kind(shard: Shard) -> Iterator[None]:
+    """Without the other layers, which use the same kernels.
+
+    The model's first layer may use others than the second one.
+    """
+    config, decoder = shard.model_config, shard.model.model
+    layers, kinds = decoder.layers, dict[tuple[object, ...], list[nn.Module]]()
+    for layer, *kind in zip(layers, config.sliding_windows, config.rotated_layers, strict=True):
+        kinds.setdefault((*kind, type(layer.mlp)), []).append(layer)
+    decoder.layers = nn.ModuleList(layer for alike in kinds.values() for layer in alike[:2])
+    try:
+        yield
+    finally:
+        decoder.layers = layers
 
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
