@@ -21,11 +21,14 @@ from nanovllm.kernels.triton.common import (
     rows_with_room,
     tiles_of,
 )
-from nanovllm.kernels.triton.grouping import Groups, find_tile
+from nanovllm.kernels.triton.grouping import LEAST, Groups, find_tile
 from nanovllm.kernels.triton.quantized_experts import grouped_quantized
 
-BLOCK_N, BLOCK_K, STAGES = 64, 128, 3
-BLOCK_SUM = 512
+BLOCK_N, BLOCK_SUM = 64, 512
+BLOCK_K, STAGES = (
+    (128, 64),
+    (3, 4),
+)  # of the smallest tiles, and of larger ones: two fit a processor
 
 
 @triton.jit
@@ -192,21 +195,19 @@ def _launch(
     (num_experts, _, size_in), size_out = weight.shape, out.shape[1]
     assert x.is_contiguous() and weight.is_contiguous() and out.numel() < 1 << 31
     width = 0 if scaled is None else scaled.squares.shape[1]
-    block_n = BLOCK_N
-    copied = can_copy_tiles(x.device) and size_in * x.itemsize % 16 == 0 and COPIED
-    _expert_rows_kernel[(groups.num_tiles, triton.cdiv(size_out, block_n))](
-        x, weight, tiles_of(weight.flatten(0, 1), block_n, BLOCK_K) if copied else None,
+    is_large = groups.block_m > LEAST
+    block_k = BLOCK_K[is_large]
+    copied = can_copy_tiles(x.device) and size_in * x.itemsize % 16 == 0
+    _expert_rows_kernel[(groups.num_tiles, triton.cdiv(size_out, BLOCK_N))](
+        x, weight, tiles_of(weight.flatten(0, 1), BLOCK_N, block_k) if copied else None,
         out if scaled is None else scaled.squares, out if shares is None else shares, out,
         groups.order, groups.bounds, groups.tile_ends, 0.0 if scaled is None else scaled.eps,
         E=num_experts, N=size_out, K=size_in, P=width,
         BLOCK_P=triton.next_power_of_2(max(1, width)), PER_ROW=per_row, GATED=scaled is not None,
-        COPIED=copied, BLOCK_M=groups.block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K,
-        BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4, num_stages=STAGES,
+        COPIED=copied, BLOCK_M=groups.block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k,
+        BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4, num_stages=STAGES[is_large],
         **early(x.device),
     )  # fmt: skip
-
-
-COPIED = True
 
 
 def add_parts(

@@ -10,12 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-FEW, MANY = 16, 64  # pairs of a tile
+LEAST, MOST = 16, 64  # pairs of a tile
 
 
 def pairs_of_a_tile(num_pairs: int, num_experts: int) -> int:
-    """By the mean pairs of an expert."""
-    return MANY if num_pairs >= 32 * num_experts else FEW
+    """Enough for nearly every expert to have one tile, if the pairs are distributed evenly.
+
+    A second tile reads the expert's weights again.
+    """
+    mean = max(1, num_pairs // num_experts)
+    return max(LEAST, min(MOST, int(triton.next_power_of_2(mean + mean // 2))))
 
 
 class Groups(NamedTuple):
