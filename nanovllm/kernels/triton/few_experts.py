@@ -25,10 +25,8 @@ from nanovllm.kernels.triton.grouping import LEAST, Groups, find_tile
 from nanovllm.kernels.triton.quantized_experts import grouped_quantized
 
 BLOCK_N, BLOCK_SUM = 64, 512
-BLOCK_K, STAGES = (
-    (128, 64),
-    (3, 4),
-)  # of the smallest tiles, and of larger ones: two fit a processor
+# Of the smallest tiles, and of larger ones; a multiprocessor holds two programs.
+BLOCK_K, STAGES = (128, 64), (3, 4)
 
 
 @triton.jit
