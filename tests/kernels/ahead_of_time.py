@@ -262,20 +262,16 @@ def decode_attention(
 
 def prefill_attention(
     heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS,
-    codes: bool = False,
+    codes: bool = False, sequences: int = ROWS,
 ) -> None:  # fmt: skip
     """With block size 0, no part of a sequence is in the cache."""
-    from nanovllm.kernels.triton.prefill_attention import (
-        plan_prefill,
-        prefill_attention,
-        tile_queries,
-    )
+    from nanovllm.kernels.triton.prefill_attention import prefill_attention
+    from nanovllm.kernels.triton.prefill_plan import plan_prefill
 
     q, (_, k, v) = bf16(tokens, heads[0], heads[2]), projected(heads, tokens)
-    tables = int32(ROWS, BLOCKS) if block_size else None
-    ends = int32(ROWS + 1)
-    queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
-    plan = plan_prefill(ends, ends, tables, tokens, queries)
+    tables = int32(sequences, BLOCKS) if block_size else None
+    ends = int32(sequences + 1)
+    plan = plan_prefill(ends, ends, tables, tokens)
     prefill_attention(q, k, v, layer(heads, block_size, window, codes), plan)
 
 
@@ -415,6 +411,14 @@ CALLS: dict[str, Callable[[], object]] = {
         if heads[2] != 80
     },
     **{
+        f"hopper_prefill, {name}, block size {size}": partial(
+            prefill_attention, heads, size, tokens=8 * TOKENS, sequences=2
+        )
+        for name, heads in (ATTENTION_HEADS | {"G 1": (8, 8, 128)}).items()
+        for size in (0, 64)
+        if heads[2] in (64, 128)
+    },
+    **{
         f"{call.__name__}, Mistral's window, block size {size}": partial(call, QWEN3_8B, size, 4096)
         for call, size in ((decode_attention, 64), (prefill_attention, 0), (prefill_attention, 64))
     },
@@ -455,7 +459,7 @@ def max_spill(name: str) -> int:
 
 def capabilities(name: str) -> tuple[int, ...]:
     """The GPUs where its kernels are used, and differ from those of another case."""
-    alone = "few_rows" in name or "eager" in name or "many tokens" in name
+    alone = any(part in name for part in ("few_rows", "hopper", "eager", "many tokens"))
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)

@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
+GLUON = ("3.6.", "3.7.")  # the versions of Triton that compile our kernels in Gluon
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 CONVERTS_CODES = 89  # the compute capability from which GPUs convert e4m3
 ROOM = 128  # rows of the largest tile of a matrix product
@@ -38,6 +39,15 @@ def can_copy_tiles(device: torch.device) -> bool:
     Such kernels take the host longer to launch: each launch describes the matrices.
     """
     return bool(INTERPRETED) or capability(device) == MEASURED
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there: for Hopper GPUs, and the versions in GLUON.
+
+    It is experimental, and may change with any version.
+    """
+    known = triton.__version__.startswith(GLUON)
+    return known and not INTERPRETED and capability(device) == MEASURED
 
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
