@@ -23,9 +23,11 @@ from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.filters import Filters
 from nanovllm.sampling_params import SamplingParams
 
+SHORT = 64  # tokens of a sequence; attention over longer ones may have another kernel
+
 
 def compile_steps(shard: Shard, config: Config) -> None:
-    """Compile the kernels of the largest step and of all decode steps, many at the same time.
+    """Compile the kernels of large prefills and of all decode steps, many at the same time.
 
     What this misses is compiled when it is first launched: by the warm-up, or by a capture.
     """
@@ -37,6 +39,12 @@ def compile_steps(shard: Shard, config: Config) -> None:
 
     def steps() -> None:
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
+        most = shard.placement.max_positions
+        for longest in (min(SHORT, most), most):
+            for cached in (0, 1):
+                length = max(1, longest - cached)
+                inputs = warmup_inputs(config.max_num_batched_tokens, length, cached)
+                shard.prefill_hidden(inputs, -(-longest // shard.block_size) * cached)
         graphs = shard.decode_graphs(num_running)
         for size in graphs.sizes if shard.placement.uses_graphs else (1,):
             graphs.run(size)
@@ -120,8 +128,11 @@ def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Fil
     return filters
 
 
-def warmup_inputs(num_tokens: int, longest: int) -> PrefillInputs:
-    """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing."""
+def warmup_inputs(num_tokens: int, longest: int, cached: int = 0) -> PrefillInputs:
+    """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing.
+
+    Each sequence has `cached` more tokens in the cache, by the block table in row 0.
+    """
     starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     no_rows = np.zeros(0, np.int64)
     return PrefillInputs(
@@ -129,7 +140,7 @@ def warmup_inputs(num_tokens: int, longest: int) -> PrefillInputs:
         positions=np.arange(num_tokens) % longest,
         slot_mapping=np.full(num_tokens, -1),
         cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        table_rows=no_rows,
+        cu_seqlens_k=starts + cached * np.arange(len(starts), dtype=np.int32),
+        table_rows=np.zeros((len(starts) - 1) * cached, np.int64),
         sample_table_rows=no_rows,
     )

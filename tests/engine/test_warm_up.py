@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_model
@@ -15,6 +17,7 @@ from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine import warm_up
 from nanovllm.engine.shard import Shard
+from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,14 +52,22 @@ def shard(config: Config) -> Iterator[Shard]:
 def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     uses_graphs: bool, shard: Shard, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, sizes, ran = shard.model.model.layers, [], []
+    layers, sizes, ran, prefills = shard.model.model.layers, [], [], set()
     places = {layer: index for index, layer in enumerate(layers)}
     shard.placement = dataclasses.replace(shard.placement, uses_graphs=uses_graphs)
-    step = Shard._decode_and_draw
+    step, prefill_hidden = Shard._decode_and_draw, Shard.prefill_hidden
+    monkeypatch.setattr(warm_up, "SHORT", 8)
 
     def recorded(self: Shard, size: int, out: torch.Tensor) -> object:
         sizes.append(size)
         return step(self, size, out)
+
+    def recorded_prefill(
+        self: Shard, prefill: PrefillInputs, width: int = 0, needed: Any = None
+    ) -> torch.Tensor:
+        queries, keys = np.diff(prefill.cu_seqlens_q), np.diff(prefill.cu_seqlens_k)
+        prefills.add((int(queries.sum()), int(queries.max()), bool((keys > queries).all())))
+        return prefill_hidden(self, prefill, width, needed)
 
     def compile_ahead(call: object, device: torch.device) -> None:
         assert callable(call)
@@ -64,10 +75,13 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
         call()
 
     monkeypatch.setattr(Shard, "_decode_and_draw", recorded)
+    monkeypatch.setattr(Shard, "prefill_hidden", recorded_prefill)
     monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
     warm_up.compile_steps(shard, config)
     assert ran == [([0, 1, 2, 3], shard.device)]
     assert sizes == ([1, 2, 4] if uses_graphs else [1])
+    large = {(64, 8, False), (64, 7, True), (64, 64, False), (64, 63, True)}
+    assert prefills == {(1, 1, False)} | large
     assert shard.model.model.layers is layers
     assert shard.pool.cache.shape[2] == 0
 
