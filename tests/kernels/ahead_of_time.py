@@ -137,13 +137,17 @@ def route(tokens: int, weight: torch.dtype = torch.bfloat16) -> None:
     router.route(bf16(tokens, 2048), 8, normalized=True)
 
 
-def few_experts(rows: int) -> None:
+def few_experts(rows: int, form: Format | None = None) -> None:
     from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
     from nanovllm.kernels.triton.few_experts import add_experts
+    from nanovllm.kernels.triton.quantized_linear import arrange
     from nanovllm.kernels.triton.route import Router
 
     router = Router.of(bf16(128, 2048), torch.bfloat16)
-    stacks = bf16(128, 2 * 768, 2048), bf16(128, 2048, 768)
+    stacks: Any = bf16(128, 2 * 768, 2048), bf16(128, 2048, 768)
+    if form:
+        form = replace(form, stack=(128,))
+        stacks = (arrange(quantized(*stack.shape[1:], form)) for stack in stacks)
     weights = ExpertWeights(router, *stacks, per_token=8, normalized=True)
     x, residual, norm = bf16(rows, 2048), bf16(rows, 2048), bf16(2048)
     add_experts(Scaled(x, torch.empty(rows, 32), EPS), weights, residual, norm, EPS)
@@ -341,6 +345,7 @@ CALLS: dict[str, Callable[[], object]] = {
     **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
     "route, float32": partial(route, ROWS, torch.float32),
     **{f"few_rows, experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
+    "few_rows, quantized experts": partial(few_experts, 64, FORMATS["e4m3 blocks"]),
     "experts, sizes that tiles do not divide": partial(experts, 60, 4, 2032, 1392, 8 * TOKENS),
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)

@@ -192,12 +192,26 @@ def test_a_merge_reads_after_all_parts_are_written(capability: int, compiled: Co
     assert len(reads) >= 2 and all(read.startswith("ld.global.cg") for read in reads)
 
 
+def test_counts_of_experts_are_zeroed_after_all_threads_have_read_them(compiled: Compiled) -> None:
+    """With fewer experts than threads, several threads read a count, and one of them zeroes it."""
+    (kernel,) = (k for k in compiled["few_rows, experts, 64 rows", HOPPER]
+                 if k["kernel"] == "_route_kernel")  # fmt: skip
+    ptx = (Path(kernel["folder"]) / "_route_kernel.ptx").read_text()
+    last = ptx[ptx.rindex("atom.global.gpu.acq_rel.add") :]  # of all programs
+    read = last.index("ld.global.cg")
+    assert "bar.sync" in last[read : last.index("st.global", read)]
+
+
 # The kernels that start while the one before them ends: a case of each.
 EARLY_CASES = {
     "_linear_kernel": "few_rows, Qwen3-0.6B, 64 rows",
     "_quantized_rows_kernel": "quantized_rows, int4, groups of 128, 16 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
     "_decode_kernel": "decode_attention, Qwen3-0.6B, block size 64",
+    "_route_kernel": "few_rows, experts, 64 rows",
+    "_expert_rows_kernel": "few_rows, experts, 64 rows",
+    "_sum_kernel": "few_rows, experts, 64 rows",
+    "_activate_kernel": "few_rows, quantized experts",
 }
 
 
@@ -216,13 +230,22 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
         assert re.search(touched, ptx)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few_rows")])
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n.startswith("few_rows") and "quantized" not in n]
+)
 def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
-    """By the tensor memory accelerator, into the memory that `wgmma` reads."""
-    for line in compiled[name, HOPPER]:
-        ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
+    """By the tensor memory accelerator, into the memory that `wgmma` reads.
+
+    The rows of a tile of experts' pairs are not neighbours, and are copied one by one.
+    """
+    kernel = "_expert_rows_kernel" if "experts" in name else "_linear_kernel"
+    found = [line for line in compiled[name, HOPPER] if line["kernel"] == kernel]
+    assert found
+    for line in found:
+        ptx = (Path(line["folder"]) / f"{kernel}.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
-        assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
+        if "experts" not in name:
+            assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
 
 
 QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]

@@ -66,13 +66,13 @@ def _sort(  # type: ignore[no-untyped-def]
     """Sort all pairs by expert, from their number and the pairs' slots among those of an expert."""
     e = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
-    tl.store(counts_ptr + e, 0, mask=e < E)  # for the next call
     ends = tl.cumsum(counts, axis=0)
     tl.store(bounds_ptr + e, ends - counts, mask=e < E)
     tl.store(bounds_ptr + E, num_pairs)
     tile_ends = tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)
     tl.store(tile_ends_ptr + e, tile_ends, mask=e < E)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads have read the counts, and see the bounds
+    tl.store(counts_ptr + e, 0, mask=e < E)  # for the next call
     for start in range(0, num_pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
         inside = pair < num_pairs
