@@ -27,9 +27,9 @@ SHORT = 64  # tokens of a sequence; attention over longer ones may have another 
 
 
 def compile_steps(shard: Shard, config: Config) -> None:
-    """Compile the kernels of large prefills and of all decode steps, many at the same time.
+    """Compile the kernels of prefills and of all decode steps, many at the same time.
 
-    What this misses is compiled when it is first launched: by the warm-up, or by a capture.
+    What this misses is compiled when it is first launched: by the warm-up, a capture or a step.
     """
     if not shard.backend.kernels.graph_safe:  # not Triton's
         return
@@ -39,12 +39,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
 
     def steps() -> None:
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
-        most = shard.placement.max_positions
-        for longest in (min(SHORT, most), most):
-            for cached in (0, 1):
-                length = max(1, longest - cached)
-                inputs = warmup_inputs(config.max_num_batched_tokens, length, cached)
-                shard.prefill_hidden(inputs, -(-longest // shard.block_size) * cached)
+        _run_prefills(shard, config.max_num_batched_tokens)
         graphs = shard.decode_graphs(num_running)
         for size in graphs.sizes if shard.placement.uses_graphs else (1,):
             graphs.run(size)
@@ -88,6 +83,20 @@ def _two_layers_of_each_kind(shard: Shard) -> Iterator[None]:
         yield
     finally:
         decoder.layers = layers
+
+
+def _run_prefills(shard: Shard, num_tokens: int) -> None:
+    """Prefills of `num_tokens` in short and long sequences, cached or not; then smaller ones.
+
+    Layers of experts have other kernels for other numbers of tokens.
+    """
+    most = shard.placement.max_positions
+    for longest in (min(SHORT, most), most):
+        for cached in (0, 1):
+            inputs = warmup_inputs(num_tokens, max(1, longest - cached), cached)
+            shard.prefill_hidden(inputs, -(-longest // shard.block_size) * cached)
+    for exponent in range(1, (num_tokens - 1).bit_length()):
+        shard.prefill_hidden(warmup_inputs(1 << exponent, most))
 
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:

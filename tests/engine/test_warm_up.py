@@ -81,7 +81,7 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     assert ran == [([0, 1, 2, 3], shard.device)]
     assert sizes == ([1, 2, 4] if uses_graphs else [1])
     large = {(64, 8, False), (64, 7, True), (64, 64, False), (64, 63, True)}
-    assert prefills == {(1, 1, False)} | large
+    assert prefills == large | {(n, n, False) for n in (1, 2, 4, 8, 16, 32)}
     assert shard.model.model.layers is layers
     assert shard.pool.cache.shape[2] == 0
 

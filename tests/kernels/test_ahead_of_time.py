@@ -177,6 +177,19 @@ def test_one_binary_reads_tables_of_any_width(capability: int, compiled: Compile
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
+def test_one_binary_takes_any_number_of_pairs(capability: int, compiled: Compiled) -> None:
+    """A multiple of 16 or not: prompts of a new length must not compile."""
+    odd, even = (
+        {
+            line["kernel"]: line["folder"]
+            for line in compiled[f"experts, Qwen3-30B-A3B, {n} tokens", capability]
+        }
+        for n in (4001, 4096)
+    )
+    assert odd == even and "_place_kernel" in odd
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_merge_reads_after_all_parts_are_written(capability: int, compiled: Compiled) -> None:
     """All threads' writes of a part come before the count that publishes them;
     the count, then all threads' reads, past the cache of their multiprocessor."""

@@ -38,7 +38,7 @@ def _bins(ids_ptr, pair, num_pairs, num_here, BINS: tl.constexpr):  # type: igno
     return tl.where(pair < num_pairs, expert + 1, BINS - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _count_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, counts_ptr, num_pairs, num_here, num_chunks, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts_ptr + tl.arange(0, BINS) * num_chunks + chunk, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _scan_kernel(  # type: ignore[no-untyped-def]
     counts_ptr, totals_ptr, num_chunks, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     tl.store(totals_ptr + tl.program_id(0), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _place_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, before_ptr, totals_ptr, order_ptr, tiles_ptr, num_tiles_ptr,
     num_pairs, num_here, num_chunks, ROWS: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr,
