@@ -21,4 +21,6 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
         from nanovllm.kernels.triton.dry_run import dry_run
     except ImportError:  # no Triton
         return
-    dry_run(call, min(MOST_THREADS, allowed_cores(), len(os.sched_getaffinity(0))))
+    has_list = hasattr(os, "sched_getaffinity")  # on Linux
+    cores = len(os.sched_getaffinity(0)) if has_list else os.cpu_count() or 1
+    dry_run(call, min(MOST_THREADS, allowed_cores(), cores))

@@ -12,8 +12,12 @@ from nanovllm.layers.attention import choice
 pytest.importorskip("triton")
 
 
+@pytest.mark.parametrize("system", ["Linux", "another"])
 @pytest.mark.parametrize("allowed", [1, 3, sys.maxsize])
-def test_no_more_threads_than_allowed_cores(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_threads_than_allowed_cores(
+    allowed: int, system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other systems do not list the cores of a process."""
     runs = []
 
     def dry_run(call: object, num_threads: int) -> None:
@@ -21,7 +25,11 @@ def test_no_more_threads_than_allowed_cores(allowed: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("nanovllm.kernels.triton.dry_run.dry_run", dry_run)
     monkeypatch.setattr(ahead, "allowed_cores", lambda: allowed)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(99)))
+    if system == "Linux":
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(99)))
+    else:
+        monkeypatch.delattr("os.sched_getaffinity")
+        monkeypatch.setattr("os.cpu_count", lambda: 99)
     compile_ahead(dry_run, torch.device("cuda"))  # type: ignore[arg-type]
     assert runs == [(dry_run, min(allowed, MOST_THREADS))]
 
