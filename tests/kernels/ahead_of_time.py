@@ -127,13 +127,11 @@ def quantized_experts(form: Format, tokens: int) -> None:
     experts(bf16(tokens, 2048), arrange(gate_up), arrange(down), ids, shares, 32)
 
 
-def route(tokens: int, weight: torch.dtype = torch.bfloat16) -> None:
+def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 128) -> None:
     from nanovllm.kernels.triton.route import Router
 
-    router = Router.of(
-        torch.full((128, 2048), 1.0 if weight == torch.bfloat16 else 1.0001, dtype=weight),
-        torch.bfloat16,
-    )
+    value = 1.0 if weight == torch.bfloat16 else 1.0001
+    router = Router.of(torch.full((num_experts, 2048), value, dtype=weight), torch.bfloat16)
     router.route(bf16(tokens, 2048), 8, normalized=True)
 
 
@@ -344,6 +342,7 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
     "route, float32": partial(route, ROWS, torch.float32),
+    "route, 256 experts": partial(route, 32 * TOKENS, num_experts=256),
     **{f"few_rows, experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
     "few_rows, quantized experts": partial(few_experts, 64, FORMATS["e4m3 blocks"]),
     "experts, sizes that tiles do not divide": partial(experts, 60, 4, 2032, 1392, 8 * TOKENS),

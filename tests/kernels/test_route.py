@@ -141,9 +141,10 @@ def test_tiles_are_shared_while_processors_are_free() -> None:
 
 
 @pytest.mark.parametrize("room", [88 << 10, 144 << 10, 210 << 10])
-@pytest.mark.parametrize("num_experts", [16, 128, 512])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_fit_shared_memory(room: int, num_experts: int, itemsize: int) -> None:
-    tile = (16 + num_experts) * itemsize
-    inputs, stages = module._inputs(tile, room)
-    assert 2 <= stages <= 4 and inputs * tile * (stages - 1) <= room
+@pytest.mark.parametrize("num_experts", [16, 128, 256, 512])
+@pytest.mark.parametrize(("rows", "itemsize"), [(16, 2), (16, 4), (64, 2)])
+def test_tiles_fit_shared_memory(room: int, num_experts: int, rows: int, itemsize: int) -> None:
+    """Of 64 rows, those of all stages: products read one while others are copied."""
+    tile = (rows + num_experts) * itemsize
+    inputs, stages = module._inputs(tile, room, rows)
+    assert 2 <= stages <= 4 and inputs * tile * (stages - (rows == 16)) <= room

@@ -203,7 +203,7 @@ class Router:
         tiles = triton.cdiv(num_rows, rows)
         block_e = max(16, int(triton.next_power_of_2(num_experts)))
         tile_bytes = (rows + block_e) * self.weight.itemsize
-        block_h, stages = _inputs(tile_bytes, shared_bytes(x.device))
+        block_h, stages = _inputs(tile_bytes, shared_bytes(x.device), rows)
         splits = 1 if tiles > MOST_TILES else _splits(tiles, hidden // block_h, processors)
         shares = torch.empty(ids.shape, dtype=torch.float32, device=x.device)
         parts = shares.new_empty(splits, num_rows, block_e) if splits > 1 else shares
@@ -223,12 +223,16 @@ class Router:
         return shares
 
 
-def _inputs(bytes_of_one: int, room: int) -> tuple[int, int]:
-    """The inputs at a time, of which shared memory holds two tiles or three, and the stages."""
+def _inputs(bytes_of_one: int, room: int, rows: int) -> tuple[int, int]:
+    """The inputs at a time, of which shared memory holds two tiles or more, and the stages.
+
+    It holds the tiles of all stages, or of few rows those of all but one.
+    """
     inputs = MOST_INPUTS
     while inputs > LEAST_INPUTS and 2 * inputs * bytes_of_one > room:
         inputs //= 2
-    return inputs, 1 + max(1, min(3, room // (inputs * bytes_of_one)))
+    tiles = room // (inputs * bytes_of_one)
+    return inputs, max(2, min(4, tiles + (rows < MANY_ROWS)))
 
 
 def _splits(tiles: int, steps: int, processors: int) -> int:

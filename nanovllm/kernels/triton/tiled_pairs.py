@@ -23,9 +23,8 @@ class TiledPairs(NamedTuple):
     """
 
     order: torch.Tensor  # [N] int32
-    tiles: (
-        torch.Tensor
-    )  # [most, 3] int32: expert, first place in `order`, end of the expert's places
+    # [most, 3] int32: expert, first place in `order`, end of the expert's places
+    tiles: torch.Tensor
     num_tiles: torch.Tensor  # [1] int32
     rows: int
 
