@@ -154,9 +154,9 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# `few_rows` takes 256 rows at most, `quantized_rows` 512.
+# `few_rows` and `few_experts` take 256 rows at most, `quantized_rows` 512.
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if not name.startswith(("few_rows", "quantized_rows"))]
+    "name", [name for name in CASES if not name.startswith(("few_", "quantized_rows"))]
 )
 def test_row_offsets_of_a_large_batch_have_64_bits(name: str, compiled: Compiled) -> None:
     """Row times stride exceeds 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
@@ -198,6 +198,9 @@ EARLY_CASES = {
     "_quantized_rows_kernel": "quantized_rows, int4, groups of 128, 16 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
     "_decode_kernel": "decode_attention, Qwen3-0.6B, block size 64",
+    "_route_kernel": "few_experts, 64 rows",
+    "_expert_rows_kernel": "few_experts, 64 rows",
+    "_sum_kernel": "few_experts, 64 rows",
 }
 
 
@@ -223,6 +226,16 @@ def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> N
         ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
         assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few_experts")])
+def test_weights_of_experts_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
+    """Those of gate and up, and those of down; the rows of a tile are gathered by its threads."""
+    found = [line for line in compiled[name, HOPPER] if line["kernel"] == "_expert_rows_kernel"]
+    assert len(found) == 2
+    for line in found:
+        ptx = (Path(line["folder"]) / "_expert_rows_kernel.ptx").read_text()
+        assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
 
 
 QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]
