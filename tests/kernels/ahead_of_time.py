@@ -343,8 +343,8 @@ CALLS: dict[str, Callable[[], object]] = {
     **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
     "route, float32": partial(route, ROWS, torch.float32),
     "route, 256 experts": partial(route, 32 * TOKENS, num_experts=256),
-    **{f"few_rows, experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
-    "few_rows, quantized experts": partial(few_experts, 64, FORMATS["e4m3 blocks"]),
+    **{f"few_experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
+    "few_experts, e4m3 blocks": partial(few_experts, 64, FORMATS["e4m3 blocks"]),
     "experts, sizes that tiles do not divide": partial(experts, 60, 4, 2032, 1392, 8 * TOKENS),
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
@@ -463,7 +463,9 @@ def max_spill(name: str) -> int:
 
 def capabilities(name: str) -> tuple[int, ...]:
     """The GPUs where its kernels are used, and differ from those of another case."""
-    alone = any(part in name for part in ("few_rows", "hopper", "eager", "many tokens"))
+    alone = any(
+        part in name for part in ("few_rows", "few_experts", "hopper", "eager", "many tokens")
+    )
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)

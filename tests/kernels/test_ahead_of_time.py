@@ -154,9 +154,9 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# `few_rows` takes 256 rows at most, `quantized_rows` 512.
+# `few_rows` and `few_experts` take 256 rows at most, `quantized_rows` 512.
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if not name.startswith(("few_rows", "quantized_rows"))]
+    "name", [name for name in CASES if not name.startswith(("few_", "quantized_rows"))]
 )
 def test_row_offsets_of_a_large_batch_have_64_bits(name: str, compiled: Compiled) -> None:
     """Row times stride exceeds 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
@@ -207,7 +207,7 @@ def test_a_merge_reads_after_all_parts_are_written(capability: int, compiled: Co
 
 def test_counts_of_experts_are_zeroed_after_all_threads_have_read_them(compiled: Compiled) -> None:
     """With fewer experts than threads, several threads read a count, and one of them zeroes it."""
-    (kernel,) = (k for k in compiled["few_rows, experts, 64 rows", HOPPER]
+    (kernel,) = (k for k in compiled["few_experts, 64 rows", HOPPER]
                  if k["kernel"] == "_route_kernel")  # fmt: skip
     ptx = (Path(kernel["folder"]) / "_route_kernel.ptx").read_text()
     last = ptx[ptx.rindex("atom.global.gpu.acq_rel.add") :]  # of all programs
@@ -221,10 +221,10 @@ EARLY_CASES = {
     "_quantized_rows_kernel": "quantized_rows, int4, groups of 128, 16 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
     "_decode_kernel": "decode_attention, Qwen3-0.6B, block size 64",
-    "_route_kernel": "few_rows, experts, 64 rows",
-    "_expert_rows_kernel": "few_rows, experts, 64 rows",
-    "_sum_kernel": "few_rows, experts, 64 rows",
-    "_activate_kernel": "few_rows, quantized experts",
+    "_route_kernel": "few_experts, 64 rows",
+    "_expert_rows_kernel": "few_experts, 64 rows",
+    "_sum_kernel": "few_experts, 64 rows",
+    "_activate_kernel": "few_experts, e4m3 blocks",
 }
 
 
@@ -243,22 +243,23 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
         assert re.search(touched, ptx)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in CASES if n.startswith("few_rows") and "quantized" not in n]
-)
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few_rows")])
 def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
-    """By the tensor memory accelerator, into the memory that `wgmma` reads.
-
-    The rows of a tile of experts' pairs are not neighbours, and are copied one by one.
-    """
-    kernel = "_expert_rows_kernel" if "experts" in name else "_linear_kernel"
-    found = [line for line in compiled[name, HOPPER] if line["kernel"] == kernel]
-    assert found
-    for line in found:
-        ptx = (Path(line["folder"]) / f"{kernel}.ptx").read_text()
+    """By the tensor memory accelerator, into the memory that `wgmma` reads."""
+    for line in compiled[name, HOPPER]:
+        ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
-        if "experts" not in name:
-            assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
+        assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
+
+
+@pytest.mark.parametrize("name", [f"few_experts, {rows} rows" for rows in (1, 64, 256)])
+def test_weights_of_experts_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
+    """Those of gate and up, and those of down; the rows of a tile are gathered by its threads."""
+    found = [line for line in compiled[name, HOPPER] if line["kernel"] == "_expert_rows_kernel"]
+    assert len(found) == 2
+    for line in found:
+        ptx = (Path(line["folder"]) / "_expert_rows_kernel.ptx").read_text()
+        assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
 
 
 QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]
