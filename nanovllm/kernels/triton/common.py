@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.integers import cdiv
+
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
 GLUON = ("3.6.", "3.7.")  # the versions of Triton that compile our kernels in Gluon
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
@@ -62,7 +64,7 @@ def rows_with_room(
     num_rows: int, size: int, like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """New rows for matrix products to read, with memory after them that fills tiles of ROOM."""
-    whole = like.new_empty(triton.cdiv(num_rows, ROOM) * ROOM, size, dtype=dtype or like.dtype)
+    whole = like.new_empty(cdiv(num_rows, ROOM) * ROOM, size, dtype=dtype or like.dtype)
     return whole[:num_rows]
 
 
@@ -74,7 +76,7 @@ def with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
     assert x.is_contiguous()
     size = x.shape[1]
     there = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // size
-    return x.as_strided([min(there, triton.cdiv(len(x), rows) * rows), size], [size, 1])
+    return x.as_strided([min(there, cdiv(len(x), rows) * rows), size], [size, 1])
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.triton import many_pairs
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import dot
@@ -76,11 +77,11 @@ def grouped_linear(
     num_pairs, (num_experts, size_out, size_in) = len(groups.order), weight.shape
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == size_in
     out = x.new_empty(num_pairs, size_out, dtype=dtype)
-    _grouped_linear_kernel[(groups.num_tiles, triton.cdiv(size_out, BLOCK_N))](
+    _grouped_linear_kernel[(groups.num_tiles, cdiv(size_out, BLOCK_N))](
         x, weight, out, groups.order, groups.bounds, groups.tile_ends,
         out if shares is None else shares, num_experts, size_in, size_out,
         PER_ROW=num_pairs // len(x), SHARES=shares is not None, BLOCK_M=groups.block_m,
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_E=next_power_of_2(num_experts), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -131,7 +132,7 @@ def experts(
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
     parts = _parts(x, gate_up, down, expert_ids, shares, num_experts)
     out = torch.empty_like(x)
-    _add_up_kernel[(num_rows, triton.cdiv(hidden, BLOCK))](
+    _add_up_kernel[(num_rows, cdiv(hidden, BLOCK))](
         parts, out, expert_ids, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8
     )
     return out
@@ -156,7 +157,7 @@ def _parts(
     groups = group(expert_ids, num_here, num_experts)
     gates = grouped_linear(x, gate_up, groups, None, x.dtype)
     inner = x.new_empty(num_pairs, size)
-    _activate_kernel[(num_pairs, triton.cdiv(size, BLOCK))](
+    _activate_kernel[(num_pairs, cdiv(size, BLOCK))](
         gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
     )
     return grouped_linear(inner, down, groups, shares, torch.float32)

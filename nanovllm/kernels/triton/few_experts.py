@@ -1,4 +1,4 @@
-"""Layers of experts for few rows, in four kernels with the norm before and the sum behind them.
+"""Layers of experts for few rows, in four kernels (five for quantized weights), with norm and sum.
 
 T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts. The router's
 kernel sorts the pairs by expert. Here are the experts' two grouped products, of which the first
@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
@@ -160,9 +161,9 @@ def expert_gates(
 
 def _activate(x: Scaled, gates: torch.Tensor, out: torch.Tensor, per_row: int) -> None:
     (num_pairs, size), width = out.shape, x.squares.shape[1]
-    _activate_kernel[(num_pairs, triton.cdiv(size, BLOCK_SUM))](
+    _activate_kernel[(num_pairs, cdiv(size, BLOCK_SUM))](
         gates, x.squares, out, x.eps,
-        N=size, K=x.product.shape[1], P=width, BLOCK_P=triton.next_power_of_2(width),
+        N=size, K=x.product.shape[1], P=width, BLOCK_P=next_power_of_2(width),
         PER_ROW=per_row, BLOCK=BLOCK_SUM, num_warps=4, **early(out.device),
     )  # fmt: skip
 
@@ -196,14 +197,14 @@ def _launch(
     is_large = groups.block_m > LEAST
     block_k = BLOCK_K[is_large]
     copied = can_copy_tiles(x.device) and size_in * x.itemsize % 16 == 0
-    _expert_rows_kernel[(groups.num_tiles, triton.cdiv(size_out, BLOCK_N))](
+    _expert_rows_kernel[(groups.num_tiles, cdiv(size_out, BLOCK_N))](
         x, weight, tiles_of(weight.flatten(0, 1), BLOCK_N, block_k) if copied else None,
         out if scaled is None else scaled.squares, out if shares is None else shares, out,
         groups.order, groups.bounds, groups.tile_ends, 0.0 if scaled is None else scaled.eps,
         E=num_experts, N=size_out, K=size_in, P=width,
-        BLOCK_P=triton.next_power_of_2(max(1, width)), PER_ROW=per_row, GATED=scaled is not None,
+        BLOCK_P=next_power_of_2(max(1, width)), PER_ROW=per_row, GATED=scaled is not None,
         COPIED=copied, BLOCK_M=groups.block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k,
-        BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4, num_stages=STAGES[is_large],
+        BLOCK_E=next_power_of_2(num_experts), num_warps=4, num_stages=STAGES[is_large],
         **early(x.device),
     )  # fmt: skip
 
@@ -214,7 +215,7 @@ def add_parts(
     """The residual [T, hidden] plus its rows' parts [N, hidden], and the sum scaled by the norm."""
     num_rows, hidden = residual.shape
     total, product = torch.empty_like(residual), rows_with_room(num_rows, hidden, residual)
-    columns = triton.cdiv(hidden, BLOCK_SUM)
+    columns = cdiv(hidden, BLOCK_SUM)
     squares = parts.new_empty(num_rows, columns)
     _sum_kernel[(num_rows, columns)](
         parts, residual, norm, total, product, squares,

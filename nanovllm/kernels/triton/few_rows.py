@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
 from nanovllm.kernels.triton import quantized_rows
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
@@ -156,12 +157,12 @@ def _launch(
     residual, norm, product = addends or (x, x, x)
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
     width = 0 if scaled is None else squares_in.shape[1]
-    _linear_kernel[(triton.cdiv(num_rows, tiles.rows), columns)](
+    _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
         tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
         tiles_of(weight, tiles.outputs, tiles.inputs),
         squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, eps,
-        N=size_out, K=size_in, P=width, BLOCK_P=triton.next_power_of_2(max(1, width)),
+        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
         BIAS=bias is not None, GATED=gated, ADD=addends is not None,
         BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
         num_warps=4, num_stages=tiles.stages, **early(x.device),
@@ -192,7 +193,7 @@ def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: 
         alone.append((16, 128, 1))
     for rows, most, side_by_side in [*alone, *((rows, 64, 2) for rows in sizes)]:
         outputs = _divisor(size_out, most)
-        programs = triton.cdiv(num_rows, rows) * size_out // outputs
+        programs = cdiv(num_rows, rows) * size_out // outputs
         if programs <= side_by_side * processors:
             break
     inputs = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
@@ -230,9 +231,7 @@ def few_rows_for(
         return FewRows(
             min(FEW_ROUNDED if can_round(weight, device) else FEW for weight in arranged)
         )
-    if triton.cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(
-        device
-    ):
+    if cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(device):
         return None  # gate and up in tiles of 64 would not all run at once: not measured
     size = sum(math.prod(weight.shape) for weight in made)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import next_power_of_2
+
 LEAST, MOST = 16, 64  # pairs of a tile
 
 
@@ -19,7 +21,7 @@ def pairs_of_a_tile(num_pairs: int, num_experts: int) -> int:
     A second tile reads the expert's weights again.
     """
     mean = max(1, num_pairs // num_experts)
-    return max(LEAST, min(MOST, int(triton.next_power_of_2(mean + mean // 2))))
+    return max(LEAST, min(MOST, next_power_of_2(mean + mean // 2)))
 
 
 class Groups(NamedTuple):

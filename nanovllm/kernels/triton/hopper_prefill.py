@@ -14,7 +14,6 @@ T query tokens, S sequences, H query heads, KVH key heads, G = H / KVH, D head d
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.common import LOG2E, num_multiprocessors
 from nanovllm.kernels.triton.hopper_tiles import KEYS, MATRIX, PART, ROWS, STAGES, copy, tile_of
@@ -248,7 +248,7 @@ def hopper_prefill(
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
     # Two warpgroups have the same queries of other heads, or other queries of a single head.
-    block_g = triton.next_power_of_2(group)
+    block_g = next_power_of_2(group)
     heads, block_q = max(1, block_g // 2), 2 * ROWS.value // block_g
     tiles = plan.tiles(block_q)
     paged = plan.block_tables is not None

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.common import can_copy_tiles, dot, num_multiprocessors, tiles_of
 from nanovllm.kernels.triton.tiled_pairs import tile_pairs
 
@@ -180,7 +181,7 @@ def multiply(
     pairs = tile_pairs(expert_ids, num_here, rows)
     inner = x.new_empty(len(pairs.order), size)
     table = pairs.order, pairs.tiles, pairs.num_tiles
-    _gated_kernel[(len(pairs.tiles) * triton.cdiv(size, first.outputs),)](
+    _gated_kernel[(len(pairs.tiles) * cdiv(size, first.outputs),)](
         x, gate_up, _matrices(gate_up.view(-1, size, hidden), 2, first) if copied else None,
         inner, *table, hidden, size, PER_ROW=per_row, EVEN=hidden % first.inputs == 0,
         COPIED=copied, BLOCK_M=rows, BLOCK_N=first.outputs, BLOCK_K=first.inputs,

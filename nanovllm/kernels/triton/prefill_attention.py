@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.attend_codes import attend_codes, halves_of_queries, interleave
 from nanovllm.kernels.triton.common import (
@@ -237,7 +238,7 @@ def prefill_attention(
             codes = (as_pairs(kv.k_cache), as_pairs(kv.v_cache))
         else:
             k, v = (cache.flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
-    group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    group, block_d = num_heads // num_kv_heads, next_power_of_2(head_dim)
     queries = _tile_queries(group, head_dim, q.dtype)
     tiles = plan.tiles(queries)
     tables = plan.block_tables if plan.block_tables is not None else tiles.seqs[None]
@@ -257,7 +258,7 @@ def prefill_attention(
         q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), tables.stride(0),
         len(tiles.ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
-        BLOCK_Q=queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
+        BLOCK_Q=queries, BLOCK_G=next_power_of_2(group), BLOCK_D=block_d,
         BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,
         QUANTIZED=quantized, CONVERTED=converts_codes(q.device),
         num_warps=4, num_stages=stages,
@@ -268,11 +269,11 @@ def prefill_attention(
 def _tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Queries of a tile: times G = `group` heads, as many rows as registers hold."""
     rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
-    return max(1, rows // int(triton.next_power_of_2(group)))
+    return max(1, rows // next_power_of_2(group))
 
 
 def _is_matrix_of_heads(x: torch.Tensor) -> bool:
     """Whether tiles of keys x [T, KVH, D] can be copied: 16-bit, heads contiguous, aligned."""
     head_dim = x.shape[2]
-    whole = x.stride(1) == head_dim == triton.next_power_of_2(head_dim)
+    whole = x.stride(1) == head_dim == next_power_of_2(head_dim)
     return whole and x.dtype.itemsize == 2 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

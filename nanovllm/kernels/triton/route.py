@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain import route as plain
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton.common import (
@@ -26,6 +27,7 @@ from nanovllm.kernels.triton.common import (
 from nanovllm.kernels.triton.grouping import Groups, most_tiles, pairs_of_a_tile
 
 FEW_ROWS, MANY_ROWS = 16, 64  # of a tile
+MOST_EXPERTS_OF_MANY = 256  # whose scores of many rows the registers hold
 FEW_FLOAT32 = 512  # rows, as tensor cores do not multiply them
 LEAST_INPUTS, MOST_INPUTS = 16, 128  # at a time
 MOST_SPLITS = 8  # programs that share a tile
@@ -91,7 +93,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Route one tile of rows. The counters are those of experts, of tiles, and of their end."""
+    """Route one tile of rows. There is a counter for each expert, each tile, and for all tiles."""
     tile = tl.program_id(0)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
@@ -173,7 +175,7 @@ class Router:
         return self._launch(x, None, ids, normalized, None), ids
 
     def route_few(self, x: Scaled, per_token: int, normalized: bool) -> Routed:
-        """The same for few rows that their norm's factor still misses, with their groups."""
+        """The same for few rows without their norm's factor, and their pairs sorted."""
         num_rows, (num_experts, _) = len(x.product), self.weight.shape
         num_pairs = num_rows * per_token
         block_m = pairs_of_a_tile(num_pairs, num_experts)
@@ -199,11 +201,13 @@ class Router:
         (num_rows, hidden), (num_experts, size_in) = x.shape, self.weight.shape
         assert x.is_contiguous() and hidden == size_in
         processors = num_multiprocessors(x.device)
-        rows = FEW_ROWS if num_rows <= FEW_ROWS * processors else MANY_ROWS
-        tiles = triton.cdiv(num_rows, rows)
-        block_e = max(16, int(triton.next_power_of_2(num_experts)))
+        many = num_rows > FEW_ROWS * processors and num_experts <= MOST_EXPERTS_OF_MANY
+        rows = MANY_ROWS if many else FEW_ROWS
+        tiles = cdiv(num_rows, rows)
+        block_e = max(16, next_power_of_2(num_experts))
         tile_bytes = (rows + block_e) * self.weight.itemsize
         block_h, stages = _inputs(tile_bytes, shared_bytes(x.device), rows)
+        assert groups is None or tiles <= MOST_TILES
         splits = 1 if tiles > MOST_TILES else _splits(tiles, hidden // block_h, processors)
         shares = torch.empty(ids.shape, dtype=torch.float32, device=x.device)
         parts = shares.new_empty(splits, num_rows, block_e) if splits > 1 else shares
@@ -214,9 +218,9 @@ class Router:
             x, self.weight, shares if scaled is None else scaled.squares, ids, shares, slots, order,
             bounds, tile_ends, parts, self.counters, num_rows, eps,
             H=hidden, E=num_experts, K=ids.shape[1], NORMALIZED=normalized,
-            P=width, BLOCK_P=triton.next_power_of_2(max(1, width)), SPLIT=splits,
+            P=width, BLOCK_P=next_power_of_2(max(1, width)), SPLIT=splits,
             GROUPED=groups is not None, BLOCK_T=rows, BLOCK_E=block_e,
-            BLOCK_K=triton.next_power_of_2(ids.shape[1]), BLOCK_H=block_h,
+            BLOCK_K=next_power_of_2(ids.shape[1]), BLOCK_H=block_h,
             BLOCK_M=1 if groups is None else groups.block_m, CHUNK=CHUNK,
             num_warps=4, num_stages=stages, **early(x.device),
         )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.triton.noise import log_exponential
 
 BLOCK = 1024  # tokens that a program reads together
@@ -66,9 +67,9 @@ def sample(
     """Token ids [B] for logits [B, V], as the twin defines them. Reads the logits once."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    row_blocks = triton.cdiv(vocab_size, BLOCK)
-    blocks = triton.cdiv(row_blocks, min(row_blocks, max(1, PROGRAMS // num_rows)))
-    pieces = triton.cdiv(row_blocks, blocks)
+    row_blocks = cdiv(vocab_size, BLOCK)
+    blocks = cdiv(row_blocks, min(row_blocks, max(1, PROGRAMS // num_rows)))
+    pieces = cdiv(row_blocks, blocks)
     best = logits.new_empty(num_rows, pieces, dtype=torch.float32)
     ids = logits.new_empty(num_rows, pieces, dtype=torch.int32)
     out = logits.new_empty(num_rows, dtype=torch.int64)
@@ -78,6 +79,6 @@ def sample(
         logits.stride(0), vocab_size, blocks, RACE=race, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     _first_best_kernel[(num_rows,)](
-        best, ids, out, pieces, BLOCK=triton.next_power_of_2(min(row_blocks, PROGRAMS)), num_warps=1
+        best, ids, out, pieces, BLOCK=next_power_of_2(min(row_blocks, PROGRAMS)), num_warps=1
     )
     return out

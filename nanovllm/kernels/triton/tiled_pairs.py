@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
+
 CHUNK = 128  # pairs that a program counts, and places
 PART = 16  # pairs with which all of a chunk are compared at once
 SCANNED = 1024  # chunks whose counts are added up at once
@@ -104,7 +106,7 @@ def tile_pairs(expert_ids: torch.Tensor, num_here: int, rows: int) -> TiledPairs
     """Sort the pairs of expert_ids [T, K] by expert, on the device; pairs of an expert in order."""
     assert expert_ids.is_contiguous()
     num_pairs = expert_ids.numel()
-    num_chunks, bins = triton.cdiv(num_pairs, CHUNK), triton.next_power_of_2(num_here + 2)
+    num_chunks, bins = cdiv(num_pairs, CHUNK), next_power_of_2(num_here + 2)
     most = num_pairs // rows + min(num_here, num_pairs)
 
     def int32(*shape: int) -> torch.Tensor:
@@ -115,9 +117,9 @@ def tile_pairs(expert_ids: torch.Tensor, num_here: int, rows: int) -> TiledPairs
     _count_kernel[(num_chunks,)](
         expert_ids, counts, num_pairs, num_here, num_chunks, BINS=bins, CHUNK=CHUNK, num_warps=4
     )
-    block = min(SCANNED, triton.next_power_of_2(num_chunks))
+    block = min(SCANNED, next_power_of_2(num_chunks))
     _scan_kernel[(bins,)](counts, totals, num_chunks, BLOCK=block, num_warps=4)
-    tiles = triton.next_power_of_2(triton.cdiv(most, num_chunks))
+    tiles = next_power_of_2(cdiv(most, num_chunks))
     _place_kernel[(num_chunks,)](
         expert_ids, counts, totals, pairs.order, pairs.tiles, pairs.num_tiles, num_pairs, num_here,
         num_chunks, ROWS=rows, TILES=tiles, BINS=bins, CHUNK=CHUNK, PART=PART,
