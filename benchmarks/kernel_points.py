@@ -27,6 +27,7 @@ from nanovllm.kernels.triton.dequantize import dequantize
 from nanovllm.kernels.triton.experts import experts
 from nanovllm.kernels.triton.few_rows import few_rows_for
 from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
+from nanovllm.kernels.triton.prefill_plan import plan_prefill
 from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
 from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.triton.sample import sample
@@ -190,8 +191,7 @@ def prefill_attention_point(num_seqs: int, queries: int, context: int, num_heads
         paged = PagedContexts([context if cached else 1] * num_seqs)
         tables, flash_tables = (paged.tables, paged.flash_tables) if cached else (None, None)
         cu_q, cu_k = (int32([n * i for i in range(num_seqs + 1)]) for n in (queries, context))
-        tile = prefill.tile_queries(num_heads // KVH, D, DTYPE)
-        plan = prefill.plan_prefill(cu_q, cu_k, tables, num_tokens, tile)
+        plan = plan_prefill(cu_q, cu_k, tables, num_tokens)
         twin_plan = plain_prefill.plan_prefill(cu_q, cu_k, tables, BLOCK_SIZE)
         x = (q, k, v, KVLayer(paged.k, paged.v, SCALE))
         keys, values = (paged.flash_k, paged.flash_v) if cached else (k, v)
@@ -406,7 +406,8 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
         [(3, 64, 128, 256, 192)],
     ),
     "experts": (
-        experts_point, [(n, here, 128, 2048, 768) for here in (128, 16) for n in TOKENS],
+        experts_point,
+        [(n, here, 128, 2048, 768) for here in (128, 16) for n in (1, 64, 256, 1024, 4096, 16384)],
         [(5, 32, 32, 64, 32), (5, 20, 32, 64, 32)],
     ),
     "quantized_linear": (  # of Qwen3-0.6B and 8B

@@ -38,10 +38,12 @@ def _free_device_bytes(shard: Shard, config: Config) -> int:
     """
     num_running = most_running(config)
     shard.make_table(num_running, shard.placement.max_positions)
+    shard.pool.allocate(num_blocks=1)  # without any, steps have kernels that are not used later
     torch.cuda.reset_peak_memory_stats(shard.device)
     resident = torch.cuda.memory_allocated(shard.device)
     warm_up(shard, config, num_running)
     activations = torch.cuda.max_memory_allocated(shard.device) - resident
+    shard.pool.release()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(shard.device)
     graphs = _graph_bytes(shard, num_running) if shard.placement.uses_graphs else 0

@@ -16,7 +16,7 @@ from nanovllm.engine.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
-from nanovllm.engine.warm_up import warm_up
+from nanovllm.engine.warm_up import compile_steps, warm_up
 from nanovllm.engine.workers import Workers, threads_of_rank
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
@@ -140,6 +140,7 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
     on_gpu = shard.device.type == "cuda"
     with shard.computing():
         shard.model.model.agree_on_few_rows()
+        compile_steps(shard, config)
         num_blocks = config.num_kvcache_blocks or fit_kv_blocks(shard, config)
         max_model_len = settle_length(
             config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions,

@@ -3,10 +3,15 @@
 It compiles kernels, connects NCCL and shows how much memory a step takes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
+from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shard import Shard
@@ -14,21 +19,84 @@ from nanovllm.engine.step.draw_inputs import draw_inputs, rows_narrowed_together
 from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.step.transfer import upload_all
+from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.filters import Filters
 from nanovllm.sampling_params import SamplingParams
+
+SHORT = 64  # tokens of a sequence; attention over longer ones may have another kernel
+
+
+def compile_steps(shard: Shard, config: Config) -> None:
+    """Compile the kernels of prefills and of all decode steps, many at the same time.
+
+    What this misses is compiled when it is first launched: by the warm-up, a capture or a step.
+    """
+    if not shard.backend.kernels.graph_safe:  # not Triton's
+        return
+    num_running = most_running(config)
+    shard.make_table(num_running, shard.placement.max_positions)
+    shard.pool.allocate(num_blocks=1)
+
+    def steps() -> None:
+        _run_largest_step(shard, config.max_num_batched_tokens, num_running)
+        _run_prefills(shard, config.max_num_batched_tokens)
+        graphs = shard.decode_graphs(num_running)
+        for size in graphs.sizes if shard.placement.uses_graphs else (1,):
+            graphs.run(size)
+
+    with _errors_name_options(shard, config), _two_layers_of_each_kind(shard):
+        compile_ahead(steps, shard.device)
+    shard.pool.release()
 
 
 def warm_up(shard: Shard, config: Config, num_running: int) -> None:
     """Run the largest step, and the smallest, which may use other kernels."""
-    try:
+    with _errors_name_options(shard, config):
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
         torch.cuda.synchronize(shard.device)
+
+
+@contextmanager
+def _errors_name_options(shard: Shard, config: Config) -> Iterator[None]:
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
             f" max_num_seqs={config.max_num_seqs} does not fit on {shard.device} beside weights"
             " and KV pool; lower them, num_kvcache_blocks or gpu_memory_utilization"
         ) from error
+
+
+@contextmanager
+def _two_layers_of_each_kind(shard: Shard) -> Iterator[None]:
+    """Without the other layers, which use the same kernels.
+
+    The model's first layer may use others than the second one.
+    """
+    config, decoder = shard.model_config, shard.model.model
+    layers, kinds = decoder.layers, dict[tuple[object, ...], list[nn.Module]]()
+    for layer, *kind in zip(layers, config.sliding_windows, config.rotated_layers, strict=True):
+        kinds.setdefault((*kind, type(layer.mlp)), []).append(layer)
+    decoder.layers = nn.ModuleList(layer for alike in kinds.values() for layer in alike[:2])
+    try:
+        yield
+    finally:
+        decoder.layers = layers
+
+
+def _run_prefills(shard: Shard, num_tokens: int) -> None:
+    """Prefills of `num_tokens` in short and long sequences, cached or not; then smaller ones.
+
+    Layers of experts have other kernels for other numbers of tokens.
+    """
+    most = shard.placement.max_positions
+    for longest in (min(SHORT, most), most):
+        for cached in (0, 1):
+            inputs = warmup_inputs(num_tokens, max(1, longest - cached), cached)
+            shard.prefill_hidden(inputs, -(-longest // shard.block_size) * cached)
+    for exponent in range(1, (num_tokens - 1).bit_length()):
+        shard.prefill_hidden(warmup_inputs(1 << exponent, most))
 
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
@@ -69,8 +137,11 @@ def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Fil
     return filters
 
 
-def warmup_inputs(num_tokens: int, longest: int) -> PrefillInputs:
-    """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing."""
+def warmup_inputs(num_tokens: int, longest: int, cached: int = 0) -> PrefillInputs:
+    """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing.
+
+    Each sequence has `cached` more tokens in the cache, by the block table in row 0.
+    """
     starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     no_rows = np.zeros(0, np.int64)
     return PrefillInputs(
@@ -78,7 +149,7 @@ def warmup_inputs(num_tokens: int, longest: int) -> PrefillInputs:
         positions=np.arange(num_tokens) % longest,
         slot_mapping=np.full(num_tokens, -1),
         cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        table_rows=no_rows,
+        cu_seqlens_k=starts + cached * np.arange(len(starts), dtype=np.int32),
+        table_rows=np.zeros((len(starts) - 1) * cached, np.int64),
         sample_table_rows=no_rows,
     )

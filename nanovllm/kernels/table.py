@@ -23,8 +23,9 @@ from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.quantized import QuantizedMatrix, Rounding
 
-if TYPE_CHECKING:
-    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+if TYPE_CHECKING:  # they need Triton
+    from nanovllm.kernels.triton.few_rows import FewRows
+    from nanovllm.kernels.triton.route import Router
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Kernels:
     `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster. `rounding`
     gives kernels that round a number of rows as a quantized weight needs it, where it does:
     `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
-    that fuse several operations of a layer of such a type, where they are faster; PLAIN has none.
+    that fuse several operations of a layer of such a type, where they are faster, and `router` one
+    for the weight of a layer's router and rows of a type; PLAIN has none.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Kernels:
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
+    router: Callable[[Tensor, dtype], "Router | None"] = lambda *_: None
 
 
 PLAIN = Kernels(
@@ -86,6 +89,7 @@ def triton_kernels() -> Kernels:
         quantized_linear,
         read_table,
         rms_norm,
+        route,
         sample,
         silu_and_mul,
         store_kvcache,
@@ -107,6 +111,7 @@ def triton_kernels() -> Kernels:
         arranged_linear=quantized_linear.quantized_linear,
         rounding=quantized_linear.rounding_of,
         few_rows=few_rows.few_rows_for,
+        router=route.Router.of,
     )
 
 

@@ -15,7 +15,7 @@ from nanovllm.layers.attention.choice import (
     fastest_first,
     in_short,
     one_block,
-    refusal_on_error,
+    tried,
 )
 from nanovllm.layers.attention.torch_backend import TorchBackend
 
@@ -56,13 +56,12 @@ def build_backend(name: str, spec: AttentionSpec) -> Backend:
     if name == "torch":
         return Backend(TorchBackend(spec.block_size), PLAIN)
     check_needs(name, spec)
-    with refusal_on_error(name):
+
+    def build() -> Backend:
         kernels = KERNELS[name](spec)
         return Backend(build_attention(name, spec), kernels)
 
-
-def _cpu_kernels(spec: AttentionSpec) -> Kernels:
-    return _try_kernels(cpu_kernels(), spec)
+    return tried(name, build, spec.device)
 
 
 def _triton_kernels(spec: AttentionSpec) -> Kernels:
@@ -84,7 +83,7 @@ def _triton_kernels_or_plain(spec: AttentionSpec) -> Kernels:
 
 
 KERNELS: dict[str, Callable[[AttentionSpec], Kernels]] = {
-    "cpu": _cpu_kernels,
+    "cpu": lambda spec: _try_kernels(cpu_kernels(), spec),
     "triton": _triton_kernels,
     "flash_attn": _triton_kernels_or_plain,
 }

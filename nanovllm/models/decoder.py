@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import Kernels
@@ -23,14 +23,13 @@ from nanovllm.layers.experts import Experts
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
-    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
 )
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.layers.router import Router
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.models.formats import PLAIN_FORMATS, Formats
 from nanovllm.models.quantization.rules import HEAD
@@ -100,9 +99,21 @@ class MLP(nn.Module):
         out: torch.Tensor = down_proj(self.act_fn(gate_up, down_proj.rounding(gate_up)))
         return out
 
+    @property
+    def operands(self) -> list[Any]:
+        """What the kernels for few rows read."""
+        return [linear.operand_and_bias[0] for linear in (self.gate_up_proj, self.down_proj)]
+
+    def add_few(
+        self, few_rows: "FewRows", scaled: Scaled, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, Scaled]:
+        """The residual plus the layer, for few rows, and the sum scaled for the next norm."""
+        gated = few_rows.gated(scaled, *self.gate_up_proj.operand_and_bias)
+        return _add_few(few_rows, gated, self.down_proj, residual, norm)
+
 
 class SparseMLP(nn.Module):
-    """Experts, and the router that selects K of them for each token, with a share for each."""
+    """Experts, and the router that selects some of them for each token, with a share for each."""
 
     def __init__(
         self,
@@ -113,12 +124,10 @@ class SparseMLP(nn.Module):
         formats: Formats,
     ) -> None:
         super().__init__()
-        self.per_token = config.per_token
-        self.norm_topk_prob = config.norm_topk_prob
-        # In float32 for every model type: rounding must not decide between experts.
-        self.gate = ReplicatedLinear(
-            hidden_size, config.num_experts, weight_format=formats.in_float32("gate")
-        )
+        self.gate = Router(
+            hidden_size, config.num_experts, config.per_token, config.norm_topk_prob,
+            formats.in_float32("gate"),
+        )  # fmt: skip
         self.experts = Experts(
             config.num_experts, hidden_size, config.intermediate_size, ranks, whole_experts,
             formats.of_experts(config.num_experts),
@@ -128,12 +137,24 @@ class SparseMLP(nn.Module):
         """The router's rows are not rounded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probabilities = self.gate(x.float()).softmax(dim=-1)  # [T, E]
-        shares, expert_ids = probabilities.topk(self.per_token, dim=-1)  # [T, K]
-        if self.norm_topk_prob:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
+        shares, expert_ids = self.gate.select(x)
         out: torch.Tensor = self.experts(x, expert_ids, shares)
         return out
+
+    @property
+    def operands(self) -> list[Any]:
+        """What the kernels for few rows read. They do not sum experts over several ranks."""
+        gate, stacks = self.gate, self.experts.operands
+        if self.experts.ranks.size > 1:
+            return [None]
+        return [stacks and ExpertWeights(gate.kernel, *stacks, gate.per_token, gate.normalized)]
+
+    def add_few(
+        self, few_rows: "FewRows", scaled: Scaled, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, Scaled]:
+        """The residual plus the layer, for few rows, and the sum scaled for the next norm."""
+        (weights,) = self.operands
+        return few_rows.add_experts(scaled, weights, residual, norm.weight, norm.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -183,35 +204,37 @@ class DecoderLayer(nn.Module):
         return mlp(x), residual
 
     @property
-    def linears(self) -> tuple[LinearBase, LinearBase, LinearBase, LinearBase]:
-        """The four linear layers of a dense layer, in the order of their use."""
-        assert isinstance(self.mlp, MLP)
-        attention, mlp = self.self_attn, self.mlp
-        return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+    def operands(self) -> list[Any]:
+        """What the kernels for few rows read, in the order of their use."""
+        linears = self.self_attn.qkv_proj, self.self_attn.o_proj
+        return [*(linear.operand_and_bias[0] for linear in linears), *self.mlp.operands]
 
     def forward_few(
         self, few_rows: "FewRows", x: torch.Tensor, scaled: Scaled | None, rope: Rope, norm: RMSNorm
     ) -> tuple[torch.Tensor, Scaled]:
-        """As `forward`, in six kernels instead of nine: the linears also do norms and sums.
+        """As `forward`, in fewer kernels: six instead of nine, or eight with experts.
 
         With several ranks it takes eight, as two of them sum over the ranks.
 
         x is the residual. `scaled` is x scaled for this layer's first norm, None in the first
         layer. `norm` is the norm that follows this layer.
         """
-        qkv, o, gate_up, down = self.linears
+        qkv, o = self.self_attn.qkv_proj, self.self_attn.o_proj
         if scaled is None:
             projected = qkv(self.input_layernorm(x))
         else:
             projected = few_rows.linear(scaled, *qkv.operand_and_bias)
         attended = self.self_attn.attend(projected, rope)
         x, scaled = _add_few(few_rows, attended, o, x, self.post_attention_layernorm)
-        gated = few_rows.gated(scaled, *gate_up.operand_and_bias)
-        return _add_few(few_rows, gated, down, x, norm)
+        return self.mlp.add_few(few_rows, scaled, x, norm)
 
 
 def _add_few(
-    few_rows: "FewRows", x: torch.Tensor, linear: LinearBase, residual: torch.Tensor, norm: RMSNorm
+    few_rows: "FewRows",
+    x: torch.Tensor,
+    linear: RowParallelLinear,
+    residual: torch.Tensor,
+    norm: RMSNorm,
 ) -> tuple[torch.Tensor, Scaled]:
     """The residual and all ranks' outputs of `linear`, added up, and that scaled for `norm`."""
     if norm.ranks.size == 1:
@@ -248,15 +271,13 @@ class Decoder(nn.Module):
     def bind_few_rows(self, kernels: Kernels) -> None:
         """Use the kernels for decode steps of few rows, if this device has faster ones.
 
-        They do not support experts. Layers may be quantized differently: all of them need such
-        kernels, and the lowest limit applies.
+        Layers may be quantized differently: all need such kernels, and the lowest limit applies.
         """
         layers: list[Any] = list(self.layers)
-        if all(isinstance(layer.mlp, MLP) for layer in layers):
-            operands = [[linear.operand_and_bias[0] for linear in each.linears] for each in layers]
-            found = [kernels.few_rows(each, self.norm.weight.dtype) for each in operands]
-            if all(found):
-                self.few_rows = min(found, key=lambda each: each.most_rows if each else 0)
+        dtype = self.norm.weight.dtype
+        found = [kernels.few_rows(layer.operands, dtype) for layer in layers]
+        if all(found):
+            self.few_rows = min(found, key=lambda each: each.most_rows if each else 0)
 
     def agree_on_few_rows(self) -> None:
         """Take the lowest limit of all ranks, which have connected, if they sum by such kernels."""

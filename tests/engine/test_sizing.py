@@ -10,6 +10,7 @@ from conftest import make_model
 from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine import sizing
+from nanovllm.engine.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,3 +46,32 @@ def test_memory_is_left_for_the_copies_of_the_cache(
             found = sizing._free_device_bytes(llm.model_runner.shard, config)
         left = TOTAL * config.gpu_memory_utilization - OTHERS
     assert found == int(left * LAYERS / (LAYERS + copied_layers * copies))
+
+
+def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As later steps do: without blocks it would compile kernels of its own, which store nothing.
+
+    The block is free again when the memory is read.
+    """
+    blocks: list[int] = []
+
+    def note(shard: Shard, *_: Any) -> None:
+        blocks.append(shard.pool.cache.shape[2])
+
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(sizing, "warm_up", note)
+    config = Config(str(path), max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+    with LLM(path, device="cpu", num_kvcache_blocks=4, max_model_len=64) as llm:
+        shard = llm.model_runner.shard
+
+        def mem_get_info(_: torch.device) -> tuple[int, int]:
+            note(shard)
+            return TOTAL - OTHERS, TOTAL
+
+        monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+        with shard.computing():
+            sizing._free_device_bytes(shard, config)
+    assert blocks == [1, 0]

@@ -146,6 +146,30 @@ def quantized_experts(form: Format, tokens: int) -> None:
     experts(bf16(tokens, 2048), arrange(gate_up), arrange(down), ids, shares, 32)
 
 
+def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 128) -> None:
+    from nanovllm.kernels.triton.route import Router
+
+    value = 1.0 if weight == torch.bfloat16 else 1.0001
+    router = Router.of(torch.full((num_experts, 2048), value, dtype=weight), torch.bfloat16)
+    router.route(bf16(tokens, 2048), 8, normalized=True)
+
+
+def few_experts(rows: int, form: Format | None = None) -> None:
+    from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
+    from nanovllm.kernels.triton.few_experts import add_experts
+    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.route import Router
+
+    router = Router.of(bf16(128, 2048), torch.bfloat16)
+    stacks: Any = bf16(128, 2 * 768, 2048), bf16(128, 2048, 768)
+    if form:
+        form = replace(form, stack=(128,))
+        stacks = (arrange(quantized(*stack.shape[1:], form)) for stack in stacks)
+    weights = ExpertWeights(router, *stacks, per_token=8, normalized=True)
+    x, residual, norm = bf16(rows, 2048), bf16(rows, 2048), bf16(2048)
+    add_experts(Scaled(x, torch.empty(rows, 32), EPS), weights, residual, norm, EPS)
+
+
 def few_rows(
     hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
 ) -> None:
@@ -259,20 +283,16 @@ def decode_attention(
 
 def prefill_attention(
     heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS,
-    codes: bool = False,
+    codes: bool = False, sequences: int = ROWS,
 ) -> None:  # fmt: skip
     """With block size 0, no part of a sequence is in the cache."""
-    from nanovllm.kernels.triton.prefill_attention import (
-        plan_prefill,
-        prefill_attention,
-        tile_queries,
-    )
+    from nanovllm.kernels.triton.prefill_attention import prefill_attention
+    from nanovllm.kernels.triton.prefill_plan import plan_prefill
 
     q, (_, k, v) = bf16(tokens, heads[0], heads[2]), projected(heads, tokens)
-    tables = int32(ROWS, BLOCKS) if block_size else None
-    ends = int32(ROWS + 1)
-    queries = tile_queries(heads[0] // heads[1], heads[2], q.dtype)
-    plan = plan_prefill(ends, ends, tables, tokens, queries)
+    tables = int32(sequences, BLOCKS) if block_size else None
+    ends = int32(sequences + 1)
+    plan = plan_prefill(ends, ends, tables, tokens)
     prefill_attention(q, k, v, layer(heads, block_size, window, codes), plan)
 
 
@@ -343,8 +363,14 @@ CALLS: dict[str, Callable[[], object]] = {
     "norm_rope_store, Phi-4-mini": partial(norm_rope_store, (24, 8, 128), False, ROWS, 96),
     **{
         f"experts, Qwen3-30B-A3B, {tokens} tokens": partial(experts, 128, 8, 2048, 768, tokens)
-        for tokens in (ROWS, 8 * TOKENS)
+        for tokens in (16, ROWS, 8 * TOKENS - 95, 8 * TOKENS)
     },
+    **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
+    "route, float32": partial(route, ROWS, torch.float32),
+    "route, 256 experts": partial(route, 32 * TOKENS, num_experts=256),
+    **{f"few_experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
+    "few_experts, e4m3 blocks": partial(few_experts, 64, FORMATS["e4m3 blocks"]),
+    "experts, sizes that tiles do not divide": partial(experts, 60, 4, 2032, 1392, 8 * TOKENS),
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
         for name, sizes, some in (
@@ -414,6 +440,14 @@ CALLS: dict[str, Callable[[], object]] = {
         if heads[2] != 80
     },
     **{
+        f"hopper_prefill, {name}, block size {size}": partial(
+            prefill_attention, heads, size, tokens=8 * TOKENS, sequences=2
+        )
+        for name, heads in (ATTENTION_HEADS | {"G 1": (8, 8, 128)}).items()
+        for size in (0, 64)
+        if heads[2] in (64, 128)
+    },
+    **{
         f"{call.__name__}, Mistral's window, block size {size}": partial(call, QWEN3_8B, size, 4096)
         for call, size in ((decode_attention, 64), (prefill_attention, 0), (prefill_attention, 64))
     },
@@ -456,7 +490,9 @@ def max_spill(name: str) -> int:
 
 def capabilities(name: str) -> tuple[int, ...]:
     """The GPUs where its kernels are used, and differ from those of another case."""
-    alone = "few_rows" in name or "eager" in name or "many tokens" in name
+    alone = any(
+        part in name for part in ("few_rows", "few_experts", "hopper", "eager", "many tokens")
+    )
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)

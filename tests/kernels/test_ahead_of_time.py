@@ -14,6 +14,8 @@ from ahead_of_time import CAPABILITIES, CASES, HOPPER
 
 pytestmark = pytest.mark.slow
 
+HOPPER_PREFILL = "_hopper_prefill_kernel"
+
 Compiled = dict[tuple[str, int], list[dict[str, Any]]]
 
 
@@ -170,22 +172,23 @@ def narrow_accesses(ir: str) -> list[str]:
             name, op, base = derived.groups()
             root[name] = root.get(base, base)
             wide.discard(name)
-            added_wide = op == "addptr" and re.search(r"\bi64|xi64>", line.rpartition(" : ")[2])
+            added_wide = op == "addptr" and re.search(r"\bi64|xi64\b", line.rpartition(" : ")[2])
             if base in wide or added_wide:
                 wide.add(name)
     return narrow
 
 
-# `few_rows` takes 256 rows at most, `quantized_rows` 512.
+# `few_rows` and `few_experts` take 256 rows at most, `quantized_rows` 512.
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if not name.startswith(("few_rows", "quantized_rows"))]
+    "name", [name for name in CASES if not name.startswith(("few_", "quantized_rows"))]
 )
 def test_row_offsets_of_a_large_batch_have_64_bits(name: str, compiled: Compiled) -> None:
     """Row times stride exceeds 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
     for kernel in compiled[name, 90]:
         if "error" in kernel or kernel["kernel"] == "_first_best_kernel":  # a number for each row
             continue
-        ir = (Path(kernel["folder"]) / f"{kernel['kernel']}.ttir").read_text()
+        kind = "ttgir" if kernel["kernel"] == HOPPER_PREFILL else "ttir"  # Gluon begins there
+        ir = (Path(kernel["folder"]) / f"{kernel['kernel']}.{kind}").read_text()
         assert narrow_accesses(ir) == []
 
 
@@ -195,6 +198,19 @@ def test_one_binary_reads_tables_of_any_width(capability: int, compiled: Compile
     (widest,) = compiled["read_table, of a graph", capability]
     (narrow,) = compiled["read_table, as wide as it must be", capability]
     assert narrow["folder"] == widest["folder"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_one_binary_takes_any_number_of_pairs(capability: int, compiled: Compiled) -> None:
+    """A multiple of 16 or not: prompts of a new length must not compile."""
+    odd, even = (
+        {
+            line["kernel"]: line["folder"]
+            for line in compiled[f"experts, Qwen3-30B-A3B, {n} tokens", capability]
+        }
+        for n in (4001, 4096)
+    )
+    assert odd == even and "_place_kernel" in odd
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -213,12 +229,26 @@ def test_a_merge_reads_after_all_parts_are_written(capability: int, compiled: Co
     assert len(reads) >= 2 and all(read.startswith("ld.global.cg") for read in reads)
 
 
+def test_counts_of_experts_are_zeroed_after_all_threads_have_read_them(compiled: Compiled) -> None:
+    """With fewer experts than threads, several threads read a count, and one of them zeroes it."""
+    (kernel,) = (k for k in compiled["few_experts, 64 rows", HOPPER]
+                 if k["kernel"] == "_route_kernel")  # fmt: skip
+    ptx = (Path(kernel["folder"]) / "_route_kernel.ptx").read_text()
+    last = ptx[ptx.rindex("atom.global.gpu.acq_rel.add") :]  # of all programs
+    read = last.index("ld.global.cg")
+    assert "bar.sync" in last[read : last.index("st.global", read)]
+
+
 # The kernels that start while the one before them ends: a case of each.
 EARLY_CASES = {
     "_linear_kernel": "few_rows, Qwen3-0.6B, 64 rows",
     "_quantized_rows_kernel": "quantized_rows, int4, groups of 128, 16 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
     "_decode_kernel": "decode_attention, Qwen3-0.6B, block size 64",
+    "_route_kernel": "few_experts, 64 rows",
+    "_expert_rows_kernel": "few_experts, 64 rows",
+    "_sum_kernel": "few_experts, 64 rows",
+    "_activate_kernel": "few_experts, e4m3 blocks",
 }
 
 
@@ -244,6 +274,16 @@ def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> N
         ptx = (Path(line["folder"]) / "_linear_kernel.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
         assert "cp.async.cg" not in ptx and "cp.async.ca" not in ptx
+
+
+@pytest.mark.parametrize("name", [f"few_experts, {rows} rows" for rows in (1, 64, 256)])
+def test_weights_of_experts_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
+    """Those of gate and up, and those of down; the rows of a tile are gathered by its threads."""
+    found = [line for line in compiled[name, HOPPER] if line["kernel"] == "_expert_rows_kernel"]
+    assert len(found) == 2
+    for line in found:
+        ptx = (Path(line["folder"]) / "_expert_rows_kernel.ptx").read_text()
+        assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
 
 
 QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]
@@ -284,3 +324,63 @@ def test_keys_are_copied_exactly_where_that_is_faster(
     assert "error" not in kernel, "it does not compile"
     ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()
     assert ("cp.async.bulk.tensor.2d" in ptx) == copied
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "copied"),
+    [
+        ("experts, Qwen3-30B-A3B, 4096 tokens", HOPPER, True),
+        ("experts, Qwen3-30B-A3B, 4096 tokens", 80, False),
+        ("experts, Qwen3-30B-A3B, 4096 tokens", 120, False),
+        ("experts, Qwen3-30B-A3B, 64 tokens", HOPPER, True),
+        ("experts, sizes that tiles do not divide", HOPPER, True),
+    ],
+)
+def test_experts_of_many_pairs_are_copied_where_that_is_possible(
+    name: str, capability: int, copied: bool, compiled: Compiled
+) -> None:
+    """Weights by the tensor memory accelerator, and as whole tiles of gate and up."""
+    kernels = {line["kernel"]: line for line in compiled[name, capability]}
+    for kernel in ("_gated_kernel", "_down_kernel"):
+        ptx = (Path(kernels[kernel]["folder"]) / f"{kernel}.ptx").read_text()
+        assert ("cp.async.bulk.tensor.3d" in ptx) == copied
+        assert ("m64n256k16" in ptx) == (copied and kernel == "_gated_kernel")
+
+
+def loops(cubin: Path) -> list[list[str]]:
+    """The instructions of each loop of a binary that contains no other loop."""
+    import triton
+
+    disassembler = triton.knobs.nvidia.nvdisasm.path
+    command = [disassembler, "-c", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    found: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+            target = re.search(r"BRA.*`\((\.L_\w+)\)", instruction[1])
+            instructions.append(instruction[1])
+            if target and target[1] in labels:
+                found.append((labels[target[1]], len(instructions)))
+    return [
+        instructions[a:b] for a, b in found if not any(a <= c and d < b for c, d in found)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("hopper_prefill")])
+def test_the_softmax_is_between_issue_and_end_of_products(name: str, compiled: Compiled) -> None:
+    """The assembler may move the wait for products to before the softmax: then nothing overlaps."""
+    (kernel,) = compiled[name, HOPPER]
+    assert kernel["kernel"] == HOPPER_PREFILL
+    cubin = Path(kernel["folder"]) / f"{HOPPER_PREFILL}.cubin"
+    multiplying = [loop for loop in loops(cubin) if any("HGMMA" in line for line in loop)]
+    assert len(multiplying) == 4  # of two warpgroups: tiles seen by all queries, and others
+    for loop in multiplying:
+        products = [i for i, line in enumerate(loop) if "HGMMA" in line]
+        waits = [i for i, line in enumerate(loop) if "WARPGROUP.DEPBAR" in line]
+        powers = [i for i, line in enumerate(loop) if "MUFU.EX2" in line]
+        assert len(waits) == 2 and len(powers) >= 64
+        assert products[-1] < waits[0] < powers[0] and powers[-1] < waits[1]

@@ -55,6 +55,7 @@ class Shape:
     programs: int = 7  # of each key head, in decode
     window: int | None = None
     copies_tiles: bool = True
+    overlaps: bool = False  # in the kernel for Hopper GPUs
     quantized: bool = False
     converted: bool = False  # codes, by the GPU's own conversion
     seed: int = 0
@@ -164,15 +165,16 @@ class Paged:
         """As the runner calls it: with the step's own keys, or with everything in the cache."""
         from nanovllm.kernels.triton import prefill_attention as kernels
         from nanovllm.kernels.triton.common import can_copy_tiles
+        from nanovllm.kernels.triton.prefill_plan import plan_prefill
 
         tables = self.tables if use_cache else None
-        tile = kernels.tile_queries(self.shape.group, self.shape.head_dim, self.shape.dtype)
-        plan = kernels.plan_prefill(self.cu_q, self.cu_k, tables, len(self.q), tile)
+        plan = plan_prefill(self.cu_q, self.cu_k, tables, len(self.q))
         if use_cache:
             keys = (*self._own_keys(), self.kernel_layer())
         else:
             assert self.shape.queries == self.shape.contexts
             keys = (self.k, self.v, self.layer(torch.empty(0), torch.empty(0)))
+        plan.overlaps = self.shape.overlaps
         own = self.shape.quantized or not use_cache
         if own and can_copy_tiles(self.q.device):  # however few tokens there are
             plan.copies_tiles = self.shape.copies_tiles
@@ -374,10 +376,10 @@ def test_prefill_with_copied_tiles_equals_its_twin(kernel_device: str, group: in
 
 def test_short_steps_do_not_copy_tiles(kernel_device: str) -> None:
     from nanovllm.kernels.triton.common import can_copy_tiles
-    from nanovllm.kernels.triton.prefill_attention import plan_prefill
+    from nanovllm.kernels.triton.prefill_plan import plan_prefill
 
     ends = torch.tensor([0, 5000], dtype=torch.int32, device=kernel_device)
-    copied = [plan_prefill(ends, ends, None, size, 16).copies_tiles for size in (4096, 4095)]
+    copied = [plan_prefill(ends, ends, None, size).copies_tiles for size in (4096, 4095)]
     assert copied == [can_copy_tiles(ends.device), False]
 
 
@@ -525,16 +527,18 @@ def test_prefill_from_codes_equals_its_twin(kernel_device: str, shape: Shape) ->
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 64))
 def test_every_query_is_in_one_tile(kernel_device: str, queries: list[int], tile: int) -> None:
     """Surplus programs do nothing."""
-    from nanovllm.kernels.triton.prefill_attention import plan_prefill
+    from nanovllm.kernels.triton.prefill_plan import plan_prefill
 
     ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     ends = ends.to(kernel_device)
-    plan = plan_prefill(ends, ends, None, sum(queries), tile)
-    tiles = [-(-n // tile) for n in queries]
-    expected = [seq for seq, n in enumerate(tiles) for _ in range(n)]
-    expected += [len(queries)] * (len(plan.tile_seqs) - len(expected))
-    assert plan.tile_seqs.tolist() == expected
-    assert plan.tile_ends.tolist() == [*itertools.accumulate(tiles)]
+    plan = plan_prefill(ends, ends, None, sum(queries))
+    tiles = plan.tiles(tile)
+    counts = [-(-n // tile) for n in queries]
+    expected = [seq for seq, n in enumerate(counts) for _ in range(n)]
+    expected += [len(queries)] * (len(tiles.seqs) - len(expected))
+    assert tiles.seqs.tolist() == expected
+    assert tiles.ends.tolist() == [*itertools.accumulate(counts)]
+    assert plan.tiles(tile) is tiles, "the next layer makes them again"
 
 
 # An independent definition

@@ -17,13 +17,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.plain.few_rows import Scaled, add_linear, scaled_gated, scaled_linear
+from nanovllm.kernels.plain.few_rows import (
+    Scaled,
+    add_linear,
+    scaled_gated,
+    scaled_linear,
+)
 from nanovllm.kernels.table import PLAIN, triton_kernels
 from nanovllm.kernels.triton import few_rows as module
 from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
+from nanovllm.kernels.triton.route import Router
 from nanovllm.layers.weights import matrix
-from nanovllm.models.decoder import MLP, Decoder, SparseMLP
+from nanovllm.models.decoder import Decoder, SparseMLP
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "four_processors"),
@@ -233,10 +239,14 @@ def reported(path: Path, device: str, **options: Any) -> list[float]:
 
 
 BIASES = dict(attention_bias=True, mlp_bias=True)
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "overrides"), [("Qwen3", {}), ("Llama", BIASES), ("Qwen2", {})])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("Qwen3", {}), ("Llama", BIASES), ("Qwen2", {}), ("Qwen3Moe", EXPERTS)],
+)
 def test_a_model_computes_the_same(
     family: str,
     overrides: dict[str, Any],
@@ -289,16 +299,30 @@ def test_only_decode_steps_of_few_rows_take_these_kernels(
     assert sizes == [1, 1]
 
 
-@pytest.mark.parametrize("mlp", [MLP, SparseMLP])
-def test_models_with_experts_do_not_take_these_kernels(mlp: type, kernel_device: str) -> None:
+@pytest.mark.parametrize("why", ["two ranks", "no router"])
+def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
+    why: str, kernel_device: str
+) -> None:
+    """Two ranks, each with a part of a sum; experts whose router is quantized."""
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
-    linear = SimpleNamespace(operand_and_bias=(weight, None))
-    layer = SimpleNamespace(linears=[linear] * 4, mlp=mlp.__new__(mlp))
-    made: Any = SimpleNamespace(
-        layers=[layer], norm=SimpleNamespace(weight=weight[0]), few_rows=None
-    )
-    Decoder.bind_few_rows(made, triton_kernels())
-    assert (made.few_rows is None) == (mlp is SparseMLP)
+
+    def decoder(why: str) -> Any:
+        ranks = SimpleNamespace(size=1 + (why == "two ranks"))
+        router = None if why == "no router" else Router.of(weight, bf16)
+        mlp = SimpleNamespace(
+            gate=SimpleNamespace(kernel=router, per_token=1, normalized=True),
+            experts=SimpleNamespace(operands=(weight[None], weight[None]), ranks=ranks),
+        )
+        operands = [weight, weight, *SparseMLP.operands.fget(mlp)]
+        norm = SimpleNamespace(weight=weight[0])
+        return SimpleNamespace(
+            layers=[SimpleNamespace(operands=operands)], norm=norm, few_rows=None
+        )
+
+    for case in (why, "neither"):
+        made = decoder(case)
+        Decoder.bind_few_rows(made, triton_kernels())
+        assert (made.few_rows is None) == (case == why)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
-"""Linear layers with the norm, activation or residual add beside them fused in, in float32 inside.
+"""Layers with the norm, activation or residual add beside them fused in, in float32 inside.
 
 Plain PyTorch has no use for them: they define the Triton kernels for decode steps of few rows.
 T rows, K inputs, N outputs.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.plain.experts import experts
+from nanovllm.kernels.plain.route import route
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 
 
@@ -28,6 +31,17 @@ class Scaled:
         """The norm, in float32."""
         squares = self.squares.sum(dim=1, keepdim=True)
         return self.product.float() * torch.rsqrt(squares / self.product.shape[1] + self.eps)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """What the kernels read of a layer of experts: a token takes `per_token` of them."""
+
+    router: Any
+    gate_up: Any  # [E, 2 * I, hidden]
+    down: Any  # [E, hidden, I]
+    per_token: int
+    normalized: bool  # whether a token's shares sum to one
 
 
 def scaled_linear(
@@ -51,7 +65,25 @@ def add_linear(
     eps: float,
 ) -> tuple[torch.Tensor, Scaled]:
     """`residual + x @ weight.T + bias`, and the same sum scaled by the next norm's weight."""
-    total = (residual.float() + _wide_linear(x.float(), weight, bias)).to(x.dtype)
+    total = residual.float() + _wide_linear(x.float(), weight, bias)
+    return _scaled_sum(total.to(x.dtype), norm, eps)
+
+
+def add_experts(
+    x: Scaled, weights: ExpertWeights, residual: torch.Tensor, norm: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, Scaled]:
+    """The residual plus the norm's experts, and the same sum scaled by the next norm's weight.
+
+    Here the router is its weight [E, hidden].
+    """
+    normed = x.normed()
+    shares, ids = route(normed, weights.router, weights.per_token, weights.normalized)
+    gate_up, down = weights.gate_up.float(), weights.down.float()
+    total = residual.float() + experts(normed, gate_up, down, ids, shares, len(gate_up))
+    return _scaled_sum(total.to(x.product.dtype), norm, eps)
+
+
+def _scaled_sum(total: torch.Tensor, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, Scaled]:
     squares = total.float().square().sum(dim=1, keepdim=True)
     return total, Scaled(total * norm, squares, eps)
 

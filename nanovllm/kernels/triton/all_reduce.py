@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton import exchange
 from nanovllm.kernels.triton.candidates import NO_TOKEN
@@ -161,7 +162,7 @@ class PeerKernels:
         """The sum of the residual and all ranks' x, and the same scaled by a norm's weight."""
         total, out = torch.empty_like(residual), rows_with_room(len(x), x.shape[1], x)
         block = _block(x.shape[1], _pieces(len(x), x.shape[1]))
-        pieces = triton.cdiv(x.shape[1], block)
+        pieces = cdiv(x.shape[1], block)
         squares = x.new_empty(len(x), pieces, dtype=torch.float32)
         self._launch(x, total, SCALED, block, residual=residual, weight=weight, out=out,
                      squares=squares)  # fmt: skip
@@ -176,12 +177,12 @@ class PeerKernels:
         """
         best, ids = race_pieces(logits, temperatures, keys, first)
         num_rows, pieces = best.shape
-        largest = min(PROGRAMS, max(1, triton.cdiv(logits.shape[1], BLOCK)))
+        largest = min(PROGRAMS, max(1, cdiv(logits.shape[1], BLOCK)))
         out = ids.new_empty(num_rows, dtype=torch.int64)
         assert num_rows <= exchange.REGIONS
         _first_best_of_ranks_kernel[(num_rows,)](
             best, ids, out, self.places, self.counts, pieces,
-            BLOCK=triton.next_power_of_2(largest), RANK=self.rank, SIZE=self.size,
+            BLOCK=next_power_of_2(largest), RANK=self.rank, SIZE=self.size,
             REGION=REGION_BYTES // 4, num_warps=1, **early(logits.device),
         )  # fmt: skip
         return out
@@ -201,7 +202,7 @@ class PeerKernels:
         eps: float = 0.0,
     ) -> None:
         (num_rows, size), residual = total.shape, x if residual is None else residual
-        pieces = triton.cdiv(size, block)
+        pieces = cdiv(size, block)
         assert x.stride(1) == residual.stride(1) == 1 and num_rows * pieces <= exchange.REGIONS
         _all_reduce_kernel[(num_rows, pieces)](
             x, self.places if ids is None else ids, residual, x if weight is None else weight,
@@ -215,7 +216,7 @@ class PeerKernels:
 
 def _block(size: int, pieces: int = 1) -> int:
     """The numbers of a program, if about so many share a row."""
-    return max(LEAST_BLOCK, int(triton.next_power_of_2(triton.cdiv(size, pieces))))
+    return max(LEAST_BLOCK, next_power_of_2(cdiv(size, pieces)))
 
 
 def _pieces(num_rows: int, size: int) -> int:

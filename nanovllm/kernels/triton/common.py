@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.integers import cdiv
+
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
+GLUON = ("3.6.", "3.7.")  # the versions of Triton that compile our kernels in Gluon
 LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 CONVERTS_CODES = 89  # the compute capability from which GPUs convert e4m3
 ROOM = 128  # rows of the largest tile of a matrix product
@@ -40,6 +43,15 @@ def can_copy_tiles(device: torch.device) -> bool:
     return bool(INTERPRETED) or capability(device) == MEASURED
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there: for Hopper GPUs, and the versions in GLUON.
+
+    It is experimental, and may change with any version.
+    """
+    known = triton.__version__.startswith(GLUON)
+    return known and not INTERPRETED and capability(device) == MEASURED
+
+
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """The accelerator's description of a matrix: its address, and the size of its tiles.
 
@@ -52,7 +64,7 @@ def rows_with_room(
     num_rows: int, size: int, like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """New rows for matrix products to read, with memory after them that fills tiles of ROOM."""
-    whole = like.new_empty(triton.cdiv(num_rows, ROOM) * ROOM, size, dtype=dtype or like.dtype)
+    whole = like.new_empty(cdiv(num_rows, ROOM) * ROOM, size, dtype=dtype or like.dtype)
     return whole[:num_rows]
 
 
@@ -64,7 +76,7 @@ def with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
     assert x.is_contiguous()
     size = x.shape[1]
     there = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // size
-    return x.as_strided([min(there, triton.cdiv(len(x), rows) * rows), size], [size, 1])
+    return x.as_strided([min(there, cdiv(len(x), rows) * rows), size], [size, 1])
 
 
 @functools.cache

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.common import (
     LOG2E,
@@ -195,7 +196,7 @@ def plan_decode(
     arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
     _plan_kernel[(programs,)](
         context_lens, starts, arrivals, len(context_lens), num_kv_heads,
-        BLOCK_B=BLOCK_B, BLOCK_H=triton.next_power_of_2(num_kv_heads), TILE=TILE,
+        BLOCK_B=BLOCK_B, BLOCK_H=next_power_of_2(num_kv_heads), TILE=TILE,
         MIN_SHARE=MIN_SHARE,
     )  # fmt: skip
     copies_tiles = copies_tiles and can_copy_tiles(device)
@@ -219,7 +220,7 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     out = rows_with_room(len(q), num_heads * head_dim, q).view(q.shape)
     partial = q.new_empty(parts, head_dim, dtype=torch.float32)
     lse = q.new_empty(parts, dtype=torch.float32)
-    block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
+    block_d, block_g = next_power_of_2(head_dim), next_power_of_2(group)
     block_n = tile_keys(block_d, q.dtype)
     narrow = block_n == TILE  # heads of at most 256 bytes
     copied = (

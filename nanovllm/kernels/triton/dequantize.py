@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.arranged import WORD, ArrangedMatrix
 from nanovllm.kernels.triton.unpack import unpack_plain
 
@@ -64,7 +65,7 @@ def dequantize(weight: ArrangedMatrix, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     row_bytes = weight.codes.shape[-1]
     num_rows = weight.codes.numel() // row_bytes
-    _dequantize_kernel[(triton.cdiv(num_rows, BLOCK_N), row_bytes // weight.inner)](
+    _dequantize_kernel[(cdiv(num_rows, BLOCK_N), row_bytes // weight.inner)](
         weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros, out,
         num_rows, N=size_out, K=size_in, ROW_WORDS=row_bytes // WORD,
         GROUPS=weight.scales.shape[-2], GROUP=weight.group, COLUMNS=weight.scales.shape[-1],

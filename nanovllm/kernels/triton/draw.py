@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.triton.candidates import (
     LOWEST,
@@ -225,6 +226,6 @@ def draw(
         logits, temperatures, keys, *(other if x is None else x for x, other in columns), out,
         logits.stride(0), vocab_size, int(cuts.min_p is not None), int(cuts.top_p is not None),
         HAS_TOP_K=cuts.top_k is not None, LANES=LANES,
-        TURNS=triton.next_power_of_2(triton.cdiv(vocab_size, LANES)), num_warps=WARPS,
+        TURNS=next_power_of_2(cdiv(vocab_size, LANES)), num_warps=WARPS,
     )  # fmt: skip
     return out

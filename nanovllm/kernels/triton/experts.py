@@ -1,5 +1,7 @@
 """Experts as two grouped matrix products: each tile of rows is multiplied by its expert's weights.
 
+Many pairs of dense weights have kernels of their own, in `many_pairs`.
+
 T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts of this rank.
 Pairs are in the order of tokens everywhere except in `order`, which sorts them by expert. Nothing
 syncs, and all shapes depend on those of the arguments, so CUDA graphs can hold it. There is a row
@@ -10,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.triton import many_pairs
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import dot
 from nanovllm.kernels.triton.dequantize import dequantize
@@ -73,11 +77,11 @@ def grouped_linear(
     num_pairs, (num_experts, size_out, size_in) = len(groups.order), weight.shape
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == size_in
     out = x.new_empty(num_pairs, size_out, dtype=dtype)
-    _grouped_linear_kernel[(groups.num_tiles, triton.cdiv(size_out, BLOCK_N))](
+    _grouped_linear_kernel[(groups.num_tiles, cdiv(size_out, BLOCK_N))](
         x, weight, out, groups.order, groups.bounds, groups.tile_ends,
         out if shares is None else shares, num_experts, size_in, size_out,
         PER_ROW=num_pairs // len(x), SHARES=shares is not None, BLOCK_M=groups.block_m,
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_E=next_power_of_2(num_experts), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -121,19 +125,39 @@ def experts(
     """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 
     Arguments are the twin's. A row's sum is in the order of its expert_ids. Peak memory: N rows of
-    gate and up, and N of the output in float32; only those of this rank's experts are touched.
+    gate and up, and N of the output in float32, or less for many pairs; only those of this rank's
+    experts are touched.
     """
-    (num_rows, per_row), (num_here, hidden, size) = expert_ids.shape, down.shape
-    expert_ids = expert_ids.contiguous()
-    groups = group(expert_ids, num_here, num_experts)
-    gates = grouped_linear(x, gate_up, groups, None, x.dtype)
-    inner = x.new_empty(len(gates), size)
-    _activate_kernel[(len(gates), triton.cdiv(size, BLOCK))](
-        gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
-    )
-    parts = grouped_linear(inner, down, groups, shares.flatten(), torch.float32)
+    (num_rows, per_row), (num_here, hidden, _) = expert_ids.shape, down.shape
+    expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
+    parts = _parts(x, gate_up, down, expert_ids, shares, num_experts)
     out = torch.empty_like(x)
-    _add_up_kernel[(num_rows, triton.cdiv(hidden, BLOCK))](
+    _add_up_kernel[(num_rows, cdiv(hidden, BLOCK))](
         parts, out, expert_ids, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8
     )
     return out
+
+
+def _parts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | ArrangedMatrix,
+    down: torch.Tensor | ArrangedMatrix,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+) -> torch.Tensor:
+    """The outputs [N, hidden] of all pairs of this rank, times their shares."""
+    num_pairs, (num_here, _, size) = expert_ids.numel(), down.shape
+    if (
+        isinstance(gate_up, torch.Tensor)
+        and isinstance(down, torch.Tensor)
+        and many_pairs.takes(x, down, num_pairs, num_experts)
+    ):
+        return many_pairs.multiply(x, gate_up, down, expert_ids, shares, num_experts)
+    groups = group(expert_ids, num_here, num_experts)
+    gates = grouped_linear(x, gate_up, groups, None, x.dtype)
+    inner = x.new_empty(num_pairs, size)
+    _activate_kernel[(num_pairs, cdiv(size, BLOCK))](
+        gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
+    )
+    return grouped_linear(inner, down, groups, shares, torch.float32)

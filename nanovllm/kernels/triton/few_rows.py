@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
 from nanovllm.kernels.triton import quantized_rows
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
@@ -35,6 +36,7 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
     with_room,
 )
+from nanovllm.kernels.triton.few_experts import add_experts
 from nanovllm.kernels.triton.rounded_linear import can_round
 from nanovllm.kernels.triton.row_outputs import store_outputs
 from nanovllm.kernels.triton.row_tiles import FEW, FEW_ROUNDED
@@ -42,7 +44,7 @@ from nanovllm.kernels.triton.row_tiles import FEW, FEW_ROUNDED
 LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
 MOST_OF_LARGE = 64  # rows, of larger layers
-Weight = torch.Tensor | ArrangedMatrix  # [N, K]
+Weight = torch.Tensor | ArrangedMatrix  # [N, K], or a stack of them
 Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
 SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
 
@@ -131,6 +133,17 @@ class FewRows:
         squares = _launch(x, weight, bias, total, addends=(residual, norm, product))
         return total, Scaled(product, squares, eps)
 
+    def add_experts(
+        self,
+        x: Scaled,
+        weights: ExpertWeights,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, Scaled]:
+        """`residual` plus the experts of the norm, and the sum scaled by the next norm's weight."""
+        return add_experts(x, weights, residual, norm, eps)
+
 
 def _launch(
     x: torch.Tensor,
@@ -152,12 +165,12 @@ def _launch(
     residual, norm, product = addends or (x, x, x)
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
     width = 0 if scaled is None else squares_in.shape[1]
-    _linear_kernel[(triton.cdiv(num_rows, tiles.rows), columns)](
+    _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
         tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
         tiles_of(weight, tiles.outputs, tiles.inputs),
         squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, eps,
-        N=size_out, K=size_in, P=width, BLOCK_P=triton.next_power_of_2(max(1, width)),
+        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
         BIAS=bias is not None, GATED=gated, ADD=addends is not None,
         BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
         num_warps=4, num_stages=tiles.stages, **early(x.device),
@@ -188,7 +201,7 @@ def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: 
         alone.append((16, 128, 1))
     for rows, most, side_by_side in [*alone, *((rows, 64, 2) for rows in sizes)]:
         outputs = _divisor(size_out, most)
-        programs = triton.cdiv(num_rows, rows) * size_out // outputs
+        programs = cdiv(num_rows, rows) * size_out // outputs
         if programs <= side_by_side * processors:
             break
     inputs = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
@@ -204,14 +217,19 @@ def _divisor(size: int, most: int) -> int:
 
 
 def few_rows_for(
-    weights: list[Weight | None], dtype: torch.dtype = torch.bfloat16
+    weights: list[Weight | ExpertWeights | None], dtype: torch.dtype = torch.bfloat16
 ) -> FewRows | None:
     """The kernels for a layer's weights and the type of its rows; None where they do not help.
 
-    Not for float16, where rows without their norm's factor may overflow.
+    Not for float16, where rows without their norm's factor may overflow. Experts set no limit.
     """
-    made = [weight for weight in weights if weight is not None and _is_computed(weight)]
-    if len(made) < len(weights) or dtype != torch.bfloat16:
+    made: list[Weight] = []
+    for weight in weights:
+        if weight is None or not _is_computed(weight):
+            return None
+        if not isinstance(weight, ExpertWeights):
+            made.append(weight)
+    if dtype != torch.bfloat16:
         return None
     device = made[0].device
     if not can_copy_tiles(device):
@@ -221,17 +239,18 @@ def few_rows_for(
         return FewRows(
             min(FEW_ROUNDED if can_round(weight, device) else FEW for weight in arranged)
         )
-    if triton.cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(
-        device
-    ):
+    if cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(device):
         return None  # gate and up in tiles of 64 would not all run at once: not measured
     size = sum(math.prod(weight.shape) for weight in made)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
     return FewRows(most)
 
 
-def _is_computed(weight: Weight) -> bool:
+def _is_computed(weight: Weight | ExpertWeights) -> bool:
     """Whether there is a kernel for the weight."""
+    if isinstance(weight, ExpertWeights):
+        stacks = weight.gate_up, weight.down
+        return weight.router is not None and all(map(_is_computed, stacks))
     if isinstance(weight, ArrangedMatrix):
         return weight.has_rows_kernel and weight.order is None
-    return weight.dtype == torch.bfloat16 and not any(n % LEAST for n in weight.shape)
+    return weight.dtype == torch.bfloat16 and not any(n % LEAST for n in weight.shape[-2:])

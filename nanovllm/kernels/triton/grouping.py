@@ -10,6 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import next_power_of_2
+
+LEAST, MOST = 16, 64  # pairs of a tile
+
+
+def pairs_of_a_tile(num_pairs: int, num_experts: int) -> int:
+    """Enough for nearly every expert to have one tile, if the pairs are distributed evenly.
+
+    A second tile reads the expert's weights again.
+    """
+    mean = max(1, num_pairs // num_experts)
+    return max(LEAST, min(MOST, next_power_of_2(mean + mean // 2)))
+
 
 class Groups(NamedTuple):
     """Pairs sorted by expert, and where the pairs and the tiles of each expert of this rank end.
@@ -18,7 +31,7 @@ class Groups(NamedTuple):
     before the first and after the last.
     """
 
-    order: torch.Tensor  # [N] int64
+    order: torch.Tensor  # [N]
     bounds: torch.Tensor  # [E + 1] int32
     tile_ends: torch.Tensor  # [E] int32
     num_tiles: int  # an upper bound
@@ -28,13 +41,17 @@ class Groups(NamedTuple):
 def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
     """Sort the pairs of expert_ids [T, K] by expert, on the device."""
     num_pairs = expert_ids.numel()
-    block_m = 64 if num_pairs >= 32 * num_experts else 16  # by the mean pairs of an expert
+    block_m = pairs_of_a_tile(num_pairs, num_experts)
     ids, order = expert_ids.flatten().sort(stable=True)
     experts = torch.arange(-1, num_here, device=ids.device)
     bounds = torch.searchsorted(ids, experts, right=True, out_int32=True)
     tile_ends = ((bounds.diff() + (block_m - 1)) // block_m).cumsum(0, dtype=torch.int32)
-    num_tiles = num_pairs // block_m + min(num_here, num_pairs)
-    return Groups(order, bounds, tile_ends, num_tiles, block_m)
+    return Groups(order, bounds, tile_ends, most_tiles(num_pairs, num_here, block_m), block_m)
+
+
+def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """The most tiles that there can be, for any division of the pairs among the experts."""
+    return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 @triton.jit

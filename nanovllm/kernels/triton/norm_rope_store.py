@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
@@ -148,12 +149,12 @@ def norm_rope_store(
     v = torch.empty_like(k) if quantized else qkv[:, num_q_heads + num_kv_heads :]
     q_weight, k_weight = norms if norms is not None else (qkv, qkv)
     block_h = 4 if num_tokens <= FEW_TOKENS else 16
-    _norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
+    _norm_rope_store_kernel[(num_tokens, cdiv(num_heads, block_h))](
         qkv, q_weight, k_weight, cos, sin, q, k, k_cache, v_cache, slots,
         v, kv.k_scales, kv.v_scales, *fixed_scales(kv),
         eps, qkv.stride(0), cos.stride(0), k_cache.shape[1],
         H=num_q_heads, KVH=num_kv_heads, D=head_dim, R=2 * cos.shape[2],
         NORM=norms is not None, STORE=not kv.is_empty, QUANTIZED=quantized, BLOCK_H=block_h,
-        BLOCK_D=triton.next_power_of_2(head_dim // 2), num_warps=4, **early(qkv.device),
+        BLOCK_D=next_power_of_2(head_dim // 2), num_warps=4, **early(qkv.device),
     )  # fmt: skip
     return q, k, v

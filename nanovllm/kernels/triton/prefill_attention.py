@@ -7,12 +7,11 @@ keys are read once for the group. Keys come from the paged cache if a part of an
 cached before the step, else from the step's own K and V.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.attend_codes import attend_codes, halves_of_queries, interleave
 from nanovllm.kernels.triton.common import (
@@ -20,27 +19,12 @@ from nanovllm.kernels.triton.common import (
     TILE,
     attend,
     cache_offsets,
-    can_copy_tiles,
     converts_codes,
     tile_keys,
     tiles_of,
 )
 from nanovllm.kernels.triton.kv_codes import as_pairs
-
-MANY_TOKENS = 4096  # of a step: enough work to hide the launch of kernels with copied tiles
-
-
-@dataclass(slots=True)
-class PrefillPlan:
-    """A step's sequences, and which program takes which queries; shared by all layers."""
-
-    cu_seqlens_q: torch.Tensor  # [S + 1], int32
-    cu_seqlens_k: torch.Tensor  # [S + 1], int32
-    block_tables: torch.Tensor | None  # [S, blocks], int32; None: keys are the step's own
-    tile_seqs: torch.Tensor  # [tiles], int32: a tile's sequence; S for a surplus tile
-    tile_ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one
-    tile_queries: int
-    copies_tiles: bool  # of the step's own keys, if their shape allows it
+from nanovllm.kernels.triton.prefill_plan import PrefillPlan
 
 
 @triton.jit
@@ -225,32 +209,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile: times G = `group` heads, as many rows as registers hold."""
-    rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
-    return max(1, rows // int(triton.next_power_of_2(group)))
-
-
-def plan_prefill(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    num_tokens: int,
-    tile_queries: int,
-) -> PrefillPlan:
-    """Divide a step's `num_tokens` queries into tiles, on the device, in a few short launches."""
-    num_seqs = len(cu_seqlens_q) - 1
-    tiles = (cu_seqlens_q.diff() + tile_queries - 1) // tile_queries
-    tile_ends = tiles.cumsum(0, dtype=torch.int32)
-    most = num_tokens // tile_queries + num_seqs  # a bound that needs no sync
-    numbers = torch.arange(most, dtype=torch.int32, device=cu_seqlens_q.device)
-    tile_seqs = torch.searchsorted(tile_ends, numbers, right=True, out_int32=True)
-    copies = num_tokens >= MANY_TOKENS and can_copy_tiles(numbers.device)
-    return PrefillPlan(
-        cu_seqlens_q, cu_seqlens_k, block_tables, tile_seqs, tile_ends, tile_queries, copies
-    )
-
-
 def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -267,6 +225,11 @@ def prefill_attention(
     num_kv_heads = k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     paged = plan.block_tables is not None
+    if plan.overlaps:
+        from nanovllm.kernels.triton import hopper_prefill as hopper
+
+        if hopper.fits(q, k, v, kv, paged):
+            return hopper.hopper_prefill(q, k, v, kv, plan)
     quantized = paged and kv.k_scales is not None
     codes = (k, v)
     if paged:
@@ -275,8 +238,10 @@ def prefill_attention(
             codes = (as_pairs(kv.k_cache), as_pairs(kv.v_cache))
         else:
             k, v = (cache.flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
-    tables = plan.block_tables if plan.block_tables is not None else plan.tile_seqs[None]
-    group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    group, block_d = num_heads // num_kv_heads, next_power_of_2(head_dim)
+    queries = _tile_queries(group, head_dim, q.dtype)
+    tiles = plan.tiles(queries)
+    tables = plan.block_tables if plan.block_tables is not None else tiles.seqs[None]
     block_n = tile_keys(block_d, q.dtype)
     # Tiles in flight: the fastest number, or what shared memory holds.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
@@ -287,13 +252,13 @@ def prefill_attention(
         tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _prefill_kernel[(num_kv_heads * len(plan.tile_seqs),)](
+    _prefill_kernel[(num_kv_heads * len(tiles.seqs),)](
         q, k, v, *codes, kv.k_scales, kv.v_scales, k_tiles, v_tiles, tables, plan.cu_seqlens_q,
-        plan.cu_seqlens_k, plan.tile_seqs, plan.tile_ends, out, kv.scale * LOG2E, q.stride(0),
+        plan.cu_seqlens_k, tiles.seqs, tiles.ends, out, kv.scale * LOG2E, q.stride(0),
         q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), tables.stride(0),
-        len(plan.tile_ends), num_kv_heads,
+        len(tiles.ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
-        BLOCK_Q=plan.tile_queries, BLOCK_G=triton.next_power_of_2(group), BLOCK_D=block_d,
+        BLOCK_Q=queries, BLOCK_G=next_power_of_2(group), BLOCK_D=block_d,
         BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,
         QUANTIZED=quantized, CONVERTED=converts_codes(q.device),
         num_warps=4, num_stages=stages,
@@ -301,8 +266,14 @@ def prefill_attention(
     return out
 
 
+def _tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of a tile: times G = `group` heads, as many rows as registers hold."""
+    rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
+    return max(1, rows // next_power_of_2(group))
+
+
 def _is_matrix_of_heads(x: torch.Tensor) -> bool:
     """Whether tiles of keys x [T, KVH, D] can be copied: 16-bit, heads contiguous, aligned."""
     head_dim = x.shape[2]
-    whole = x.stride(1) == head_dim == triton.next_power_of_2(head_dim)
+    whole = x.stride(1) == head_dim == next_power_of_2(head_dim)
     return whole and x.dtype.itemsize == 2 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain.quantize_rows import LEAST, MOST
 from nanovllm.kernels.triton.common import (
     INTERPRETED,
@@ -119,7 +120,7 @@ class Rounding:
         """Codes and scales of x [T, K], as the twin defines them. Reads x once."""
         assert x.stride(1) == 1
         rounded, options, block = self._new(len(x), x.shape[1], x, whole=False)
-        _quantize_rows_kernel[(len(x), triton.cdiv(self.padded, block))](
+        _quantize_rows_kernel[(len(x), cdiv(self.padded, block))](
             x, rounded.codes, rounded.scales, self._scale_or(x), x.stride(0), **options,
             num_warps=min(8, max(1, block // 512)), **early(x.device),
         )  # fmt: skip
@@ -139,7 +140,7 @@ class Rounding:
         """The rounded `silu(gate) * up` of x [T, 2 * K]. Reads x once, writes a quarter."""
         assert x.stride(1) == 1
         rounded, options, block = self._new(len(x), x.shape[1] // 2, x, whole=False)
-        _rounded_activation_kernel[(len(x), triton.cdiv(self.padded, block))](
+        _rounded_activation_kernel[(len(x), cdiv(self.padded, block))](
             x, rounded.codes, rounded.scales, self._scale_or(x), x.stride(0), **options,
             num_warps=min(16, max(1, block // 512)), **early(x.device),
         )  # fmt: skip
@@ -167,11 +168,11 @@ class Rounding:
         self, num_rows: int, size: int, like: torch.Tensor, whole: bool
     ) -> tuple["RoundedRows", dict[str, object], int]:
         """Memory for rounded rows, the kernels' constants, and the inputs of a program."""
-        block = triton.next_power_of_2(self.padded)
+        block = next_power_of_2(self.padded)
         block = min(block, BLOCK_OF_GROUPS) if self.group and not whole else block
         group = self.group or block
         codes = rows_with_room(num_rows, self.padded, like, self.dtype)
-        num_scales = triton.cdiv(self.padded, group)
+        num_scales = cdiv(self.padded, group)
         scales = rows_with_room(num_rows, num_scales, like, torch.float32)
         options: dict[str, object] = dict(
             K=size, N=self.padded, GROUP=group, BLOCK=block, MOST=MOST[self.dtype],

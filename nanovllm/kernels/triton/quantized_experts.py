@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import can_copy_tiles
 from nanovllm.kernels.triton.grouping import Groups, find_tile
@@ -85,14 +86,14 @@ def grouped_quantized(
     out = x.new_empty(num_pairs, size_out, dtype=dtype)
     few = groups.block_m < 64
     outputs = BLOCK_N if few or can_copy_tiles(x.device) else BLOCK_N // 2  # by the registers
-    _grouped_quantized_kernel[(groups.num_tiles, triton.cdiv(size_out, outputs))](
+    _grouped_quantized_kernel[(groups.num_tiles, cdiv(size_out, outputs))](
         x, weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
         out, groups.order, groups.bounds, groups.tile_ends, out if shares is None else shares,
         num_experts, N=size_out, K=size_in, PADDED=weight.padded_in,
         GROUPS=weight.scales.shape[-2], GROUP=weight.group, COLUMNS=weight.scales.shape[-1],
         SCALE_ROWS=weight.scale_rows, KIND=weight.kind, ZEROS=weight.zeros is not None,
         PER_ROW=num_pairs // len(x), SHARES=shares is not None, BLOCK_M=groups.block_m,
-        BLOCK_N=outputs, BLOCK_E=triton.next_power_of_2(num_experts), INNER=weight.inner,
+        BLOCK_N=outputs, BLOCK_E=next_power_of_2(num_experts), INNER=weight.inner,
         STAGES=3 if few else 2, num_warps=4,
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton.arranged import LEAST_OUTPUTS, MOST_ROW_TILES, WORD, ArrangedMatrix
 from nanovllm.kernels.triton.common import (
@@ -208,9 +209,9 @@ def launch(
     (num_rows, size_in), size_out = x.shape, out.shape[1]
     assert x.is_contiguous() and out.is_contiguous() and weight.has_rows_kernel
     tiles = tiles or choose_tiles(num_rows, weight, gated, x.dtype)
-    columns = triton.cdiv(size_out, tiles.outputs)
+    columns = cdiv(size_out, tiles.outputs)
     assert weight.padded_in % (weight.inner * tiles.runs) == 0
-    assert triton.cdiv(num_rows, tiles.rows) <= MOST_ROW_TILES and tiles.outputs >= LEAST_OUTPUTS
+    assert cdiv(num_rows, tiles.rows) <= MOST_ROW_TILES and tiles.outputs >= LEAST_OUTPUTS
     squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
     residual, norm, product = addends or (x, x, x)
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
@@ -227,7 +228,7 @@ def launch(
     # Tiles of scales with few bytes, or those of blocks, are loaded by the threads.
     copied_scales = copied and weight.group > 0 and weight.scale_rows == 1
     copied_scales &= size_out % 16 == 0
-    _quantized_rows_kernel[(triton.cdiv(num_rows, tiles.rows), columns, tiles.splits)](
+    _quantized_rows_kernel[(cdiv(num_rows, tiles.rows), columns, tiles.splits)](
         x, tiles_of(whole_x, tiles.rows, weight.inner) if copied_x else None,
         weight.words,
         tiles_of(weight.words, tiles.outputs, weight.inner // WORD) if copied else None,
@@ -238,7 +239,7 @@ def launch(
         N=size_out, K=size_in, PADDED=weight.padded_in, GROUPS=weight.scales.shape[-2],
         GROUP=weight.group, COLUMNS=weight.scales.shape[-1], SCALE_ROWS=weight.scale_rows,
         KIND=weight.kind, ZEROS=weight.zeros is not None,
-        P=width, BLOCK_P=triton.next_power_of_2(max(1, width)), BIAS=bias is not None,
+        P=width, BLOCK_P=next_power_of_2(max(1, width)), BIAS=bias is not None,
         GATED=gated, ADD=addends is not None, SPLIT=tiles.splits,
         BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, INNER=weight.inner, RUNS=tiles.runs,
         COPIED=copied, COPIED_X=copied_x, COPIED_SCALES=copied_scales,

@@ -96,14 +96,14 @@ def next_winner(  # type: ignore[no-untyped-def]
         winner = tl.where(inside, leader, NO_TOKEN)
         again = (first > LOWEST) & (winner == NO_TOKEN) & (SURELY | (tries < FEW))
         if again:
-            if tries < TRIES:
+            if SURELY and tries >= TRIES:
+                scores, ids, _ = race(
+                    row_ptr, size, key, temperature, least, value, token, False, LANES
+                )
+            else:
                 scores, ids = race_in_lane(
                     row_ptr, size, key, temperature, scores, ids, leader, least, value, token,
                     LANES, TURNS,
                 )  # fmt: skip
-            else:
-                scores, ids, _ = race(
-                    row_ptr, size, key, temperature, least, value, token, False, LANES
-                )
             tries += 1
     return scores, ids, x, winner

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import next_power_of_2
+
 
 @triton.jit
 def norm_row(  # type: ignore[no-untyped-def]
@@ -44,7 +46,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _rms_norm_kernel[(num_rows,)](
         x, x, weight, out, out, eps, x.stride(0), 0,
-        N=size, BLOCK=triton.next_power_of_2(size), ADD=False, num_warps=num_warps_of(size),
+        N=size, BLOCK=next_power_of_2(size), ADD=False, num_warps=num_warps_of(size),
     )  # fmt: skip
     return out
 
@@ -58,11 +60,11 @@ def add_rms_norm(
     out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),
-        N=size, BLOCK=triton.next_power_of_2(size), ADD=True, num_warps=num_warps_of(size),
+        N=size, BLOCK=next_power_of_2(size), ADD=True, num_warps=num_warps_of(size),
     )  # fmt: skip
     return out, total
 
 
 def num_warps_of(size: int) -> int:
     """The warps of a program that holds a row of this size in registers."""
-    return min(8, max(1, int(triton.next_power_of_2(size)) // 256))
+    return min(8, max(1, next_power_of_2(size) // 256))

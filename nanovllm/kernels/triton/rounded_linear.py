@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     INTERPRETED,
@@ -173,7 +174,7 @@ def multiply(
     matrix = weight.codes.view(x.codes.dtype)
     copied = can_copy_tiles(out.device)
     tiles = tiles or _choose_tiles(num_rows, weight)
-    grid = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(size_out, tiles.outputs)
+    grid = cdiv(num_rows, tiles.rows) * cdiv(size_out, tiles.outputs)
     block_k = BLOCK_K * tiles.runs
     assert size_in % block_k == 0
     parts = out

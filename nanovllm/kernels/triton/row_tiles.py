@@ -8,8 +8,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import can_copy_tiles, num_multiprocessors, shared_bytes
 
@@ -68,7 +68,7 @@ def _wgmma_tiles(
     are fewer of them with more rows.
     """
     rows = next(size for size in (16, 32, 64, 128) if num_rows <= size or size == 128)
-    programs = triton.cdiv(num_rows, rows) * triton.cdiv(size_out, OUTPUTS)
+    programs = cdiv(num_rows, rows) * cdiv(size_out, OUTPUTS)
     splits, most_splits = 1, 8 if rows == 16 else 4
     while splits < most_splits and programs * splits < 5 * processors // 2:
         if steps < 2 * splits * LEAST_STEPS:
@@ -90,7 +90,7 @@ def _other_tiles(
     """Tiles of which about three run on each processor. Not measured."""
     rows = next(size for size in (8, 16, 32) if num_rows <= size or size == 32)
     outputs = 32 if gated else 64
-    programs = triton.cdiv(num_rows, rows) * triton.cdiv(size_out, outputs)
+    programs = cdiv(num_rows, rows) * cdiv(size_out, outputs)
     splits, most_splits = 1, 8 if rows == 8 else 4
     while splits < most_splits and programs * splits < 3 * processors and steps >= 4 * splits:
         splits *= 2

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.triton.noise import log_exponential
 
 BLOCK = 1024  # tokens that a program reads together
@@ -70,9 +71,9 @@ def sample(
     best, ids = race_pieces(logits, temperatures, keys)
     num_rows, pieces = best.shape
     out = logits.new_empty(num_rows, dtype=torch.int64)
-    largest = min(triton.cdiv(logits.shape[1], BLOCK), PROGRAMS)
+    largest = min(cdiv(logits.shape[1], BLOCK), PROGRAMS)
     _first_best_kernel[(num_rows,)](
-        best, ids, out, pieces, BLOCK=triton.next_power_of_2(largest), num_warps=1
+        best, ids, out, pieces, BLOCK=next_power_of_2(largest), num_warps=1
     )
     return out
 
@@ -89,9 +90,9 @@ def race_pieces(
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    row_blocks = max(1, triton.cdiv(vocab_size, BLOCK))
-    blocks = triton.cdiv(row_blocks, min(row_blocks, max(1, PROGRAMS // num_rows)))
-    pieces = triton.cdiv(row_blocks, blocks)
+    row_blocks = max(1, cdiv(vocab_size, BLOCK))
+    blocks = cdiv(row_blocks, min(row_blocks, max(1, PROGRAMS // num_rows)))
+    pieces = cdiv(row_blocks, blocks)
     best = logits.new_empty(num_rows, pieces, dtype=torch.float32)
     ids = logits.new_empty(num_rows, pieces, dtype=torch.int32)
     race = temperatures is not None and keys is not None

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import cdiv
+
 BLOCK = 1024
 
 
@@ -39,7 +41,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
     out = x.new_empty(num_rows, size)
-    _silu_and_mul_kernel[(num_rows, triton.cdiv(size, BLOCK))](
+    _silu_and_mul_kernel[(num_rows, cdiv(size, BLOCK))](
         x, out, x.stride(0), size, BLOCK=BLOCK, num_warps=8
     )
     return out

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.kv_codes import (
     as_bytes,
@@ -76,6 +77,6 @@ def store_kvcache(
         kv.k_scales, kv.v_scales, k_out, v_out, *fixed_scales(kv),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         num_heads, kv.k_cache.shape[1], HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), STORE=not kv.is_empty, QUANTIZED=quantized,
+        BLOCK_D=next_power_of_2(head_dim), STORE=not kv.is_empty, QUANTIZED=quantized,
     )  # fmt: skip
     return k_out, v_out

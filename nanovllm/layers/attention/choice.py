@@ -1,22 +1,23 @@
 """The choice among the attention backends: what each one needs, and whether it works here."""
 
-import contextlib
 import dataclasses
 import subprocess
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP
 from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM
 from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.layers.attention.cpu_backend import CpuBackend
 from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
 from nanovllm.layers.attention.triton_backend import TritonBackend
 from nanovllm.layers.context import Context
 
+Built = TypeVar("Built")
 # Compute capabilities (major) where our kernels were measured, and were ahead of flash-attn 2.
 TRITON_FIRST = {9}
 
@@ -41,11 +42,14 @@ def build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
     return backend
 
 
-@contextlib.contextmanager
-def refusal_on_error(name: str) -> Iterator[None]:
-    """Turn any error into a ValueError: what is installed may not work together."""
+def tried(name: str, build: Callable[[], Built], device: torch.device) -> Built:
+    """What `build` returns for backend `name`. The kernels that it tries are compiled together.
+
+    Any error becomes a ValueError: what is installed may not work together.
+    """
     try:
-        yield
+        compile_ahead(build, device)
+        return build()
     except Exception as error:
         raise ValueError(
             f"attention_backend={name!r} does not work here ({in_short(error)}); 'torch' works"

@@ -18,14 +18,11 @@ class TritonBackend(PlannedBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)
-        from nanovllm.kernels.triton import decode_attention, prefill_attention
+        from nanovllm.kernels.triton import decode_attention, prefill_attention, prefill_plan
 
         self.num_kv_heads = spec.num_kv_heads
         self.copies_tiles = spec.in_graphs
-        self.tile_queries = prefill_attention.tile_queries(
-            spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.dtype
-        )
-        self._plan_prefill = prefill_attention.plan_prefill
+        self._plan_prefill = prefill_plan.plan_prefill
         self._plan_decode = decode_attention.plan_decode
         self.prefill_attention = prefill_attention.prefill_attention
         self.decode_attention = decode_attention.decode_attention
@@ -35,9 +32,7 @@ class TritonBackend(PlannedBackend):
     ) -> Any:
         """Divide a layer's work among its programs, on the device."""
         num_tokens = len(context.slot_mapping)
-        return self._plan_prefill(
-            cu_seqlens_q, cu_seqlens_k, context.block_tables, num_tokens, self.tile_queries
-        )
+        return self._plan_prefill(cu_seqlens_q, cu_seqlens_k, context.block_tables, num_tokens)
 
     def plan_decode(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> Any:
         """Divide a layer's work among its programs, on the device."""

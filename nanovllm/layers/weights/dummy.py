@@ -16,11 +16,11 @@ FP8_CODES = 64.0  # the deviation of random codes; those of integers are evenly 
 
 
 def normal(deviation: float) -> Fill:
-    """Normally distributed numbers, drawn in float32."""
+    """Normally distributed numbers, of those that bfloat16 holds, as in most checkpoints."""
 
     def fill(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
         drawn = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        values.copy_(drawn.normal_(0.0, deviation, generator=generator))
+        values.copy_(drawn.normal_(0.0, deviation, generator=generator).bfloat16())
 
     return fill
 
