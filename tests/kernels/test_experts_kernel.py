@@ -162,6 +162,21 @@ def test_parts_of_the_experts_add_up(name: str, dtype: torch.dtype, kernel_devic
     assert torch.equal(function(x, gate_up[:2], down[:2], ids - 100, shares, e), unused)
 
 
+def poison_rows_of_pairs(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Fill new memory that has a row for each pair; it is returned once it is made."""
+    made: list[torch.Tensor] = []
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        empty: torch.Tensor = new_empty(*args, **kwargs)
+        if len(empty) == num_pairs and empty.is_floating_point():
+            made.append(empty.fill_(77.0))
+        return empty
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    return made
+
+
 def test_pairs_of_other_ranks_cost_no_work(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,16 +184,7 @@ def test_pairs_of_other_ranks_cost_no_work(
     from nanovllm.kernels.triton.experts import experts
 
     inputs = make(Shape(20, 3, 8, below=3, above=2), kernel_device)
-    made: list[torch.Tensor] = []
-    new_empty = torch.Tensor.new_empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        empty: torch.Tensor = new_empty(*args, **kwargs)
-        if len(empty) == 60 and empty.is_floating_point():  # a row for each pair
-            made.append(empty.fill_(77.0))
-        return empty
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    made = poison_rows_of_pairs(60, monkeypatch)
     assert_near(experts(*inputs), inputs)
     ids = inputs[3].flatten()
     here = (ids >= 0) & (ids < 3)

@@ -3,6 +3,7 @@
 On a device, or interpreted where there is none.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,3 +163,20 @@ def test_a_token_does_not_depend_on_its_neighbours(kernel_device: str) -> None:
     total, _ = module.add_experts(scaled, weights, residual, norm, EPS)
     kept = [row for row in range(40) if row != 5]
     assert torch.equal(total[kept], expected[kept])
+
+
+def test_no_result_depends_on_the_order_of_an_experts_pairs(kernel_device: str) -> None:
+    """Pairs take their places by atomic additions, in any order; here tiles get other pairs."""
+    shape = Shape(50, 2, 4, favourites=True)
+    scaled, _, _ = make(shape, kernel_device)
+    weights = with_kernel(weights_of(shape, kernel_device))
+    routed = weights.router.route_few(scaled, 2, normalized=True)
+    order, bounds = routed.groups.order, routed.groups.bounds.tolist()
+    turned = torch.cat([order[a:b].flip(0) for a, b in itertools.pairwise(bounds)])
+    assert not torch.equal(turned, order)
+    found = []
+    for groups in (routed.groups, routed.groups._replace(order=turned)):
+        inner = module.expert_gates(scaled, weights.gate_up, groups, 2)
+        parts = module.expert_parts(inner, weights.down, groups, routed.shares)
+        found.append((inner, parts))
+    assert all(map(torch.equal, *found))

@@ -4,7 +4,6 @@ On a device, or interpreted where there is none.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 from quantized import Format, quantized
-from test_experts_kernel import Inputs, Shape, assert_near, make
+from test_experts_kernel import Inputs, Shape, assert_near, make, poison_rows_of_pairs
 
 from nanovllm.kernels.plain.quantized_linear import dequantize
 from nanovllm.kernels.table import PLAIN
@@ -92,16 +91,7 @@ def test_many_pairs_of_other_ranks_cost_no_work(
 ) -> None:
     """Neither written nor read: the memory's earlier values show both."""
     inputs = make(Shape(130, 3, 8, dtype=HALF, below=3, above=2), kernel_device)
-    made: list[torch.Tensor] = []
-    new_empty = torch.Tensor.new_empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        empty: torch.Tensor = new_empty(*args, **kwargs)
-        if len(empty) == 390 and empty.is_floating_point():  # a row for each pair
-            made.append(empty.fill_(77.0))
-        return empty
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    made = poison_rows_of_pairs(390, monkeypatch)
     assert_near(many(inputs), inputs)
     ids = inputs[3].flatten()
     here = (ids >= 0) & (ids < 3)

@@ -24,6 +24,7 @@ from nanovllm.kernels.triton.common import (
 )
 from nanovllm.kernels.triton.grouping import LEAST, Groups, find_tile
 from nanovllm.kernels.triton.quantized_experts import grouped_quantized
+from nanovllm.kernels.triton.silu_and_mul import gated
 
 BLOCK_N, BLOCK_SUM = 64, 512
 # Of the smallest tiles, and of larger ones; a multiprocessor holds two programs.
@@ -81,7 +82,7 @@ def _expert_rows_kernel(  # type: ignore[no-untyped-def]
             acc *= factor
             up *= factor
         if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
+            acc = gated(acc, up)
         else:
             acc *= tl.load(shares_ptr + pair, mask=real, other=0.0)[None, :]
         out_at = out_ptr + pair[None, :] * N + n[:, None]
@@ -128,8 +129,7 @@ def _activate_kernel(  # type: ignore[no-untyped-def]
     gate_at = gates_ptr + pair * 2 * N + n
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32) * factor
     up = tl.load(gate_at + N, mask=inside, other=0.0).to(tl.float32) * factor
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + pair * N + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + pair * N + n, gated(gate, up).to(out_ptr.dtype.element_ty), mask=inside)
     let_next_begin(EARLY)
 
 

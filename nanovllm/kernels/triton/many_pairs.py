@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.common import can_copy_tiles, dot, num_multiprocessors, tiles_of
+from nanovllm.kernels.triton.silu_and_mul import gated
 from nanovllm.kernels.triton.tiled_pairs import tile_pairs
 
 TOGETHER = 8  # tiles of rows for which neighbouring programs read the same weights
@@ -115,7 +116,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
             2, EVEN, COPIED, False, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
-        out = gate / (1.0 + tl.exp(-gate)) * up
+        out = gated(gate, up)
         n = first_n + tl.arange(0, BLOCK_N)
         out_at = out_ptr + place.to(tl.int64)[:, None] * size + n[None, :]
         real = (place < end)[:, None] & (n < size)[None, :]

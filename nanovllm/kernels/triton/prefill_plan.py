@@ -34,7 +34,7 @@ class PrefillPlan:
     _tiles: dict[int, Tiles] = field(default_factory=dict)  # by their queries
 
     def tiles(self, queries: int) -> Tiles:
-        """Divide the step into tiles of so many queries, on the device, in a few short launches.
+        """Divide the step into tiles of up to `queries`, on the device, in a few short launches.
 
         The first layer does it for all layers.
         """

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.silu_and_mul import gated
+
 
 @triton.jit
 def store_outputs(  # type: ignore[no-untyped-def]
@@ -27,7 +29,7 @@ def store_outputs(  # type: ignore[no-untyped-def]
         if GATED:
             up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = gated(acc, up)
     if ADD:
         acc += residual.to(tl.float32)
     rounded = acc.to(out_ptr.dtype.element_ty)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.triton.grouping import most_tiles
 
 CHUNK = 128  # pairs that a program counts, and places
 PART = 16  # pairs with which all of a chunk are compared at once
@@ -107,7 +108,7 @@ def tile_pairs(expert_ids: torch.Tensor, num_here: int, rows: int) -> TiledPairs
     assert expert_ids.is_contiguous()
     num_pairs = expert_ids.numel()
     num_chunks, bins = cdiv(num_pairs, CHUNK), next_power_of_2(num_here + 2)
-    most = num_pairs // rows + min(num_here, num_pairs)
+    most = most_tiles(num_pairs, num_here, rows)
 
     def int32(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
