@@ -33,7 +33,10 @@ SLOTS = 2
 EMPTY_HALF = 0x8000  # memory is filled with it: a negative zero of 16 bits
 EMPTY_16 = tl.constexpr(-0x8000)
 EMPTY_32 = tl.constexpr(0x80008000 - (1 << 32))  # float32: a negative number next to zero
-CHECK_SPINS = tl.constexpr(1 << 7)  # reads between checks that no rank has ended
+# Reads between checks that no rank has ended: about 10 ms. The flag is in the host's memory, where
+# reads of one address follow each other at about a microsecond each. With a check after 128 reads,
+# the wait for the checks of one GPU made the other check, and a sum took 1 ms instead of 6 us.
+CHECK_SPINS = tl.constexpr(1 << 14)
 
 
 def buffer_bytes(size: int) -> int:
@@ -91,7 +94,8 @@ def receive(  # type: ignore[no-untyped-def]
         spins += 1
         if spins % CHECK_SPINS == 0:
             ended_ptr = tl.load(places_ptr + SIZE).to(tl.pointer_type(tl.int32))
-            ended = tl.load(ended_ptr, volatile=True)
+            flag = tl.load(ended_ptr + 0 * at, mask=at == 0, other=0, volatile=True)  # one thread
+            ended = tl.max(flag, axis=0)
         received = tl.load(sent, mask=inside, other=0, volatile=True)
         missing = tl.max(((received == EMPTY) & (ended == 0)).to(tl.int32), axis=0)
     tl.store(sent, tl.full(words.shape, EMPTY, words.dtype), mask=inside)
