@@ -39,7 +39,9 @@ ENGINE = {
     "compilation_config": OtherName((None, {}), "`enforce_eager` decides whether graphs are used"),
     "max_seq_len_to_capture": OtherName((None, 8192), "graphs serve sequences of any length"),
     "disable_log_requests": OtherName((False, True), "requests are not logged"),
-    "disable_custom_all_reduce": OtherName((False, True), "ranks use kernels of our own, or NCCL"),
+    "disable_custom_all_reduce": OtherName(
+        (False,), "with NCCL_P2P_DISABLE=1 in the environment, NCCL makes all sums"
+    ),
     "distributed_executor_backend": OtherName(
         (None, "mp", "uni"),
         "ranks are processes of one machine; nanovllm.ray runs engines on several",

@@ -38,8 +38,8 @@ class ModelRunner:
         """
         shard, seqs = self.shard, batch.sampling_seqs
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
-        inputs = step_inputs(batch, shard.block_size, self.ledger, prompts)
-        inputs.whole_logits = self.workers is None or needs_logits(seqs)
+        whole = self.workers is None or needs_logits(seqs)
+        inputs = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
         with self._on_other_ranks(inputs), shard.computing():
             computed = shard.compute(inputs)
             draws = draw_inputs(seqs, shard.vocab_size, shard.device.type, computed)

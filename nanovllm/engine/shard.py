@@ -1,7 +1,7 @@
 """Shard: one rank's part of the model, with its KV pool, its device table and its decode graphs.
 
-Every rank has one and computes the same steps; rank 0's also draws the tokens. It decides nothing
-about which sequences run, and knows no text.
+Every rank has one and computes the same steps. Rank 0's draws the tokens, except in decode graphs
+of ranks that draw together. It decides nothing about which sequences run, and knows no text.
 """
 
 from contextlib import AbstractContextManager, suppress
@@ -111,8 +111,9 @@ class Shard:
             return torch.empty(0, dtype=torch.long, device=self.device), ()
         computed = computed.first(inputs.num_samples)
         token_ids = computed.token_ids
+        reads_logits = token_ids is None or inputs.filters or inputs.report is not None
+        assert not reads_logits or computed.logits.shape[1] == self.vocab_size
         if token_ids is None or inputs.filters:
-            assert computed.logits.shape[1] == self.vocab_size
             choices = self._choices(computed, inputs)
             filters = upload_all(inputs.filters, self.device)
             token_ids = self.sampler(computed.logits, *choices, filters, token_ids)

@@ -139,6 +139,7 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
     """Size the KV pool, compile and capture. All ranks do it at the same time."""
     on_gpu = shard.device.type == "cuda"
     with shard.computing():
+        shard.ranks.connect_peers(shard.backend.kernels.peers)
         shard.model.model.agree_on_few_rows()
         compile_steps(shard, config)
         num_blocks = config.num_kvcache_blocks or fit_kv_blocks(shard, config)

@@ -24,6 +24,7 @@ from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.quantized import QuantizedMatrix, Rounding
 
 if TYPE_CHECKING:  # they need Triton
+    from nanovllm.kernels.triton.all_reduce import PeerKernels
     from nanovllm.kernels.triton.few_rows import FewRows
     from nanovllm.kernels.triton.route import Router
 
@@ -37,7 +38,8 @@ class Kernels:
     gives kernels that round a number of rows as a quantized weight needs it, where it does:
     `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
     that fuse several operations of a layer of such a type, where they are faster, and `router` one
-    for the weight of a layer's router and rows of a type; PLAIN has none.
+    for the weight of a layer's router and rows of a type; `peers` are kernels that exchange few
+    rows between GPUs. PLAIN has none of these.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Kernels:
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
     router: Callable[[Tensor, dtype], "Router | None"] = lambda *_: None
+    peers: "type[PeerKernels] | None" = None
 
 
 PLAIN = Kernels(
@@ -82,6 +85,7 @@ PLAIN = Kernels(
 def triton_kernels() -> Kernels:
     """The Triton kernels. An ImportError where Triton is not installed."""
     from nanovllm.kernels.triton import (
+        all_reduce,
         draw,
         experts,
         few_rows,
@@ -112,6 +116,7 @@ def triton_kernels() -> Kernels:
         rounding=quantized_linear.rounding_of,
         few_rows=few_rows.few_rows_for,
         router=route.Router.of,
+        peers=all_reduce.PeerKernels,
     )
 
 

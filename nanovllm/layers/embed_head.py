@@ -54,8 +54,8 @@ class VocabParallelEmbedding(Layer):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.ranks.size == 1:
             return F.embedding(token_ids, self.weight)
-        if sums := self.ranks.few(len(token_ids), self.weight):
-            return sums.embedding(token_ids, self.weight, self.shard.start)
+        if kernels := self.ranks.few(len(token_ids), self.weight):
+            return kernels.embedding(token_ids, self.weight, self.shard.start)
         elsewhere = (token_ids < self.shard.start) | (token_ids >= self.shard.stop)
         rows = (token_ids - self.shard.start).masked_fill(elsewhere, 0)
         x = F.embedding(rows, self.weight).masked_fill_(elsewhere[:, None], 0)

@@ -13,7 +13,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 
 
 class RMSNorm(Layer):
-    """Root-mean-square norm over the last dimension, computed in float32. Inputs are unchanged.
+    """Root-mean-square norm over the last dimension, computed in float32.
 
     With a `rounding`, the norm is rounded rows for the layer that this rounding is of. The `ranks`
     are those whose sum `add` normalizes.
@@ -36,8 +36,11 @@ class RMSNorm(Layer):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, rounding: Rounding | None = None
     ) -> tuple[Any, torch.Tensor]:
-        """Return the norm of the residual and all ranks' x, and the sum, which is the next one."""
-        if rounding is None and (sums := self.ranks.few(len(x), x)):
-            return sums.add_rms_norm(x, residual, self.weight, self.eps)
+        """Return the norm of the residual plus all ranks' x, and that sum, the next residual.
+
+        It may overwrite x.
+        """
+        if rounding is None and (kernels := self.ranks.few(len(x), x)):
+            return kernels.add_rms_norm(x, residual, self.weight, self.eps)
         x = self.ranks.all_reduce(x)
         return (rounding or self.kernels).add_rms_norm(x, residual, self.weight, self.eps)

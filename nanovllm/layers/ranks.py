@@ -19,14 +19,15 @@ class Ranks:
         assert 0 <= rank < size
         self.rank = rank
         self.size = size
-        self.peer_kernels: PeerKernels | None = (
-            None  # kernels that exchange few rows, if there are any
-        )
+        self.peer_kernels: PeerKernels | None = None  # which exchange few rows
+
+    def connect_peers(self, kind: "type[PeerKernels] | None") -> None:
+        """Set up kernels of this kind where they work. Every rank calls it once."""
 
     def few(self, num_rows: int, like: torch.Tensor) -> "PeerKernels | None":
         """The kernels that sum so few rows like those of `like`; None if there are none."""
-        sums = self.peer_kernels
-        return sums if sums and 0 < num_rows <= sums.most_rows(like) else None
+        kernels = self.peer_kernels
+        return kernels if kernels and 0 < num_rows <= kernels.most_rows(like) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x [T, N] on every rank. May overwrite x."""

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from nanovllm.kernels.plain import all_reduce as plain
-from nanovllm.kernels.triton import all_reduce as module
 from nanovllm.kernels.triton import exchange
 from nanovllm.kernels.triton.all_reduce import PeerKernels
+from nanovllm.kernels.triton.common import INTERPRETED
 from nanovllm.kernels.triton.exchange import EMPTY_HALF, buffer_bytes
 from nanovllm.kernels.triton.sample import sample
 from nanovllm.layers.ranks import Ranks
@@ -38,6 +39,8 @@ Run = Callable[[PeerKernels], Any]
 def small_buffers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "REGIONS", 32)
+        if INTERPRETED:  # where a read takes a millisecond
+            patch.setattr(exchange, "CHECK_SPINS", tl.constexpr(32))
         yield
 
 
@@ -56,7 +59,7 @@ class Buffers:
         step = buffer_bytes(self.size)
         starts = [self.memory.data_ptr() + other * step for other in range(self.size)]
         places = torch.tensor([*starts, self.ended.data_ptr()], device=self.device)
-        counts = torch.zeros(exchange.REGIONS, dtype=torch.int32, device=self.device)
+        counts = torch.zeros(1 + exchange.REGIONS, dtype=torch.int32, device=self.device)
         return PeerKernels(rank, self.size, places, counts)
 
 
@@ -173,12 +176,20 @@ def calls(number: int, dtype: torch.dtype, seed: int) -> list[Call]:
 
 @pytest.mark.parametrize(
     ("size", "dtype", "number"),
-    [(2, torch.float32, 24), (2, torch.float16, 24), (3, torch.float32, 12), (8, torch.float16, 4)],
+    [
+        (2, torch.float32, 24),
+        (2, torch.float16, 24),
+        (2, torch.bfloat16, 24),
+        (3, torch.float32, 12),
+        (8, torch.float16, 4),
+    ],
 )
 def test_sums_equal_their_twins_on_all_ranks(
     size: int, dtype: torch.dtype, number: int, kernel_device: str
 ) -> None:
     """Ranks that wait at random for each other: a slot that is written too early would show."""
+    if dtype == torch.bfloat16 and kernel_device == "cpu":
+        pytest.skip("the processes exchange results as NumPy arrays, which have no bfloat16")
     made = calls(number, dtype, seed=size)
     buffers = Buffers(size, kernel_device)
 
@@ -193,7 +204,7 @@ def test_sums_equal_their_twins_on_all_ranks(
     first, *others = on_ranks(buffers, run)
     expected = [value for call in made for value in call.expected(size)]
     for mine, value in zip(first, expected, strict=True):
-        tolerance = 1e-5 if value.dtype == torch.float32 else 2e-3
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3}.get(value.dtype, 1.6e-2)
         torch.testing.assert_close(mine.cpu(), value, rtol=tolerance, atol=tolerance)
     for other in others:
         assert all(map(torch.equal, first, other)), "ranks have different sums"
@@ -265,16 +276,26 @@ def test_a_kernel_ends_although_another_rank_does_not_come(kernel_device: str) -
     assert time.monotonic() - start < SECONDS / 2
 
 
+def test_only_the_first_kernel_waits_for_a_rank_that_has_ended(kernel_device: str) -> None:
+    """Else a step would wait once for each of its sums: seconds for a large model."""
+    buffers = Buffers(2, kernel_device)
+    buffers.ended.fill_(1)
+    sums = buffers.sums(0)
+    sums.all_reduce(torch.ones(2, 8, device=kernel_device))
+    assert sums.counts[0].item() == 1
+    buffers.ended.fill_(0)
+    sums.all_reduce(torch.ones(2, 8, device=kernel_device)).cpu()
+
+
 @pytest.mark.parametrize(
     ("size", "columns", "most_rows"), [(2, 1024, 32), (2, 8192, 32), (8, 8192, 4), (2, 8193, 0)]
 )
 def test_as_many_rows_are_taken_as_fit_and_are_faster(
-    size: int, columns: int, most_rows: int, monkeypatch: pytest.MonkeyPatch
+    size: int, columns: int, most_rows: int
 ) -> None:
     """Regions limit the rows, and what a rank may send, which more ranks make more."""
-    monkeypatch.setattr(module, "MOST_BYTES", 32 << 14)
     ranks = Ranks(0, size)
-    ranks.peer_kernels = PeerKernels(0, size, torch.empty(0), torch.empty(0))
+    ranks.peer_kernels = PeerKernels(0, size, torch.empty(0), torch.empty(0), 32 << 14)
     row = torch.empty(1, columns, dtype=torch.bfloat16)
     taken = [rows for rows in range(100) if ranks.few(rows, row)]
     assert taken == list(range(1, most_rows + 1))

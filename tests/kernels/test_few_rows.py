@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import kernel_settings, make_model
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -152,6 +153,16 @@ def test_sums_equal_their_twin(kernel_device: str, shape: Shape) -> None:
     squares = scaled.squares.sum(dim=1)
     torch.testing.assert_close(squares, total.float().square().sum(dim=1))
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 17, 64])
+def test_products_equal_their_twin(kernel_device: str, rows: int, bias: bool) -> None:
+    shape = Shape(rows, 512, 128, bias=bias)
+    x = random(shape.seed, rows, shape.size_in).to(kernel_device, bf16)
+    weight, added = weight_of(shape, shape.size_out, kernel_device)
+    expected = F.linear(x.float(), weight.float(), None if added is None else added.float())
+    assert_close(made(weight).product(x, weight, added), expected.to(bf16))
 
 
 @pytest.mark.parametrize(("rows", "whole"), [(1, 128), (17, 128), (65, 128), (129, 256)])

@@ -8,15 +8,19 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from nanovllm.kernels.plain import all_reduce as plain_sums
+from nanovllm.kernels.plain import few_rows as plain_few
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
@@ -24,6 +28,7 @@ from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -363,6 +368,58 @@ def test_logits_of_ranks_equal_those_of_one(name: str, size: int, tmp_path: Path
     assert outs[0].shape == expected.shape == (24, 259)
     torch.testing.assert_close(outs[0], expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(outs[0].argmax(-1), expected.argmax(-1))
+
+
+class PlainPeers:
+    """What `PeerKernels` computes, by plain PyTorch, for threads."""
+
+    def __init__(self, ranks: ThreadRanks) -> None:
+        self.ranks = ranks
+
+    def most_rows(self, like: torch.Tensor) -> int:
+        return 99
+
+    def embedding(self, ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
+        return plain_sums.embedding(ids, self.ranks.exchange(table))
+
+    def add_rms_norm(self, x: torch.Tensor, *rest: Any) -> Any:
+        return plain_sums.add_rms_norm(self.ranks.exchange(x), *rest)
+
+    def add_scaled(self, x: torch.Tensor, *rest: Any) -> Any:
+        return plain_sums.add_scaled(self.ranks.exchange(x), *rest)
+
+
+PLAIN_FEW: Any = SimpleNamespace(
+    linear=plain_few.scaled_linear, gated=plain_few.scaled_gated, product=F.linear, most_rows=99
+)
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("name", ["tied", "Llama, biases"])
+def test_kernels_between_ranks_sum_what_one_rank_computes(
+    name: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each bias is added once, and each sum is made, with the kernels for few rows and without."""
+    path = make_model(tmp_path, **MODELS[name])
+    prompts = [[(7 * i) % 259 for i in range(20)], [258], [5, 6, 7]]
+    operands = property(lambda linear: (linear.weight, linear.added_bias))
+    monkeypatch.setattr(LinearBase, "operand_and_bias", operands)
+
+    def logits(ranks: Any) -> torch.Tensor:
+        model = build(path, ranks)
+        if ranks is not ALONE:
+            ranks.peer_kernels = PlainPeers(ranks)
+        if few and ranks is not ALONE:
+            decoder = model.model
+            decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
+                PLAIN_FEW, decoder.embed_tokens(ids), decoder.rotary_emb(positions)
+            )
+        return logits_of(model, prompts)
+
+    with torch.inference_mode():
+        expected = logits(ALONE)
+    for out in on_ranks(2, logits)[:1]:
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["grouped", WHOLE_EXPERTS])

@@ -5,6 +5,7 @@ several engines do not interfere. The system chooses the ports. They are on the 
 except NCCL's own, which are on the device that NCCL_SOCKET_IFNAME names.
 """
 
+import os
 import socket
 import threading
 import traceback
@@ -91,20 +92,23 @@ class NcclRanks(ProcessRanks):
         self._exchange(group.allreduce, [x], self._sum)  # NCCL connects in the first exchange
         x.item()
         self._group = group  # only now can it be aborted
-        self.peer_kernels = self._connect_peers()
 
-    def _connect_peers(self) -> "PeerKernels | None":
-        try:
-            from nanovllm.engine.ranks.peers import Peers, connect_peers
-        except ImportError:  # Triton is not installed
-            return None
-        with torch.cuda.device(self._device):  # Triton launches on the current device
-            self._peers = Peers(self.rank, self.size, self._device)
-            return connect_peers(self, self._peers)
+    def connect_peers(self, kind: "type[PeerKernels] | None") -> None:
+        if kind is None or os.environ.get("NCCL_P2P_DISABLE") == "1":
+            return
+        from nanovllm.engine.ranks.peers import Peers, connect_peers
+
+        self._peers = peers = Peers(self.rank, self.size, self._device)
+        self.peer_kernels = connect_peers(self, peers, kind)
+        if self.peer_kernels is None:
+            peers.unmap()
+            self.minimum(0)  # all ranks have unmapped the others' memory
+            peers.close()
+            self._peers = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if sums := self.few(len(x), x):
-            return sums.all_reduce(x)
+        if kernels := self.few(len(x), x):
+            return kernels.all_reduce(x)
         self._exchange(self._group.allreduce, [x], self._sum)
         return x
 

@@ -1,7 +1,7 @@
 """Memory of a rank's GPU that the GPUs of other processes write to.
 
-These are the driver's calls; PyTorch offers them to its default group alone. Nothing named is left
-behind: a mapping ends with its process.
+These are the driver's calls: PyTorch has no public ones that need no default group. Nothing named
+is left behind: a mapping ends with its process.
 """
 
 import contextlib
@@ -60,14 +60,20 @@ class PeerMemory:
                 addresses.append(address.value)
         return addresses
 
-    def close(self) -> None:
-        """Unmap and free all of it, whatever the device's state. No kernel may use it any more."""
+    def unmap(self) -> None:
+        """Unmap the other ranks' buffers, whatever the device's state. No kernel may use them."""
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             for address in self._others:
                 _driver().cuIpcCloseMemHandle(address)
+        self._others = []
+
+    def close(self) -> None:
+        """Unmap and free all of it. The other ranks have unmapped this rank's buffer, or ended."""
+        self.unmap()
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             if self._own is not None:
                 _driver().cuMemFree_v2(self._own)
-        self._own, self._others = None, []
+        self._own = None
 
 
 @functools.cache

@@ -6,13 +6,14 @@ They are set up when the ranks have connected, and tried. If a rank cannot use t
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from nanovllm.engine.ranks.peer_memory import HANDLE_BYTES, PeerMemory
 from nanovllm.kernels.triton.all_reduce import PeerKernels
-from nanovllm.kernels.triton.exchange import EMPTY_HALF, REGIONS, buffer_bytes
+from nanovllm.kernels.triton.exchange import EMPTY_HALF, REGION_BYTES, REGIONS, buffer_bytes
 from nanovllm.layers.ranks import Ranks
 
 logger = logging.getLogger("nanovllm")
@@ -20,6 +21,10 @@ logger = logging.getLogger("nanovllm")
 PATIENCE_SECONDS = 20.0  # for the first sum: every rank compiles a kernel
 POLL_SECONDS = 1e-3
 TRIES = 20
+LEAST_BYTES = 1 << 16  # if NCCL sums so few faster, kernels are not worth their memory
+ROW = REGION_BYTES // 2  # numbers of the longest row in 16 bits
+CALLS = 10  # that are timed together
+CLOCKS_FOR_LAUNCHES = 2_000_000  # about a millisecond, in which the host launches them
 
 T = TypeVar("T")
 
@@ -30,72 +35,121 @@ class Peers:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._memory = PeerMemory(device)
-        self._ended = torch.zeros(1, dtype=torch.int32).pin_memory()  # kernels read it there
+        self._ended = torch.zeros(1, dtype=torch.int32)
 
     def allocate(self) -> torch.Tensor:
         """Allocate the buffer. Returns all ranks' handles [R, bytes], zeros except this rank's."""
+        self._ended = self._ended.pin_memory()  # kernels read it there
         self._memory.allocate(buffer_bytes(self.size), EMPTY_HALF)
         handles = torch.zeros(self.size, HANDLE_BYTES, dtype=torch.uint8)
         handles[self.rank] = torch.tensor(list(self._memory.handle()), dtype=torch.uint8)
         return handles.to(self.device)
 
-    def open(self, handles: torch.Tensor) -> PeerKernels:
+    def open(self, handles: torch.Tensor, kind: type[PeerKernels]) -> PeerKernels:
         """Map the other ranks' buffers. Returns the kernels that use them."""
         addresses = self._memory.open(self.rank, [bytes(each) for each in handles.tolist()])
         places = torch.tensor([*addresses, self._ended.data_ptr()], device=self.device)
-        counts = torch.zeros(REGIONS, dtype=torch.int32, device=self.device)
-        return PeerKernels(self.rank, self.size, places, counts)
+        counts = torch.zeros(1 + REGIONS, dtype=torch.int32, device=self.device)
+        return kind(self.rank, self.size, places, counts)
 
     def end(self) -> None:
         """Let kernels that wait for a rank end. Called from any thread."""
         self._ended.fill_(1)
+
+    def unmap(self) -> None:
+        """Unmap the other ranks' buffers."""
+        self._memory.unmap()
 
     def close(self) -> None:
         """Free the memory, which no rank uses any more."""
         self._memory.close()
 
 
-def connect_peers(ranks: Ranks, peers: Peers) -> PeerKernels | None:
-    """Set up the kernels, together with the other ranks. None where they do not work."""
+def connect_peers(ranks: Ranks, peers: Peers, kind: type[PeerKernels]) -> PeerKernels | None:
+    """Set up the kernels, together with the other ranks. None where they do not help."""
     handles = _agreed(ranks, peers.allocate)
     if handles is None:
         return None
     handles = ranks.all_reduce(handles)
-    sums = _agreed(ranks, lambda: peers.open(handles))
-    if sums is None or _agreed(ranks, lambda: _launched_alone(sums)) is None:
+    kernels = _agreed(ranks, lambda: peers.open(handles, kind))
+    if kernels is None or _agreed(ranks, lambda: _launched_alone(kernels)) is None:
         return None
-    return _agreed(ranks, lambda: _tried(sums, peers.end))
+    if _agreed(ranks, lambda: _tried(kernels, peers.end)) is None:
+        return None
+    most = _faster_bytes(ranks, kernels)
+    return replace(kernels, most_bytes=most) if most else None
 
 
 def _agreed(ranks: Ranks, step: Callable[[], T]) -> T | None:
     """What the step returns; None if it raises on any rank."""
     result: T | None = None
+    reason: Exception | str = "another rank cannot use them"
     try:
         result = step()
     except Exception as error:
-        logger.warning("NCCL sums all rows, as GPUs do not share memory: %s", error)
-    return result if ranks.minimum(int(result is not None)) else None
+        reason = error
+    if ranks.minimum(int(result is not None)):
+        return result
+    logger.warning("NCCL makes all sums, without kernels between GPUs: %s", reason)
+    return None
 
 
-def _launched_alone(sums: PeerKernels) -> torch.Tensor:
-    """A sum that waits for no rank: what raises for other reasons does so before others wait."""
-    alone = PeerKernels(0, 1, sums.places[-2:], sums.counts)
-    total = alone.all_reduce(torch.ones(2, 64, device=sums.places.device)).cpu()
-    sums.counts.zero_()
+def _launched_alone(kernels: PeerKernels) -> torch.Tensor:
+    """A sum that waits for no rank: what raises for other reasons does so before others wait.
+
+    A single rank reads no buffer, so any address will do.
+    """
+    alone = replace(kernels, rank=0, size=1, places=kernels.places[-2:])
+    total = alone.all_reduce(torch.ones(2, 64, device=kernels.places.device)).cpu()
+    kernels.counts.zero_()
     return total
 
 
-def _tried(sums: PeerKernels, end: Callable[[], None]) -> PeerKernels:
+def _tried(kernels: PeerKernels, end: Callable[[], None]) -> PeerKernels:
     """Sum rows over the ranks a few times; a RuntimeError if that is wrong or takes too long."""
-    numbers = torch.arange(1024.0, device=sums.places.device).expand(REGIONS, -1).contiguous()
-    totals = [sums.all_reduce(numbers * (sums.rank + 1)) for _ in range(TRIES)]
+    device = kernels.places.device
+    rows = torch.arange(float(ROW), device=device).remainder_(127).expand(REGIONS, -1)
+    rows = rows.to(torch.bfloat16)
+    totals = [
+        kernels.all_reduce(rows[:, : ROW >> i % 4] * (kernels.rank + 1)) for i in range(TRIES)
+    ]
     stream, deadline = torch.cuda.current_stream(), time.monotonic() + PATIENCE_SECONDS
     while not stream.query():
         if time.monotonic() > deadline:
             end()
             raise RuntimeError("what other GPUs write does not arrive")
         time.sleep(POLL_SECONDS)
-    expected = numbers * (sums.size * (sums.size + 1) // 2)
-    if not all(torch.equal(total, expected) for total in totals):
+    addends = [rows * (rank + 1) for rank in range(kernels.size)]
+    expected = torch.stack([addend.float() for addend in addends]).sum(dim=0).bfloat16()
+    if not all(torch.equal(total, expected[:, : total.shape[1]]) for total in totals):
         raise RuntimeError("a sum over GPUs is wrong")
-    return sums
+    return kernels
+
+
+def _faster_bytes(ranks: Ranks, kernels: PeerKernels) -> int:
+    """The most bytes up to which the kernels are faster than NCCL, in steps of 4; 0 for none."""
+    most = kernels.most_bytes
+    while most >= LEAST_BYTES:
+        num_rows = max(1, most // ((kernels.size - 1) * 2 * ROW))
+        x = torch.zeros(num_rows, ROW, dtype=torch.bfloat16, device=kernels.places.device)
+        ours, nccls = _milliseconds(kernels.all_reduce, x), _milliseconds(ranks.all_reduce, x)
+        logger.debug("sums of %d x %d: %.3f ms, by NCCL %.3f", num_rows, ROW, ours, nccls)
+        if ranks.minimum(int(ours < nccls)):
+            return most
+        most //= 4
+    logger.info("NCCL makes all sums: here it is faster than kernels between GPUs")
+    return 0
+
+
+def _milliseconds(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+    """How long the device takes for one call, when it does not wait for the host."""
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    call(x)
+    torch.cuda._sleep(CLOCKS_FOR_LAUNCHES)  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(CALLS):
+        call(x)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / CALLS

@@ -13,7 +13,7 @@ class Computed(NamedTuple):
     A decode graph's may be padded at the end.
     """
 
-    logits: torch.Tensor  # [B, V], complete on rank 0 only
+    logits: torch.Tensor  # [B, V] on rank 0; this rank's columns where ranks have drawn together
     table_rows: torch.Tensor  # [B] in int64: the rows of the device table that the tokens go to
     choices: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures and keys, if read there
     token_ids: torch.Tensor | None = None  # [B], if they were drawn in the graph

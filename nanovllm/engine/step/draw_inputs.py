@@ -9,7 +9,7 @@ import xxhash
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs
+from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
 from nanovllm.engine.step.transfer import Array
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.ranking import are_few
@@ -59,7 +59,7 @@ def draw_inputs(
 
 def needs_logits(seqs: list[Sequence]) -> bool:
     """Whether a draw or a report of `seqs` reads more than the token that a decode step draws."""
-    return any(seq.is_narrowed for seq in seqs) or drawn_report_inputs(seqs) is not None
+    return any(seq.is_narrowed or reports_next(seq) for seq in seqs)
 
 
 def _parts(seqs: list[Sequence], vocab_size: int, device_type: str) -> list[Filters]:

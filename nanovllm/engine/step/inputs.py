@@ -71,11 +71,16 @@ class StepInputs:
 
 
 def step_inputs(
-    batch: Batch, block_size: int, ledger: Ledger, prompt_reports: list[Report]
+    batch: Batch,
+    block_size: int,
+    ledger: Ledger,
+    prompt_reports: list[Report],
+    whole_logits: bool = True,
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
     if not batch.is_prefill:
-        return StepInputs(len(batch.seqs), *ledger.decode(batch.seqs))
+        changed = ledger.decode(batch.seqs)
+        return StepInputs(len(batch.seqs), *changed, whole_logits=whole_logits)
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(

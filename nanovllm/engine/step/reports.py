@@ -56,10 +56,14 @@ def prompt_report_inputs(reports: list[Report]) -> ReportInputs | None:
     return ReportInputs(np.arange(len(reports)), numbers, token_ids)
 
 
+def reports_next(seq: Sequence) -> bool:
+    """Whether the log-probabilities of its next token are reported."""
+    return seq.logprobs is not None and seq.params.logprobs is not None
+
+
 def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
     """The rows of sequences that report their next token; None if there are none."""
-    followed = [row for row, seq in enumerate(seqs) if seq.logprobs is not None]
-    rows = [row for row in followed if seqs[row].params.logprobs is not None]
+    rows = [row for row, seq in enumerate(seqs) if reports_next(seq)]
     if not rows:
         return None
     return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])

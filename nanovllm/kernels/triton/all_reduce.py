@@ -15,9 +15,9 @@ from nanovllm.kernels.triton import exchange
 from nanovllm.kernels.triton.candidates import NO_TOKEN
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin, rows_with_room
 from nanovllm.kernels.triton.exchange import REGION_BYTES, receive, send, words_of
-from nanovllm.kernels.triton.sample import BLOCK, PROGRAMS, race_pieces
+from nanovllm.kernels.triton.sample import most_pieces, race_pieces
 
-MOST_BYTES = 1 << 22  # that a rank sends; up to there it is faster than NCCL (docs/tried)
+MOST_BYTES = 1 << 22  # that a rank sends: the largest size that was measured (docs/tried)
 FLAT, NORM, SCALED = 0, 1, 2  # what follows the sum
 LEAST_BLOCK = 256  # numbers of a program, of which each thread has others
 
@@ -29,12 +29,13 @@ def _sum_over_ranks(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The sum in float32 of all ranks' x, in the order of ranks."""
     words = words_of(x)
-    place = send(words, at, inside, places_ptr, counts_ptr, program, RANK, SIZE, REGION)
+    place, ended = send(words, at, inside, places_ptr, counts_ptr, program, RANK, SIZE, REGION)
     total = tl.zeros(x.shape, tl.float32)
     for other in tl.static_range(SIZE):
         addends = words
         if other != RANK:
-            addends = receive(place, words, at, inside, places_ptr, other, SIZE, REGION)
+            addends = receive(place, ended, words, at, inside, places_ptr, counts_ptr, other, SIZE,
+                              REGION)  # fmt: skip
         total += addends.to(x.dtype, bitcast=True).to(tl.float32)
     return total
 
@@ -99,13 +100,14 @@ def _first_best_of_ranks_kernel(  # type: ignore[no-untyped-def]
     at = tl.arange(0, 32)  # the score and the token; one place for each thread
     entry = tl.where(at == 0, top.to(tl.int32, bitcast=True), winner)
     words = words_of(entry)
-    place = send(words, at, at < 2, places_ptr, counts_ptr, row, RANK, SIZE, REGION)
+    place, ended = send(words, at, at < 2, places_ptr, counts_ptr, row, RANK, SIZE, REGION)
     top = tl.full([], -float("inf"), tl.float32)
     winner = tl.full([], NO_TOKEN, tl.int32)
     for other in tl.static_range(SIZE):
         entry = words
         if other != RANK:
-            entry = receive(place, words, at, at < 2, places_ptr, other, SIZE, REGION)
+            entry = receive(place, ended, words, at, at < 2, places_ptr, counts_ptr, other, SIZE,
+                            REGION)  # fmt: skip
         score = tl.sum(tl.where(at == 0, entry, 0), axis=0).to(tl.float32, bitcast=True)
         token = tl.sum(tl.where(at == 1, entry, 0), axis=0)
         wins = (score > top) | ((score == top) & (token < winner))
@@ -120,19 +122,20 @@ class PeerKernels:
     """Exchanges of few rows with the other ranks. Every rank calls the same ones in one order.
 
     `places` [R + 1] in int64 has the addresses of all ranks' buffers, and that of an int32 which is
-    not 0 once a rank has ended. `counts` [REGIONS] in int32 are zeros at the start, and
-    this rank's buffer is filled with EMPTY_HALF.
+    not 0 once a rank has ended. `counts` [1 + REGIONS] in int32 are zeros at the start, and this
+    rank's buffer is filled with EMPTY_HALF.
     """
 
     rank: int
     size: int
     places: torch.Tensor
     counts: torch.Tensor
+    most_bytes: int = MOST_BYTES
 
     def most_rows(self, like: torch.Tensor) -> int:
         """The most rows like those of `like` that these kernels sum; 0 if they are too long."""
         row_bytes = like.shape[1] * like.element_size()
-        most_rows = MOST_BYTES // ((self.size - 1) * row_bytes)
+        most_rows = self.most_bytes // ((self.size - 1) * row_bytes)
         return min(exchange.REGIONS, most_rows) if row_bytes <= REGION_BYTES else 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +180,7 @@ class PeerKernels:
         """
         best, ids = race_pieces(logits, temperatures, keys, first)
         num_rows, pieces = best.shape
-        largest = min(PROGRAMS, max(1, cdiv(logits.shape[1], BLOCK)))
+        largest = most_pieces(logits.shape[1])
         out = ids.new_empty(num_rows, dtype=torch.int64)
         assert num_rows <= exchange.REGIONS
         _first_best_of_ranks_kernel[(num_rows,)](
@@ -204,6 +207,7 @@ class PeerKernels:
         (num_rows, size), residual = total.shape, x if residual is None else residual
         pieces = cdiv(size, block)
         assert x.stride(1) == residual.stride(1) == 1 and num_rows * pieces <= exchange.REGIONS
+        assert min(block, size) * x.element_size() <= REGION_BYTES
         _all_reduce_kernel[(num_rows, pieces)](
             x, self.places if ids is None else ids, residual, x if weight is None else weight,
             total if out is None else out, total, self.places if squares is None else squares,

@@ -8,8 +8,8 @@ region. In exchange e of that region, a program
 2. reads the same slot of its own buffer until the numbers of all other ranks are there, and marks
    their places as EMPTY again (`receive`).
 
-A number is there when its place is not EMPTY, which is never sent. So there are no flags, and
-nothing depends on the order in which writes arrive.
+A number is there when its place is not EMPTY, which is never sent. So no flag says that numbers
+have arrived, and nothing depends on the order in which writes arrive.
 
 Two slots are enough, and no rank waits at the end. A rank writes slot e % 2 again in exchange
 e + 2. It has then read this rank's numbers of exchange e + 1, and this rank sent those in a later
@@ -19,9 +19,11 @@ Every rank launches the same exchanges in the same order. Between two of them a 
 its GPU, to load a kernel or to allocate memory: what runs there needs only exchanges that the other
 hosts have launched, or will launch without waiting for a later one.
 
-The count of exchanges is in memory, so CUDA graphs can replay a kernel. A program waits for the one
-of the same number on other GPUs: there are at most REGIONS, few enough to run at the same time, and
-they start in the same order everywhere.
+The counts of exchanges, one for each region, are in memory, so CUDA graphs can replay a kernel. The
+word before them is not 0 once a kernel has found that a rank has ended: later ones do not wait.
+
+A program waits for the one of the same number on other GPUs: there are at most REGIONS, few enough
+to run at the same time, and they start in the same order everywhere.
 """
 
 import triton
@@ -59,9 +61,10 @@ def send(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write words to the program's region of all other ranks, at the places `at` < REGION.
 
-    Returns where theirs arrive: REGION words of each rank.
+    Returns where theirs arrive, REGION words of each rank, and whether a rank has ended.
     """
-    count = tl.load(counts_ptr + program)
+    count = tl.load(counts_ptr + 1 + program)
+    ended = tl.load(counts_ptr)  # as a kernel before this one has found it
     slot = (program * 2 + count % 2) * SIZE * REGION
     for other in tl.static_range(SIZE):
         if other != RANK:
@@ -69,33 +72,33 @@ def send(  # type: ignore[no-untyped-def]
             place = tl.multiple_of(place, 16) + slot + RANK * REGION
             tl.store(place + at, words, mask=inside)
     tl.debug_barrier()  # every thread reads the count before one of them writes it
-    tl.store(counts_ptr + program, count + 1)
+    tl.store(counts_ptr + 1 + program, count + 1)
     own = tl.load(places_ptr + RANK).to(tl.pointer_type(words.dtype))
-    return tl.multiple_of(own, 16) + slot
+    return tl.multiple_of(own, 16) + slot, ended
 
 
 @triton.jit
 def receive(  # type: ignore[no-untyped-def]
-    place, words, at, inside, places_ptr,
+    place, ended, words, at, inside, places_ptr, counts_ptr,
     OTHER: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
 ):  # fmt: skip
-    """Another rank's words, as many as this rank's `words`. `place` is what `send` returned.
+    """Another rank's words, as many as this rank's `words`. `send` returned `place` and `ended`.
 
-    If a rank has ended, the result is undefined, and nothing waits. Threads may read that at
-    different times. They leave the loop together, as it depends on the maximum over all of them.
+    If a rank has ended, the result is undefined, and later kernels do not wait. Threads may read
+    that at different times. They leave the loop together, as it depends on the maximum over all.
     """
     EMPTY: tl.constexpr = EMPTY_16 if words.dtype.primitive_bitwidth == 16 else EMPTY_32  # noqa: N806
     sent = place + OTHER * REGION + at
     received = tl.load(sent, mask=inside, other=0, volatile=True)
-    missing = tl.max((received == EMPTY).to(tl.int32), axis=0)
+    missing = tl.max(((received == EMPTY) & (ended == 0)).to(tl.int32), axis=0)
     spins = 0
-    ended = 0
     while missing > 0:
         spins += 1
         if spins % CHECK_SPINS == 0:
             ended_ptr = tl.load(places_ptr + SIZE).to(tl.pointer_type(tl.int32))
             flag = tl.load(ended_ptr + 0 * at, mask=at == 0, other=0, volatile=True)  # one thread
             ended = tl.max(flag, axis=0)
+            tl.store(counts_ptr, ended)
         received = tl.load(sent, mask=inside, other=0, volatile=True)
         missing = tl.max(((received == EMPTY) & (ended == 0)).to(tl.int32), axis=0)
     tl.store(sent, tl.full(words.shape, EMPTY, words.dtype), mask=inside)

@@ -71,11 +71,16 @@ def sample(
     best, ids = race_pieces(logits, temperatures, keys)
     num_rows, pieces = best.shape
     out = logits.new_empty(num_rows, dtype=torch.int64)
-    largest = min(cdiv(logits.shape[1], BLOCK), PROGRAMS)
+    largest = most_pieces(logits.shape[1])
     _first_best_kernel[(num_rows,)](
         best, ids, out, pieces, BLOCK=next_power_of_2(largest), num_warps=1
     )
     return out
+
+
+def most_pieces(vocab_size: int) -> int:
+    """Into how many pieces a row is divided at most, whatever the number of rows."""
+    return min(PROGRAMS, max(1, cdiv(vocab_size, BLOCK)))
 
 
 def race_pieces(
@@ -86,7 +91,7 @@ def race_pieces(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best score and its first token, of each piece of each row: [B, pieces] both.
 
-    The logits are of the tokens from `first_id` on.
+    The first column is that of token `first_id`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1

@@ -1,16 +1,16 @@
 """Setting up the kernels that exchange rows between GPUs: all ranks use them, or none does."""
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from nanovllm.engine.ranks import peers as module
-from nanovllm.engine.ranks.nccl_ranks import NcclRanks
 from nanovllm.engine.ranks.peers import connect_peers
+from nanovllm.engine.shard import MAX_GRAPH_BATCH
+from nanovllm.kernels.triton.all_reduce import MOST_BYTES, PeerKernels
+from nanovllm.kernels.triton.exchange import REGIONS
 from nanovllm.layers.ranks import Ranks
 
 STEPS = ["allocate", "open", "launch", "sum"]
@@ -31,13 +31,15 @@ class OneOfTwo(Ranks):
 
 
 class Steps:
-    """What `Peers` does, one step of which may fail. `sums` are the kernels."""
+    """What `Peers` does, one step of which may fail."""
 
     def __init__(self, failing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.failing, self.taken, self.sums = failing, [], object()
+        self.failing, self.taken = failing, []
+        self.kernels = PeerKernels(0, 2, torch.zeros(3), torch.zeros(1))
         self.end: Any = None
-        monkeypatch.setattr(module, "_launched_alone", lambda sums: self.take("launch", sums))
-        monkeypatch.setattr(module, "_tried", lambda sums, _: self.take("sum", sums))
+        monkeypatch.setattr(module, "_launched_alone", lambda kernels: self.take("launch", kernels))
+        monkeypatch.setattr(module, "_tried", lambda kernels, _: self.take("sum", kernels))
+        monkeypatch.setattr(module, "_faster_bytes", lambda *_: 4096)
 
     def take(self, step: str, result: Any) -> Any:
         self.taken.append(step)
@@ -48,9 +50,9 @@ class Steps:
     def allocate(self) -> torch.Tensor:
         return self.take("allocate", torch.zeros(2, 64))
 
-    def open(self, handles: torch.Tensor) -> Any:
+    def open(self, handles: torch.Tensor, kind: Any) -> Any:
         assert handles.shape == (2, 64)
-        return self.take("open", self.sums)
+        return self.take("open", self.kernels)
 
 
 @pytest.mark.parametrize("step", [*STEPS, None])
@@ -63,27 +65,37 @@ def test_no_rank_uses_kernels_that_do_not_work_on_all(
     steps: Any = Steps(step if here else None, monkeypatch)
     ranks = OneOfTwo(None if here else step)
     with caplog.at_level(logging.WARNING, "nanovllm"):
-        sums = connect_peers(ranks, steps)
-    assert (sums is steps.sums) == (step is None)
+        kernels = connect_peers(ranks, steps, PeerKernels)
+    assert (kernels is not None) == (step is None)
+    assert kernels is None or kernels.most_bytes == 4096
     last = len(STEPS) if step is None else STEPS.index(step) + 1
     assert steps.taken == STEPS[:last] and ranks.steps == STEPS[last:]
-    assert (f"cannot {step}" in caplog.text) == (step is not None and here)
+    reason = f"cannot {step}" if here else "another rank cannot use them"
+    assert (reason in caplog.text) == ("NCCL makes all sums" in caplog.text) == (step is not None)
 
 
-def test_kernels_are_tried_on_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device, which is the first one in a new process or thread."""
-    current = [torch.device("cuda", 0)]
-    tried = []
+@pytest.mark.parametrize(
+    ("ours", "others_agree", "expected"),
+    [
+        ([1.0], [1], MOST_BYTES),
+        ([3.0, 1.0], [1], MOST_BYTES // 4),
+        ([1.0, 3.0, 3.0, 1.0], [0, 1, 1, 1], MOST_BYTES // 64),
+        ([3.0] * 9, [1] * 9, 0),
+    ],
+)
+def test_kernels_sum_what_they_sum_faster_than_nccl_on_all_ranks(
+    ours: list[float], others_agree: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, kernels = OneOfTwo(None), PeerKernels(0, 2, torch.zeros(3), torch.zeros(1))
+    agree, times = iter(others_agree), iter(ours)
+    monkeypatch.setattr(ranks, "minimum", lambda number: min(number, next(agree, 1)))
 
-    @contextlib.contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        before, current[0] = current[0], device
-        yield
-        current[0] = before
+    def milliseconds(call: Any, x: torch.Tensor) -> float:
+        return 2.0 if call == ranks.all_reduce else next(times)
 
-    monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(module, "Peers", lambda *_: tried.append(current[0]))
-    monkeypatch.setattr(module, "connect_peers", lambda *_: tried.append(current[0]))
-    ranks = NcclRanks(1, 2, torch.device("cuda", 1), address=0)
-    ranks._connect_peers()
-    assert tried == [torch.device("cuda", 1)] * 2
+    monkeypatch.setattr(module, "_milliseconds", milliseconds)
+    assert module._faster_bytes(ranks, kernels) == expected
+
+
+def test_graphs_hold_no_more_rows_than_ranks_draw_together() -> None:
+    assert MAX_GRAPH_BATCH <= REGIONS
