@@ -54,7 +54,7 @@ class Peers:
 
     def end(self) -> None:
         """Let kernels that wait for a rank end. Called from any thread."""
-        self._ended.fill_(1)
+        self._ended.numpy()[0] = 1  # PyTorch refuses it outside of inference mode
 
     def unmap(self) -> None:
         """Unmap the other ranks' buffers."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.engine.ranks import peers as module
-from nanovllm.engine.ranks.peers import connect_peers
+from nanovllm.engine.ranks.peers import Peers, connect_peers
 from nanovllm.engine.shard import MAX_GRAPH_BATCH
 from nanovllm.kernels.triton.all_reduce import MOST_BYTES, PeerKernels
 from nanovllm.kernels.triton.exchange import REGIONS
@@ -95,6 +95,14 @@ def test_kernels_sum_what_they_sum_faster_than_nccl_on_all_ranks(
 
     monkeypatch.setattr(module, "_milliseconds", milliseconds)
     assert module._faster_bytes(ranks, kernels) == expected
+
+
+def test_any_thread_ends_the_kernels_wait() -> None:
+    """The flag was made in inference mode, which is a thread's own."""
+    with torch.inference_mode():
+        peers = Peers(0, 2, torch.device("cpu"))
+    peers.end()
+    assert peers._ended.item() == 1
 
 
 def test_graphs_hold_no_more_rows_than_ranks_draw_together() -> None:
