@@ -106,9 +106,10 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     if (arranged := kernels.arrange_plain(matrix)) is not None:
         kernels.arranged_linear(matrix, arranged, None)
     if few_rows := kernels.few_rows([matrix], spec.dtype):
-        _, scaled = few_rows.add(matrix[:1], matrix, None, matrix[:1], matrix[0], 1.0)
-        few_rows.linear(scaled, matrix)
-        few_rows.gated(scaled, matrix)
+        for rows in (matrix[:1], matrix[:8]):
+            _, scaled = few_rows.add(rows, matrix, None, rows, matrix[0], 1.0)
+            few_rows.linear(scaled, matrix)
+            few_rows.gated(scaled, matrix)
     return kernels
 
 

@@ -267,7 +267,25 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
         assert re.search(touched, ptx)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("few_rows")])
+HOLDING = "few_rows, Qwen3-0.6B, 1 rows"
+
+
+def test_weights_are_loaded_before_the_wait_and_nothing_is_written(compiled: Compiled) -> None:
+    """The kernel before it may still read what this one writes."""
+    found = [line for line in compiled[HOLDING, HOPPER] if line["kernel"] == "_held_kernel"]
+    assert len(found) >= 3
+    for line in found:
+        ptx = (Path(line["folder"]) / "_held_kernel.ptx").read_text()
+        assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dep") == 1
+        before, after = ptx.split("griddepcontrol.wait")
+        assert len(re.findall(r"ld\.global\.v4", before)) >= 12 and "griddepcontrol" in after
+        assert not re.search(r"\b(st|atom|red)\.global|cp\.async", before)
+        assert re.search(r"\bst\.global", after)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.startswith("few_rows") and name != HOLDING]
+)
 def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
     """By the tensor memory accelerator, into the memory that `wgmma` reads."""
     for line in compiled[name, HOPPER]:

@@ -102,9 +102,13 @@ def shared_bytes(device: torch.device) -> int:
 def early(device: torch.device) -> dict[str, bool]:
     """Options that let a kernel start while the kernel before it ends.
 
-    Every program of such a kernel calls `await_inputs` before it touches memory. That waits for the
-    previous kernel, which waited for the one before it, or was launched without these options and
-    so after the end of all earlier ones. All earlier writes are then visible.
+    Every program of such a kernel calls `await_inputs` before it writes, and before it reads what
+    the previous kernel wrote. That waits for the previous kernel, which waited for the one before
+    it, or was launched without these options and so after the end of all earlier ones. All earlier
+    writes are then visible.
+
+    What older kernels wrote, like weights, may be read before: a kernel calls `let_next_begin`
+    after `await_inputs`, so the kernels before the previous one have ended.
     """
     can = not INTERPRETED and capability(device) == MEASURED
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
@@ -121,7 +125,7 @@ def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel start once all programs of this one have called this function.
 
-    The best place in a kernel was measured: for a linear layer, its end.
+    The best place in a kernel was measured: for a linear layer of more than one row, its end.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -9,7 +9,8 @@ and its sums of squares; the next linear layer computes each row's factor from t
 to its outputs.
 
 A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
-Hopper's tensor memory accelerator.
+Hopper's tensor memory accelerator. One row takes another kernel, if its weights are small:
+`held_weights`.
 """
 
 import functools
@@ -22,7 +23,7 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
-from nanovllm.kernels.triton import quantized_rows
+from nanovllm.kernels.triton import held_weights, quantized_rows
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (
     ROOM,
@@ -159,12 +160,16 @@ def _launch(
         assert weight.order is None, "the kernel takes inputs in the order of the codes"
         return quantized_rows.launch(x, weight, bias, out, scaled, gated, addends)
     (num_rows, size_in), size_out = x.shape, out.shape[1]
+    squares = x.new_empty(num_rows, 0, dtype=torch.float32)
+    squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
+    if held_weights.can_hold(num_rows, weight):
+        return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
     tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
     columns = size_out // tiles.outputs
-    squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
+    if addends:
+        squares = x.new_empty(num_rows, columns, dtype=torch.float32)
     residual, norm, product = addends or (x, x, x)
-    squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
-    width = 0 if scaled is None else squares_in.shape[1]
+    width = squares_in.shape[1]
     _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
         tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
         tiles_of(weight, tiles.outputs, tiles.inputs),
