@@ -125,7 +125,7 @@ def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel start once all programs of this one have called this function.
 
-    The best place in a kernel was measured: for a linear layer of more than one row, its end.
+    The best place in a kernel was measured: for a linear layer of more than two rows, its end.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -9,7 +9,7 @@ and its sums of squares; the next linear layer computes each row's factor from t
 to its outputs.
 
 A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
-Hopper's tensor memory accelerator. One row takes another kernel, if its weights are small:
+Hopper's tensor memory accelerator. One row or two take another kernel, if the weights are small:
 `held_weights`.
 """
 

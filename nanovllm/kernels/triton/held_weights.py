@@ -1,4 +1,4 @@
-"""A linear layer of one row, with what surrounds it: weights are held in registers.
+"""A linear layer of one row or two, with what surrounds it: weights are held in registers.
 
 T rows, K inputs, N outputs.
 
@@ -16,7 +16,7 @@ from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 from nanovllm.kernels.triton.row_outputs import store_outputs
 
-MOST_ROWS = 1
+MOST_ROWS = 2
 MOST_BYTES = 16 << 20  # of a matrix: what the programs that run at the same time hold
 WARPS = 4
 HELD = WARPS * 32 * 128  # weights of a program: 128 of a thread, in 64 registers
