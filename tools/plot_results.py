@@ -112,8 +112,10 @@ GPU_WORKLOADS = {
     "qwen3-0.6b, 32 requests": "Qwen3-0.6B, 32 requests",
     "qwen3-0.6b, 256 requests": "Qwen3-0.6B, 256 requests",
     "qwen3-0.6b, 1,024 requests": "Qwen3-0.6B, 1,024 requests",
+    "qwen3-8b, 1 request": "Qwen3-8B, 1 request",
     "qwen3-8b, 256 requests": "Qwen3-8B, 256 requests",
     "qwen3-8b, 64 long prompts": "Qwen3-8B, 64 long prompts",
+    "qwen3-8b, 1 request, 2 GPUs": "Qwen3-8B, 1 request, 2 GPUs",
     "qwen3-8b, 256 requests, 2 GPUs": "Qwen3-8B, 256 requests, 2 GPUs",
     "qwen3-30b-a3b, 128 requests": "Qwen3-30B-A3B, 128 requests",
 }
