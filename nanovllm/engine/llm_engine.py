@@ -14,6 +14,7 @@ from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.speculative.speculator import speculator_of
 from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Launched
 from nanovllm.metrics import Metric, RequestMeter
@@ -41,9 +42,9 @@ class StepCounter:
     cache_hits: int = 0
 
     def add(self, batch: Batch, tokens: int, seconds: float) -> None:
-        """Count one step; a mixed step's time is divided by its tokens."""
+        """Count one step; a mixed step's time is divided by its tokens, drafts left out."""
         decodes = batch.num_decodes if batch.is_prefill else tokens
-        self.decode_tokens += decodes
+        self.decode_tokens += decodes + batch.num_accepted
         self.decode_seconds += seconds * decodes / tokens
         self.prefill_tokens += tokens - decodes
         self.prefill_seconds += seconds * (tokens - decodes) / tokens
@@ -100,7 +101,8 @@ class LLMEngine:
         self.model_runner = start_runner(asked, self.model_config, path)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
-        self.scheduler = Scheduler(self.config, self.model_config.longest_window)
+        speculator = speculator_of(asked.speculative_config)
+        self.scheduler = Scheduler(self.config, self.model_config.longest_window, speculator)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
@@ -242,7 +244,7 @@ class LLMEngine:
         if launched is None:
             return
         batch = launched.batch
-        if self.config.overlap and not any(seq.reads_tokens for seq in batch.sampling_seqs):
+        if self.config.overlap and not self.scheduler.must_wait(batch):
             self._launched = self._launch()
         finished = self.scheduler.postprocess(batch, self.model_runner.wait(launched))
         end = time.perf_counter()
