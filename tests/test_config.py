@@ -225,7 +225,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
         "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",
         "attention_backend": "auto",
-        "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None, "speculative_config": None,
+        "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
+        "speculative_config": None,
         "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected

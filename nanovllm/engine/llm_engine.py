@@ -5,7 +5,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
@@ -17,6 +16,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculative.speculator import speculator_of
 from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Launched
+from nanovllm.engine.step_counter import StepCounter
 from nanovllm.metrics import Metric, RequestMeter
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
@@ -26,28 +26,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import shorten
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class StepCounter:
-    """Tokens computed and seconds spent, by kind of step; requests ended; cache hits."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    finished: int = 0
-    aborted: int = 0
-    cache_queries: int = 0
-    cache_hits: int = 0
-
-    def add(self, batch: Batch, tokens: int, seconds: float) -> None:
-        """Count one step; a mixed step's time is divided by its tokens, drafts left out."""
-        decodes = batch.num_decodes if batch.is_prefill else tokens
-        self.decode_tokens += decodes + batch.num_accepted
-        self.decode_seconds += seconds * decodes / tokens
-        self.prefill_tokens += tokens - decodes
-        self.prefill_seconds += seconds * (tokens - decodes) / tokens
 
 
 def exclusive(method: Callable[..., T]) -> Callable[..., T]:
@@ -147,6 +125,8 @@ class LLMEngine:
             num_preemptions=scheduler.num_preemptions,
             prefill_tokens=counter.prefill_tokens,
             decode_tokens=counter.decode_tokens,
+            drafted_tokens=counter.drafted_tokens,
+            accepted_tokens=counter.accepted_tokens,
             prefix_cache_queries=counter.cache_queries,
             prefix_cache_hits=counter.cache_hits,
             blocks_used=blocks.num_blocks - blocks.num_free_blocks,
@@ -155,7 +135,9 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """Counters, gauges and histograms by vLLM's names, those of requests when they end."""
-        return self.meter.metrics(self.stats(), self.config.model)
+        speculator = self.scheduler.speculator
+        drafts = speculator.metrics(self.config.model) if speculator else []
+        return self.meter.metrics(self.stats(), self.config.model) + drafts
 
     def is_finished(self) -> bool:
         """Whether all requests have finished, and `step` has returned all that it returns."""

@@ -9,6 +9,7 @@ from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.proposer import Proposer
+from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
 # How many tokens a step computes in the time in which it reads the weights. A step of B tokens then
@@ -73,6 +74,10 @@ class Speculator:
             blocks.publish(seq, end)
             blocks.shrink(seq, end)
             blocks.pass_by(seq)
+
+    def metrics(self, model: str) -> list[Metric]:
+        """The counts by vLLM's names."""
+        return draft_metrics(model, self.num_drafts, self.num_drafted, self.accepted_at)
 
     def reset(self) -> None:
         """Drop what an interrupt may have left half done."""
