@@ -15,7 +15,7 @@ from nanovllm.speculative_config import SpeculativeConfig
 # How many tokens a step computes in the time in which it reads the weights. A step of B tokens then
 # takes as long as FREE_TOKENS + B, and a draft as one of them; docs/tried/speculation.md has the
 # measurements.
-FREE_TOKENS = 16
+FREE_TOKENS = 8
 
 
 class Speculator:

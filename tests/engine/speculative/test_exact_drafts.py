@@ -171,6 +171,39 @@ def test_two_ranks_keep_every_output(model_dir: Path) -> None:
         assert sum(speculator.accepted_at) > 100
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_drafts_with_an_fp8_cache(backend: str, standard: Case) -> None:
+    """Equal except for codes that rounding decides: see test_fp8_kv.py."""
+    with make_llm(standard.path, kv_cache_dtype="fp8", attention_backend=backend) as llm:
+        expected = [output.token_ids for output in generate(llm, standard)]
+        known = known_outputs(standard.prompts, [[tokens] for tokens in expected])
+        speculator = speculate(llm, Adversary(3, VOCAB_SIZE, known))
+        got = [output.token_ids for output in generate(llm, standard)]
+        same = sum(one == other for one, other in zip(got, expected, strict=True))
+        assert same >= 0.9 * len(expected) and sum(speculator.accepted_at) > 100
+
+
+@pytest.mark.parametrize("options", [{}, dict(SMALL_POOL, overlap=True)])
+def test_ngrams_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    """The option, from end to end: some texts repeat themselves, others do not."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    params = [
+        SamplingParams(
+            temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True,
+            allowed_token_ids=None if i % 3 else [5 + i, 6 + i],
+        )
+        for i in range(len(PROMPTS))
+    ]  # fmt: skip
+    with make_llm(model_dir, **options) as plain:
+        expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    with make_llm(model_dir, **options, speculative_config=ngram) as llm:
+        got = [llm.generate(p, s, use_tqdm=False)[0] for p, s in zip(PROMPTS, params, strict=True)]
+        assert all_samples(got) == all_samples(expected)
+        assert llm.stats().accepted_tokens > 50
+        assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == all_samples(expected)
+        audit_at_rest(llm)
+
+
 def test_a_stream_of_drafts_has_the_pieces_of_the_output(model_dir: Path) -> None:
     """An event may have several tokens, none that was not accepted."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, n=2, stop=["q", "zz"])
