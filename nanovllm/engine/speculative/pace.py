@@ -1,9 +1,9 @@
 """Pace: how many drafts of a sequence are worth their cost, by how many were right lately."""
 
 # What each verified draft leaves of the earlier ones' weight.
-MEMORY = 0.8
+MEMORY = 0.75
 # Before anything is known: this share of drafts is right, with the weight of so many drafts.
-FIRST_CHANCE, FIRST_WEIGHT = 0.8, 2.5
+FIRST_CHANCE, FIRST_WEIGHT = 0.8, 1.5
 # Tokens after a wrong draft until another one is tried: doubled for each, up to the last.
 PAUSES = (8, 64)
 # Above it a step's time is mostly arithmetic, where a draft only to try costs too much.

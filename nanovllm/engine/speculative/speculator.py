@@ -12,10 +12,9 @@ from nanovllm.engine.speculative.proposer import Proposer
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
-# How many tokens a step computes in the time in which it reads the weights. A step of B tokens then
-# takes as long as FREE_TOKENS + B, and a draft as one of them; docs/tried/speculation.md has the
-# measurements.
-FREE_TOKENS = 8
+# How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
+# takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
+FREE_TOKENS = 10
 
 
 class Speculator:
