@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
-from nanovllm.bench.measure import TEMPERATURE
 from nanovllm.bench.plan import Plan
 from nanovllm.command import bench
 from nanovllm.command.guard import run_guarded
@@ -94,7 +93,7 @@ def compare(
     ours, theirs = engine_options(result, bool(visible))
     job = {
         "model": str(path), "device": plan.device.type, "dtype": result["dtype"],
-        "temperature": TEMPERATURE, "prompts": workload.prompts,
+        "temperature": plan.lengths.temperature, "prompts": workload.prompts,
         "output_lens": workload.output_lens, "warmup": [0] * plan.lengths.min_input_len,
     }  # fmt: skip
     jobs = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.speculative_config import SPECULATION, SpeculativeConfig
 from nanovllm.utils.checks import allowed_choices, check_choice, shorten
 from nanovllm.utils.option import (
     TRUE_OR_FALSE,
@@ -195,6 +196,12 @@ class Config:
         " work at the same time",
         TRUE_OR_FALSE,
         none="yes on a GPU, no on a CPU",
+    )
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        "guess tokens, and verify several in a step; [speculation](speculation.md) has the keys",
+        SPECULATION,
+        none="one token a step",
     )
     seed: int = option(
         0,

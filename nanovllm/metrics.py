@@ -41,7 +41,7 @@ class Gauge(Metric):
 
 @dataclass(frozen=True)
 class Vector(Metric):
-    """Counters by position. vLLM has one for speculative decoding; here is none."""
+    """Counters by position: the accepted drafts."""
 
     values: list[int]
 
@@ -53,6 +53,19 @@ class Histogram(Metric):
     count: int
     sum: float
     buckets: dict[str, int]
+
+
+def draft_metrics(
+    model: str, num_drafts: int, num_drafted: int, accepted_at: list[int]
+) -> list[Metric]:
+    """The metrics of speculation: times that a sequence had drafts, tokens, those accepted."""
+    labels, prefix = {"model_name": model}, "vllm:spec_decode_num"
+    return [
+        Counter(f"{prefix}_drafts", labels, num_drafts),
+        Counter(f"{prefix}_draft_tokens", labels, num_drafted),
+        Counter(f"{prefix}_accepted_tokens", labels, sum(accepted_at)),
+        Vector(f"{prefix}_accepted_tokens_per_pos", labels, list(accepted_at)),
+    ]
 
 
 class Measured:

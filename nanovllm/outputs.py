@@ -54,9 +54,9 @@ class EngineStats(Record):
     """What an engine has done since it was made, and what it is doing.
 
     Tokens are counted when they are computed: a preempted prompt counts again, and with `overlap`
-    dropped tokens count as decoded. The prefix cache is queried for a request's prompt tokens once,
-    on first admission. `num_running` counts each sample of a request as one; samples that wait for
-    their prompt are not counted.
+    dropped tokens count as decoded. Drafted tokens count as decoded if they are accepted. The
+    prefix cache is queried for a request's prompt tokens once, on first admission. `num_running`
+    counts each sample of a request as one; samples that wait for their prompt are not counted.
     """
 
     num_waiting: int
@@ -66,6 +66,8 @@ class EngineStats(Record):
     num_preemptions: int
     prefill_tokens: int
     decode_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     blocks_used: int

@@ -31,7 +31,6 @@ ENGINE = {
     "calculate_kv_scales": OtherName(
         (False, True), "an fp8 cache has the checkpoint's scales, or one for each token and head"
     ),
-    "speculative_config": OtherName((None,), NOT_HERE),
     "enable_lora": OtherName((False,), NOT_HERE),
     "enable_sleep_mode": OtherName((False,), NOT_HERE),
     "structured_outputs_config": OtherName((None,), NOT_HERE),

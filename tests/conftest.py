@@ -152,7 +152,8 @@ class LogitRecorder:
         launch, draw = runner.launch, shard.draw
 
         def recording_launch(batch: Batch) -> Any:
-            self._keys = [(seq.seq_id, seq.num_tokens) for seq in batch.sampling_seqs]
+            draws = zip(batch.sampling_seqs, batch.offsets, strict=True)
+            self._keys = [(seq.seq_id, seq.num_tokens + offset) for seq, offset in draws]
             return launch(batch)
 
         def recording_draw(computed: Computed, inputs: DrawInputs) -> Any:

@@ -62,6 +62,10 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "num_kvcache_blocks": (">= 1", INT_FROM_1),
     "enable_prefix_caching": ("True or False", BOOLS),
     "overlap": ("True or False", BOOLS[:2]),
+    "speculative_config": (
+        'a dict such as {"method": "ngram", "num_speculative_tokens": 4}',
+        [("ngram", TypeError), (["ngram"], TypeError), (4, TypeError)],
+    ),
     "scheduling": ("'prefill-first', 'mixed'", [("fcfs", ValueError), (None, ValueError)]),
     "seed": (
         f"in [0, {2**63 - 1}]",
@@ -221,7 +225,9 @@ def test_defaults_are_the_documented_ones() -> None:
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
         "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",
         "attention_backend": "auto",
-        "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None, "seed": 0,
+        "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
+        "speculative_config": None,
+        "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected
 

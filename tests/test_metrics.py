@@ -6,7 +6,7 @@ import pytest
 from reference import make_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.metrics import Counter, Gauge, Histogram, Measured, RequestMeter
+from nanovllm.metrics import Counter, Gauge, Histogram, Measured, RequestMeter, Vector
 from nanovllm.outputs import RequestMetrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +22,7 @@ def by_name(llm: LLM) -> dict[str, object]:
         assert metric.labels["model_name"] == llm.config.model
         name = ":".join([metric.name[5:], *filter(None, [metric.labels.get("finished_reason")])])
         assert name not in found
-        found[name] = metric if isinstance(metric, Histogram) else metric.value  # type: ignore[attr-defined]
+        found[name] = getattr(metric, "value", metric)
     return found
 
 
@@ -95,6 +95,25 @@ def test_requests_that_an_interrupt_ends_are_aborted(
         assert (found["prompt_tokens"], found["generation_tokens"]) == (4, 4)
         llm.generate([1, 2], GREEDY, use_tqdm=False)
         assert by_name(llm)["request_success:length"] == llm.stats().num_finished == 1
+
+
+def test_drafts_are_counted_by_vllms_names(model_dir: Path) -> None:
+    """Without the option there are none of these."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    with make_llm(model_dir) as llm:
+        assert not any("spec_decode" in metric.name for metric in llm.get_metrics())
+    with make_llm(model_dir, speculative_config=ngram) as llm:
+        params = SamplingParams(
+            temperature=0, max_tokens=40, allowed_token_ids=[7], ignore_eos=True
+        )
+        llm.generate([7], params, use_tqdm=False)
+        found, stats = by_name(llm), llm.stats()
+        (places,) = [m for m in llm.get_metrics() if isinstance(m, Vector)]
+    assert found["spec_decode_num_draft_tokens"] == stats.drafted_tokens > 20
+    assert found["spec_decode_num_accepted_tokens"] == stats.accepted_tokens == sum(places.values)
+    assert found["spec_decode_num_drafts"] == places.values[0] > 5, "a constant text is guessed"
+    assert len(places.values) == 3 and places.values == sorted(places.values, reverse=True)
+    assert places.name == "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def test_the_kinds_are_vllms(model_dir: Path) -> None:

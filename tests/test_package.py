@@ -16,13 +16,15 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy", "huggingface_hub")
 SCHEDULER_SIDE = (
-    "scheduler", "block_manager", "forecast", "sequence", "batch", "engine_config",
+    "scheduler", "block_manager", "forecast", "sequence", "batch", "engine_config", "speculative",
+    "speculative.speculator",
 )  # fmt: skip
 
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
     ("utils",),
-    ("config", "sampling_params", "vllm_names", "prompts", "outputs", "metrics", "embedded"),
+    ("config", "sampling_params", "speculative_config", "vllm_names", "prompts", "outputs",
+     "metrics", "embedded"),
     ("kernels",), ("layers",),
     ("models",), ("engine",), ("llm",), ("openai",), ("batch",), ("ray",), ("bench",), ("command",),
 )  # fmt: skip
@@ -33,6 +35,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.utils": HEAVY,
     "nanovllm.config": HEAVY,
     "nanovllm.sampling_params": HEAVY,
+    "nanovllm.speculative_config": HEAVY,
     "nanovllm.prompts": HEAVY,
     "nanovllm.outputs": HEAVY,
     "nanovllm.metrics": HEAVY,

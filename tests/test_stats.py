@@ -4,9 +4,11 @@ import time
 from pathlib import Path
 
 import pytest
+from drafts import Adversary, speculate
 from reference import SMALL_POOL, make_llm, make_prompts
 
 from nanovllm import SamplingParams
+from nanovllm.engine.step_counter import StepCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -25,7 +27,8 @@ def test_counts_by_hand(model_dir: Path) -> None:
         third = llm.add_request([8], GREEDY)
         assert llm.stats() == dict(
             num_waiting=1, num_running=2, num_finished=1, num_aborted=0, num_preemptions=0,
-            prefill_tokens=9 + 2 + 3, decode_tokens=7, prefix_cache_queries=9 + 10 + 3,
+            prefill_tokens=9 + 2 + 3, decode_tokens=7, drafted_tokens=0,
+            accepted_tokens=0, prefix_cache_queries=9 + 10 + 3,
             prefix_cache_hits=8, blocks_used=3 + 1, num_blocks=150,
         )  # fmt: skip
         llm.abort_request(third)
@@ -34,6 +37,21 @@ def test_counts_by_hand(model_dir: Path) -> None:
         stats = llm.stats()
         assert (stats["num_finished"], stats["num_aborted"], stats["blocks_used"]) == (3, 1, 0)
         assert stats["decode_tokens"] == 3 * 7
+
+
+def test_accepted_drafts_count_as_decoded(model_dir: Path) -> None:
+    """Rejected ones are no tokens. The first output shows which drafts are right."""
+    prompt = [1, 2, 3]
+    with make_llm(model_dir) as llm:
+        (out,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        before = llm.stats()
+        speculator = speculate(llm, Adversary(1, 259, {((1, 2, 3), 0): out.token_ids}))
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].token_ids == out.token_ids
+        stats = llm.stats()
+        assert stats.decode_tokens - before.decode_tokens == 7
+        assert stats.drafted_tokens == speculator.num_drafted
+        assert 0 < stats.accepted_tokens == sum(speculator.accepted_at) < stats.drafted_tokens
+        assert 1 < llm.counter.tokens_per_step(StepCounter()) < 6
 
 
 def test_preemptions_are_counted(model_dir: Path) -> None:

@@ -22,7 +22,6 @@ from nanovllm.llm import LLM
 from nanovllm.models.weight_bytes import WeightBytes
 from nanovllm.sampling_params import SamplingParams
 
-TEMPERATURE = 0.6
 SHORT_RUN_SECONDS = 60  # a shorter run is repeated if `repeats` is not given
 SLOW_FLOOR_SECONDS = 60  # for a longer floor, smaller options are suggested
 
@@ -47,7 +46,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "kv_dtype": str(placement.kv_dtype).removeprefix("torch."),
         "workload": {
             **dataclasses.asdict(plan.lengths),
-            "temperature": TEMPERATURE,
+            "temperature": plan.lengths.temperature,
             "input_tokens": sum(map(len, plan.workload.prompts)),
             "output_tokens": sum(plan.workload.output_lens),
         },
@@ -75,10 +74,10 @@ def _roofline(plan: Plan, placement: Placement) -> dict[str, Any]:
     }
 
 
-def time_run(llm: LLM, workload: Workload) -> float:
+def time_run(llm: LLM, workload: Workload, temperature: float) -> float:
     """Seconds to generate the whole workload; every request generates its full length."""
     params = [
-        SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n)
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n)
         for n in workload.output_lens
     ]
     start = time.perf_counter()
@@ -91,13 +90,15 @@ def time_run(llm: LLM, workload: Workload) -> float:
 def measure(llm: LLM, plan: Plan, repeats: int | None) -> dict[str, Any]:
     """Warm up, run `repeats` times, and return the figures."""
     workload, lengths, vocab_size = plan.workload, plan.lengths, plan.model.vocab_size
-    time_run(llm, Workload([[0] * lengths.min_input_len], [min(16, lengths.min_output_len)]))
+    warm_up = Workload([[0] * lengths.min_input_len], [min(16, lengths.min_output_len)])
+    time_run(llm, warm_up, lengths.temperature)
     before, preemptions = dataclasses.replace(llm.counter), llm.scheduler.num_preemptions
     seconds: list[float] = []
     while repeats is None or len(seconds) < repeats:
         # Different tokens in each run, so that the prefix cache does not hold its prompts.
         prompts = [[(t + len(seconds)) % vocab_size for t in prompt] for prompt in workload.prompts]
-        seconds.append(time_run(llm, Workload(prompts, workload.output_lens)))
+        repeat = Workload(prompts, workload.output_lens)
+        seconds.append(time_run(llm, repeat, lengths.temperature))
         print(f"  run {len(seconds)}: {seconds[-1]:.2f} s", flush=True)
         if repeats is None:
             repeats = 3 if seconds[0] < SHORT_RUN_SECONDS else 1
@@ -112,6 +113,9 @@ def measure(llm: LLM, plan: Plan, repeats: int | None) -> dict[str, Any]:
         "decode_tokens_per_second": (counter.decode_tokens - before.decode_tokens)
         / max(counter.decode_seconds - before.decode_seconds, 1e-9),  # no decode: one token each
         "preemptions": llm.scheduler.num_preemptions - preemptions,
+        "drafted_tokens": counter.drafted_tokens - before.drafted_tokens,
+        "accepted_tokens": counter.accepted_tokens - before.accepted_tokens,
+        "tokens_per_step": counter.tokens_per_step(before),
     }
 
 
@@ -152,6 +156,11 @@ def print_result(result: dict[str, Any]) -> None:
         f" decode {result['decode_tokens_per_second']:,.0f} tok/s,"
         f" {result['preemptions']} preemptions, attention: {result['attention_backend']}"
     )
+    if drafted := result["drafted_tokens"]:
+        print(
+            f"  drafts: {result['accepted_tokens']:,} of {drafted:,} were right,"
+            f" {result['tokens_per_step']:.2f} tokens a sequence and step"
+        )
 
 
 def run_alone(
@@ -165,4 +174,7 @@ def run_alone(
             result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(plan.device)
         print_result(result)
         if profile:
-            print(trace.write_trace(llm, plan.workload.prompts, TEMPERATURE, profile), flush=True)
+            print(
+                trace.write_trace(llm, plan.workload.prompts, plan.lengths.temperature, profile),
+                flush=True,
+            )

@@ -1,12 +1,14 @@
-"""Random requests: drawn lengths, and tokens without meaning."""
+"""Random requests: drawn lengths, and tokens without meaning, which may repeat themselves."""
 
 import random
 from dataclasses import dataclass
 
-from nanovllm.utils.option import check_options, int_range, option
+from nanovllm.utils.option import TRUE_OR_FALSE, check_options, int_range, option
 
 MAX_TOKEN_ID = 10_000
 MAX_MODEL_LEN = 4096  # where neither the options nor the model set less
+TEMPERATURE = 0.6
+PHRASE = 16  # tokens that a repetitive prompt repeats
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,12 @@ class Lengths:
     min_output_len: int = option(100, "fewest tokens to generate", int_range(1))
     max_output_len: int = option(1024, "most tokens to generate", int_range(1))
     seed: int = option(0, "decides the lengths and tokens of the requests", int_range(0))
+    repetitive: bool = option(
+        False,
+        "prompts repeat a phrase, and the most likely tokens are generated, which repeat then, too:"
+        " for n-grams to guess",
+        TRUE_OR_FALSE,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -26,6 +34,11 @@ class Lengths:
             low, high = getattr(self, f"min_{kind}_len"), getattr(self, f"max_{kind}_len")
             if high < low:
                 raise ValueError(f"max_{kind}_len={high} is less than min_{kind}_len={low}")
+
+    @property
+    def temperature(self) -> float:
+        """At which the outputs are drawn."""
+        return 0.0 if self.repetitive else TEMPERATURE
 
     def check_fit(self, max_model_len: int) -> None:
         """Raise a ValueError if a request may be longer than that."""
@@ -56,6 +69,8 @@ def draw_workload(lengths: Lengths, vocab_size: int) -> Workload:
     prompts = [
         [rng.randint(0, high) for _ in range(draw_input_len())] for _ in range(lengths.num_seqs)
     ]
+    if lengths.repetitive:
+        prompts = [(prompt[:PHRASE] * len(prompt))[: len(prompt)] for prompt in prompts]
     output_lens = [
         rng.randint(lengths.min_output_len, lengths.max_output_len) for _ in range(lengths.num_seqs)
     ]

@@ -6,12 +6,14 @@ namespace, so the class supplies its default; the class also checks all values.
 
 import argparse
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.utils.option import NOTHING, Option, options_of
 
 OTHER_NAMES: dict[tuple[type, str], str] = {
@@ -38,6 +40,7 @@ READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     Iterable[int]: (token_ids, "ID,..."),
     Iterable[str]: (str, "TEXT"),
     Mapping[int, float]: (biases, "ID=BIAS,..."),
+    SpeculativeConfig: (json.loads, "JSON"),
 }
 
 

@@ -14,20 +14,35 @@ class Batch:
     decode. A fork is a sequence and one of its siblings: the sibling computes nothing, and samples
     from the logits of the sequence.
 
-    `sampling_seqs` are those that the step samples a token for. When the step is launched, the
-    scheduler notes in `ends` up to which token each of `all_seqs` is computed by it.
+    `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
+    too, beside the scheduled tokens, and draws the token after each: those of right drafts count.
+
+    `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
+    tokens come between that and the sequence's last one: 0, and for drafts 1, 2, .... When the step
+    is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is computed by
+    it; when its tokens are known, in `num_accepted` how many drafts were right.
     """
 
     seqs: list[Sequence]
     is_prefill: bool
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     num_decodes: int = 0
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     all_seqs: list[Sequence] = field(init=False)
     sampling_seqs: list[Sequence] = field(init=False)
+    offsets: list[int] = field(init=False)
     ends: list[int] = field(init=False, default_factory=list)
+    num_accepted: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.all_seqs = self.sampling_seqs = self.seqs
         if self.is_prefill:
             self.all_seqs = [*self.seqs, *(sibling for _, sibling in self.forks)]
             self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]
+        self.offsets = [0] * len(self.sampling_seqs)
+        if self.drafts:
+            drawn = [range(1 + len(self.drafts.get(seq, ()))) for seq in self.sampling_seqs]
+            self.offsets = [offset for offsets in drawn for offset in offsets]
+            self.sampling_seqs = [
+                seq for seq, offsets in zip(self.sampling_seqs, drawn, strict=True) for _ in offsets
+            ]

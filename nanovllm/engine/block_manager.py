@@ -164,6 +164,13 @@ class BlockManager:
             self.append_block(seq)
         return min(num_tokens, len(seq.block_table) * self.block_size)
 
+    def shrink(self, seq: Sequence, num_tokens: int) -> None:
+        """Free the blocks of `seq` after those of its first `num_tokens`; none is published."""
+        size = -(-num_tokens // self.block_size)
+        if size < len(seq.block_table):
+            self._release(seq.block_table[size:])
+            seq.block_table = seq.block_table[:size]  # a new list, so that devices get it again
+
     def pass_by(self, seq: Sequence) -> None:
         """Free the blocks of `seq` that are behind the window of the next token to compute.
 

@@ -5,7 +5,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
@@ -14,8 +13,10 @@ from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.speculative.speculator import speculator_of
 from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Launched
+from nanovllm.engine.step_counter import StepCounter
 from nanovllm.metrics import Metric, RequestMeter
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
@@ -25,28 +26,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import shorten
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class StepCounter:
-    """Tokens computed and seconds spent, by kind of step; requests ended; cache hits."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    finished: int = 0
-    aborted: int = 0
-    cache_queries: int = 0
-    cache_hits: int = 0
-
-    def add(self, batch: Batch, tokens: int, seconds: float) -> None:
-        """Count one step; a mixed step's time is divided by its tokens."""
-        decodes = batch.num_decodes if batch.is_prefill else tokens
-        self.decode_tokens += decodes
-        self.decode_seconds += seconds * decodes / tokens
-        self.prefill_tokens += tokens - decodes
-        self.prefill_seconds += seconds * (tokens - decodes) / tokens
 
 
 def exclusive(method: Callable[..., T]) -> Callable[..., T]:
@@ -100,7 +79,8 @@ class LLMEngine:
         self.model_runner = start_runner(asked, self.model_config, path)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
-        self.scheduler = Scheduler(self.config, self.model_config.longest_window)
+        speculator = speculator_of(asked.speculative_config)
+        self.scheduler = Scheduler(self.config, self.model_config.longest_window, speculator)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
@@ -145,6 +125,8 @@ class LLMEngine:
             num_preemptions=scheduler.num_preemptions,
             prefill_tokens=counter.prefill_tokens,
             decode_tokens=counter.decode_tokens,
+            drafted_tokens=counter.drafted_tokens,
+            accepted_tokens=counter.accepted_tokens,
             prefix_cache_queries=counter.cache_queries,
             prefix_cache_hits=counter.cache_hits,
             blocks_used=blocks.num_blocks - blocks.num_free_blocks,
@@ -153,7 +135,9 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """Counters, gauges and histograms by vLLM's names, those of requests when they end."""
-        return self.meter.metrics(self.stats(), self.config.model)
+        speculator = self.scheduler.speculator
+        drafts = speculator.metrics(self.config.model) if speculator else []
+        return self.meter.metrics(self.stats(), self.config.model) + drafts
 
     def is_finished(self) -> bool:
         """Whether all requests have finished, and `step` has returned all that it returns."""
@@ -242,7 +226,7 @@ class LLMEngine:
         if launched is None:
             return
         batch = launched.batch
-        if self.config.overlap and not any(seq.reads_tokens for seq in batch.sampling_seqs):
+        if self.config.overlap and not self.scheduler.must_wait(batch):
             self._launched = self._launch()
         finished = self.scheduler.postprocess(batch, self.model_runner.wait(launched))
         end = time.perf_counter()

@@ -36,15 +36,15 @@ class ModelRunner:
         Input tokens that are still in flight are read from the device table. What the draw needs is
         prepared while the device computes the logits.
         """
-        shard, seqs = self.shard, batch.sampling_seqs
+        shard, seqs, offsets = self.shard, batch.sampling_seqs, batch.offsets
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
         whole = self.workers is None or needs_logits(seqs)
         inputs = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
         with self._on_other_ranks(inputs), shard.computing():
             computed = shard.compute(inputs)
-            draws = draw_inputs(seqs, shard.vocab_size, shard.device.type, computed)
+            draws = draw_inputs(seqs, shard.vocab_size, shard.device.type, computed, offsets)
             token_ids, columns = shard.draw(computed, draws)
-            reports = [*prompts, *drawn_reports(seqs, draws.report)]
+            reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
             return Launched(batch, token_ids, reports, computed.prompt_logprobs + columns)
 
     def wait(self, launched: Launched) -> list[int]:

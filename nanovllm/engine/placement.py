@@ -45,6 +45,11 @@ class Placement:
 def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -> Placement:
     """Resolve device, type, backend and length; an option that does not fit is a ValueError."""
     device = resolve_device(config.device, ranks)
+    if config.speculative_config is not None and device.type == "cuda":
+        raise ValueError(
+            f"speculative_config works on a CPU only so far, not on {device}; leave it out, or use"
+            " device='cpu'"
+        )
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     longest = max_rope_positions(model_config.rope_parameters, model_config.max_position_embeddings)

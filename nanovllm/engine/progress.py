@@ -56,7 +56,9 @@ class Activity:
         self._seen = deque([dataclasses.replace(engine.counter)], maxlen=WINDOW)
 
     def notes(self) -> Iterator[str]:
-        """Rates of decode and prefill, running and waiting sequences, how full the pool is."""
+        """Rates of decode and prefill, with drafts the tokens of a sequence and step; running and
+        waiting sequences; how full the pool is.
+        """
         now, stats = dataclasses.replace(self._engine.counter), self._engine.stats()
         before = self._seen[0]
         if now != self._seen[-1]:  # unchanged during a long step: keep the last rates
@@ -70,6 +72,8 @@ class Activity:
             if tokens and seconds:
                 yield f"{tqdm.format_sizeof(tokens / seconds)}{unit} {word}"
                 unit = ""
+        if now.drafted_tokens > before.drafted_tokens:
+            yield f"{now.tokens_per_step(before):.1f} tok/step"
         if stats["num_running"]:
             yield f"{stats['num_running']} running"
         if stats["num_waiting"]:

@@ -13,6 +13,7 @@ from nanovllm.engine.block_manager import BlockManager, most_held
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.speculative.speculator import Speculator, accepted
 
 
 class Scheduler:
@@ -22,9 +23,17 @@ class Scheduler:
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
     accepts only requests that fit the whole pool, so the first always advances. `window` is how far
     back the model attends if no layer attends to everything; blocks behind it are freed.
+
+    A `speculator` adds drafts to steps, which verify them. They take what the step leaves of budget
+    and blocks: no other sequence waits for them, and wrong ones leave nothing behind.
     """
 
-    def __init__(self, config: EngineConfig, window: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        window: int | None = None,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
         self.enable_prefix_caching = config.enable_prefix_caching
@@ -34,6 +43,7 @@ class Scheduler:
         self.most_blocks = sys.maxsize if window is None else most_held(window, self.block_size)
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
+        self.speculator = speculator
         self.num_preemptions = 0
         self.restart([])
 
@@ -45,6 +55,8 @@ class Scheduler:
         self.block_manager = BlockManager(
             self.num_blocks, self.block_size, self.enable_prefix_caching, self.window
         )
+        if self.speculator is not None:
+            self.speculator.reset()
         self.running: deque[Sequence] = deque()
         self.refused: Sequence | None = None
         self.waiting = deque(sorted(seqs, key=_order))
@@ -79,9 +91,18 @@ class Scheduler:
             self._admit(seqs, budget)
         if seqs:
             forks = self._fork(seqs)
-            return Batch(decodes + seqs, True, forks, num_decodes=len(decodes))
+            return Batch(decodes + seqs, True, forks, len(decodes), self._draft(decodes, seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
+        if drafts := self._draft(seqs):
+            return Batch(seqs, True, num_decodes=len(seqs), drafts=drafts)
         return Batch(seqs, is_prefill=False) if seqs else None
+
+    def must_wait(self, batch: Batch) -> bool:
+        """Whether the next step can be scheduled only when the tokens of `batch` are known."""
+        seqs = batch.sampling_seqs
+        if batch.drafts or any(seq.reads_tokens for seq in seqs):
+            return True
+        return self.speculator is not None and self.speculator.wants(seqs)
 
     def advance(self, batch: Batch) -> None:
         """Account for a launched step, so that the next one can be scheduled before it ends.
@@ -101,9 +122,10 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        At most one later step may be in flight. The token of a sequence that has finished is
-        dropped; a sequence that was preempted meanwhile keeps its token. Returns the sequences that
-        finished; their blocks are free.
+        At most one later step may be in flight, none if there are drafts. The token of a sequence
+        that has finished is dropped, and so is one that was drawn after a wrong draft; a sequence
+        that was preempted meanwhile keeps its token. Returns the sequences that finished; their
+        blocks are free.
         """
         if not batch.ends:
             self.advance(batch)
@@ -112,7 +134,8 @@ class Scheduler:
             if (batch.is_prefill or end % block_size == 0) and seq.block_table:
                 self.block_manager.publish(seq, end)
         finished = []
-        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True):
+        drawn = zip(batch.sampling_seqs, token_ids, strict=True)
+        for seq, token_id in accepted(batch, drawn) if batch.drafts else drawn:
             if not seq.num_pending_tokens:
                 continue
             index = len(seq.token_ids) - seq.num_pending_tokens
@@ -127,6 +150,8 @@ class Scheduler:
             elif index + 1 >= seq.max_num_tokens:
                 seq.finish("length")
                 finished.append(seq)
+        if self.speculator is not None and batch.drafts:
+            self.speculator.settle(batch, self.block_manager)
         if finished:
             self._remove_finished(finished)
         return finished
@@ -274,6 +299,16 @@ class Scheduler:
         for seq in growing:
             self.block_manager.append_block(seq)
         return seqs
+
+    def _draft(
+        self, decodes: list[Sequence], others: Iterable[Sequence] = ()
+    ) -> dict[Sequence, list[int]]:
+        """Drafts for decoding sequences, where all that a step has is scheduled."""
+        if self.speculator is None:
+            return {}
+        num_tokens = len(decodes) + sum(seq.num_scheduled_tokens for seq in others)
+        budget = self.max_num_batched_tokens - num_tokens
+        return self.speculator.draft(decodes, num_tokens, budget, self.block_manager)
 
     def _remove_finished(self, finished: list[Sequence]) -> None:
         self.refused = None

@@ -202,12 +202,14 @@ class Sequence:
         """Whether the next token is chosen otherwise than from the model's own distribution."""
         return self.narrows or len(self.token_ids) < self.min_num_tokens
 
-    def forbidden_token_ids(self) -> set[int]:
+    def forbidden_token_ids(self, offset: int = 0) -> set[int]:
         """Tokens that may not come next: the last ones of bad words; before `min_tokens` all stops.
 
-        Bad words are looked for in the output: the prompt's last tokens are no part of one.
+        Bad words are looked for in the output: the prompt's last tokens are no part of one. With an
+        `offset`, tokens that may not come after that many others, which may complete no bad word.
         """
-        forbidden = set(self.stop_token_ids) if len(self.token_ids) < self.min_num_tokens else set()
+        is_early = len(self.token_ids) + offset < self.min_num_tokens
+        forbidden = set(self.stop_token_ids) if is_early else set()
         for *before, last in self.bad_words:
             start = len(self.token_ids) - len(before)
             if start >= self.num_prompt_tokens and self.token_ids[start:] == before:

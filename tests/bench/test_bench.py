@@ -216,6 +216,15 @@ class TestWorkload:
         assert set(output_lens) == {2, 3, 4}
         assert {token for prompt in prompts for token in prompt} == set(range(50))
 
+    def test_repetitive_prompts_have_the_same_lengths(self) -> None:
+        lengths: dict[str, Any] = dict(num_seqs=8, min_input_len=3, max_input_len=60)
+        prompts, repetitive = draw(**lengths)[0], draw(**lengths, repetitive=True)[0]
+        assert [*map(len, repetitive)] == [*map(len, prompts)]
+        assert any(len(prompt) > 32 for prompt in repetitive)
+        for prompt in repetitive:
+            assert all(prompt[i] == prompt[i - 16] for i in range(16, len(prompt)))
+        assert (Lengths().temperature, Lengths(repetitive=True).temperature) == (0.6, 0.0)
+
     @pytest.mark.parametrize(
         ("name", "seconds", "tokens_per_second"),
         [("qwen3-0.6b", 3.74, 35.9e3), ("qwen3-8b", 10.65, 12.6e3)],

@@ -16,6 +16,7 @@ from test_bench import H200, bench, draw
 
 from nanovllm.bench import measure
 from nanovllm.bench.shapes import SHAPES
+from nanovllm.bench.workload import TEMPERATURE
 
 peers = bench.peers
 ROOT = Path(bench.__file__).parent
@@ -126,7 +127,7 @@ def test_engines_take_turns_on_the_identical_workload(
     warmup, measured, _, again = calls(path)
     assert measured["prompts"] == [{"prompt_token_ids": prompt} for prompt in prompts]
     assert measured["params"] == [
-        {"temperature": bench.TEMPERATURE, "ignore_eos": True, "max_tokens": n} for n in lens
+        {"temperature": TEMPERATURE, "ignore_eos": True, "max_tokens": n} for n in lens
     ]
     assert warmup["prompts"] != measured["prompts"] == again["prompts"]
     assert measured["pid"] == warmup["pid"] != again["pid"]

@@ -160,6 +160,19 @@ def test_a_rate_without_tokens_is_left_out(llm: LLM) -> None:
         llm.step()
 
 
+def test_drafts_show_the_tokens_of_a_step() -> None:
+    ngram = {"method": "ngram"}
+    with make_llm(EMBEDDED_MODEL, max_model_len=256, speculative_config=ngram) as llm:
+        activity = Activity(llm)
+        params = SamplingParams(
+            temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[7]
+        )
+        llm.generate("12+34=", params, use_tqdm=False)
+        notes = ", ".join(activity.notes())
+    shown = re.fullmatch(r"\S+ tok/s out, \S+ in, (\d\.\d) tok/step, KV 0%", notes)
+    assert shown is not None and 3 < float(shown[1]) <= 5, notes
+
+
 def test_an_interrupt_ends_the_bar_and_its_thread(
     llm: LLM, screen_of: Callable[[int], Screen], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,11 +11,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from drafts import Eager, RandomProposer
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.sampling_params import SamplingParams
 
 EOS = 2
@@ -692,9 +694,18 @@ class Interrupter:
         return self
 
 
-def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
+class NextTokens(RandomProposer):
+    """The tokens of `run_with_an_interrupt`: right drafts, except for the last one, and EOS."""
+
+    def guess(self, seq: Sequence, most: int) -> list[int]:
+        return [100 + seq.num_tokens + place for place in range(most - 1)] + [0]
+
+
+def run_with_an_interrupt(num_lines: int, drafts: bool) -> tuple[bool, list[Any]]:
     """Run four requests in a small pool; return whether the interrupt came, and how each ended."""
     scheduler = make_scheduler(5, 2, max_num_batched_tokens=7, max_num_seqs=3)
+    if drafts:
+        scheduler.speculator = Speculator(NextTokens(0, 0), 3, Eager)
     prompt = [11, 12, 13]
     asked = [{"max_tokens": 3}, {"max_tokens": 9}, {"stop_token_ids": [106]}, {"max_tokens": 1}]
     live = [add(scheduler, [*prompt, 20 + n], **params) for n, params in enumerate(asked)]
@@ -704,9 +715,10 @@ def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
         try:
             batch = scheduler.schedule()
             # A token is 100 and its position; the second sequence ends with EOS.
+            draws = zip(batch.sampling_seqs, batch.offsets, strict=True)
+            places = [(seq, seq.num_tokens + offset) for seq, offset in draws]
             tokens = [
-                EOS if seq is seqs[1] and seq.num_tokens == 8 else 100 + seq.num_tokens
-                for seq in batch.sampling_seqs
+                EOS if seq is seqs[1] and place == 8 else 100 + place for seq, place in places
             ]
             scheduler.postprocess(batch, tokens)
         except KeyboardInterrupt:
@@ -721,9 +733,10 @@ def run_with_an_interrupt(num_lines: int) -> tuple[bool, list[Any]]:
 
 
 @pytest.mark.slow
-def test_an_interrupt_before_any_line_changes_no_result() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_an_interrupt_before_any_line_changes_no_result(drafts: bool) -> None:
     """Ctrl-C in `schedule` or `postprocess`: blocks, queues, stops and reasons stay right."""
-    _, expected = run_with_an_interrupt(0)
+    _, expected = run_with_an_interrupt(0, drafts)
     assert expected == [
         ([104, 105, 106], "length", None),
         ([104, 105, 106, 107, EOS], "stop", None),
@@ -731,7 +744,90 @@ def test_an_interrupt_before_any_line_changes_no_result() -> None:
         ([104], "length", None),
     ]
     for num_lines in itertools.count(1):
-        interrupted, result = run_with_an_interrupt(num_lines)
+        interrupted, result = run_with_an_interrupt(num_lines, drafts)
         assert result == expected, f"interrupted before line {num_lines}"
         if not interrupted:
             break
+
+
+# Drafts
+
+
+def with_drafts(drafts: int, **options: Any) -> Scheduler:
+    """A scheduler whose sequences get `TOKEN` as many times, and more than fit if asked for."""
+
+    class Same(RandomProposer):
+        def guess(self, seq: Sequence, most: int) -> list[int]:
+            return [TOKEN] * most
+
+    scheduler = make_scheduler(**options)
+    scheduler.speculator = Speculator(Same(0, 0), drafts, Eager)
+    return scheduler
+
+
+def test_right_drafts_are_followed_by_one_more_token() -> None:
+    scheduler = with_drafts(3)
+    seq = add(scheduler, fresh(2), max_tokens=20)
+    assert scheduler.schedule().drafts == {}, "a prompt's first token comes without"
+    step(scheduler)
+    batch = scheduler.schedule()
+    assert (batch.drafts, batch.sampling_seqs) == ({seq: [TOKEN] * 3}, [seq] * 4)
+    assert (batch.is_prefill, batch.num_decodes) == (True, 1)
+    scheduler.postprocess(batch, [TOKEN, TOKEN, TOKEN, 51])
+    assert seq.output_token_ids == [TOKEN, TOKEN, TOKEN, TOKEN, 51]
+    batch = scheduler.schedule()
+    scheduler.postprocess(batch, [TOKEN, 52, TOKEN, TOKEN])
+    assert seq.output_token_ids[5:] == [TOKEN, 52], "nothing after the first wrong draft"
+    scheduler.audit()
+
+
+def test_a_stop_ends_the_accepted_drafts() -> None:
+    scheduler = with_drafts(4)
+    seq = add(scheduler, fresh(3), stop_token_ids=[TOKEN], min_tokens=0, max_tokens=20)
+    step(scheduler, 60)
+    batch = scheduler.schedule()
+    assert scheduler.postprocess(batch, [TOKEN] * 5) == [seq]
+    assert (seq.output_token_ids, seq.stop_reason) == ([60, TOKEN], TOKEN)
+    assert scheduler.block_manager.num_free_blocks == 100
+
+
+def test_drafts_take_only_blocks_that_nothing_else_needs() -> None:
+    """The second sequence is not preempted, and after the step the pool is as without drafts."""
+    scheduler = with_drafts(9, num_blocks=5, block_size=2)
+    a, b = add(scheduler, fresh(4), max_tokens=6), add(scheduler, fresh(3), max_tokens=6)
+    step(scheduler)
+    batch = scheduler.schedule()
+    assert [len(seq.block_table) for seq in (a, b)] == [3, 2]
+    assert {seq: len(drafts) for seq, drafts in batch.drafts.items()} == {a: 1}
+    scheduler.postprocess(batch, [1] * len(batch.sampling_seqs))
+    assert scheduler.num_preemptions == 0
+    scheduler = with_drafts(3, num_blocks=6, block_size=2)
+    seq = add(scheduler, fresh(4), max_tokens=8)
+    step(scheduler)
+    batch = scheduler.schedule()
+    assert len(seq.block_table) == 4
+    scheduler.postprocess(batch, [1] * 4)
+    assert (len(seq.block_table), scheduler.block_manager.num_free_blocks) == (3, 3)
+
+
+def test_drafts_take_only_the_budget_that_is_left() -> None:
+    scheduler = with_drafts(9, max_num_batched_tokens=8, scheduling="mixed")
+    a = add(scheduler, fresh(3), max_tokens=30)
+    step(scheduler)
+    b = add(scheduler, fresh(5), max_tokens=30)
+    batch = scheduler.schedule()
+    assert batch.seqs == [a, b] and len(batch.drafts[a]) == 2
+    assert batch.sampling_seqs == [a, a, a, b]
+    scheduler.postprocess(batch, [TOKEN, 1, 1, 1])
+    assert (a.output_token_ids[1:], b.output_token_ids) == ([TOKEN, 1], [1])
+
+
+def test_blocks_of_accepted_drafts_are_found_by_later_requests() -> None:
+    scheduler = with_drafts(5, block_size=2)
+    seq = add(scheduler, fresh(2), max_tokens=20)
+    step(scheduler)
+    scheduler.postprocess(scheduler.schedule(), [TOKEN, TOKEN, 7, TOKEN, TOKEN, TOKEN])
+    assert seq.num_cached_tokens == 5
+    later = add(scheduler, [*seq.token_ids, 8, 9])
+    scheduler.schedule()
+    assert later.num_hit_tokens == 4, "not the block with a wrong draft"

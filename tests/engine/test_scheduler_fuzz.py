@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from drafts import Eager, RandomProposer
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,11 +28,13 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 3, 4, 16)
 EOS, STOP = 3, 4
 NUM_TOKENS = 5  # so few that prompts share prefixes all the time
+MOST_DRAFTS = 5
 
 Slot = tuple[int, int]
 
@@ -44,16 +47,25 @@ def first_prompts() -> list[list[int]]:
 class Simulation:
     """A scheduler, a device that only records what was written where, and all checks."""
 
-    def __init__(self, overlap: bool = False, window: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        overlap: bool = False,
+        window: int | None = None,
+        draft_seed: int | None = None,
+        **options: Any,
+    ) -> None:
         self.overlap = overlap
         self.window = window or sys.maxsize
-        self.in_flight: tuple[Batch, list[int]] | None = None
+        self.in_flight: tuple[Batch, list[int], dict[Sequence, list[int]]] | None = None
         self.block_size = size = options["kvcache_block_size"]
         num_blocks: int = options["num_kvcache_blocks"]
         self.num_slots = num_blocks * size
         config = Config("m", overlap=overlap, **options)
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
-        self.scheduler = Scheduler(self.config, window)
+        speculator = None
+        if draft_seed is not None:  # few tokens, so that many drafts are right
+            speculator = Speculator(RandomProposer(draft_seed, 2), MOST_DRAFTS, Eager)
+        self.scheduler = Scheduler(self.config, window, speculator)
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
         self.most_held, self.longest = sys.maxsize, self.num_slots
@@ -89,18 +101,24 @@ class Simulation:
         """A step, or where steps overlap the beginning of one and the end of the one before."""
         self.num_steps += 1
         before, self.in_flight = self.in_flight, None
+        if before is not None and self.scheduler.must_wait(before[0]):
+            self.postprocess_late(*before)
+            if not self.live:
+                return
+            before = None
         batch = self.scheduler.schedule()
         if batch is not None:
             self.check_batch(batch)
             self.write(batch)
             sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
-            for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
-                self.computed[seq].append(token_id)
+            drawn = self.drawn(batch, sampled)
+            for seq, more in drawn.items():
+                self.computed[seq] += more
             if not self.overlap:
-                self.book(batch, sampled)
+                self.book(batch, sampled, drawn)
                 return
             self.scheduler.advance(batch)
-            self.in_flight = batch, sampled
+            self.in_flight = batch, sampled, drawn
         assert batch is not None or before is not None, "no progress"
         if before is not None:
             self.postprocess_late(*before)
@@ -112,7 +130,8 @@ class Simulation:
             self.check_batch(batch)
             if computed:
                 self.write(batch)
-        if restart or self.overlap or batch is None or batch.forks:  # these are scheduled once
+        once = batch is None or batch.forks or batch.drafts  # these are scheduled once
+        if restart or self.overlap or once:
             self.in_flight = None
             self.scheduler.restart(reversed(self.live))
             self.computed |= {seq: list(self.tokens[seq]) for seq in self.live}
@@ -161,7 +180,12 @@ class Simulation:
             self.touched.update(seq.held_blocks)
         assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
         assert len(self.scheduler.running) <= config.max_num_seqs
-        assert sum(seq.num_scheduled_tokens for seq in seqs) <= config.max_num_batched_tokens
+        num_tokens = [seq.num_scheduled_tokens + len(batch.drafts.get(seq, ())) for seq in seqs]
+        assert sum(num_tokens) <= config.max_num_batched_tokens
+        assert {*batch.drafts} <= {*seqs[: batch.num_decodes]} and all(batch.drafts.values())
+        for seq, drafts in batch.drafts.items():
+            assert len(drafts) <= min(MOST_DRAFTS, self.asked[seq][1] - seq.num_tokens - 1)
+            assert not seq.num_pending_tokens and seq.num_uncached_tokens == 1
         for seq in seqs:
             seq.audit()
             assert seq.status is SequenceStatus.RUNNING
@@ -174,7 +198,11 @@ class Simulation:
             for seq in seqs
             if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens
         ]
-        assert batch.sampling_seqs == complete + [seq for _, seq in batch.forks]
+        sampling = complete + [seq for _, seq in batch.forks]
+        places = [
+            (seq, place) for seq in sampling for place in range(1 + len(batch.drafts.get(seq, ())))
+        ]
+        assert [*zip(batch.sampling_seqs, batch.offsets, strict=True)] == places
         self.check_forks(batch)
         self.check_writes(batch)
 
@@ -203,7 +231,7 @@ class Simulation:
     def check_writes(self, batch: Batch) -> None:
         """No slot is written twice, none that others read, none that could be found as a hit."""
         manager = self.scheduler.block_manager
-        slots = [slot for seq in batch.seqs for slot in self.written(seq)]
+        slots = [slot for seq in batch.seqs for slot in self.written(batch, seq)]
         assert len(set(slots)) == len(slots)
         for block in {block for block, _ in slots}:
             shared = sum(block in sibling.held_blocks for _, sibling in batch.forks)
@@ -223,7 +251,8 @@ class Simulation:
         for seq in self.live:
             assert seq.token_ids[: seq.num_known_tokens] == self.tokens[seq]
             assert self.overlap or not seq.num_pending_tokens
-            assert seq.num_uncached_tokens > 1 or len(seq.held_blocks) <= self.most_held
+            if self.in_flight is None or seq not in self.in_flight[0].drafts:
+                assert seq.num_uncached_tokens > 1 or len(seq.held_blocks) <= self.most_held
         manager = scheduler.block_manager
         assert sum(count > 0 for count in manager.ref_counts) + manager.num_free_blocks == (
             manager.num_blocks
@@ -252,8 +281,8 @@ class Simulation:
     def write(self, batch: Batch) -> None:
         """The device computes: all of a step's writes happen together, after the reads."""
         for seq in batch.seqs:
-            numbers = self.numbered(seq)[seq.num_cached_tokens :]
-            for slot, prefix in zip(self.written(seq), numbers, strict=False):
+            numbers = self.numbered(seq, batch.drafts.get(seq, []))[seq.num_cached_tokens :]
+            for slot, prefix in zip(self.written(batch, seq), numbers, strict=False):
                 self.memory[slot] = prefix
         for seq, sibling in batch.forks:  # a last block that is not full is copied
             if seq.num_tokens % self.block_size:
@@ -261,12 +290,14 @@ class Simulation:
                     held = self.memory[seq.block_table[-1], offset]
                     self.memory[sibling.block_table[-1], offset] = held
 
-    def postprocess_late(self, batch: Batch, sampled: list[int]) -> None:
+    def postprocess_late(
+        self, batch: Batch, sampled: list[int], drawn: dict[Sequence, list[int]]
+    ) -> None:
         """Postprocess while the next step is in flight: finished sequences get nothing."""
         expected = []
-        for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
+        for seq, more in drawn.items():
             if seq in self.live:
-                self.tokens[seq].append(token_id)
+                self.tokens[seq] += more
                 if (ending := self.ending(seq, self.tokens[seq]))[0] is not None:
                     expected.append((seq, ending))
         finished = self.scheduler.postprocess(batch, sampled)
@@ -275,19 +306,42 @@ class Simulation:
             assert seq.token_ids == self.tokens[seq]
             seq.audit()
         self.live = [seq for seq in self.live if seq not in finished]
+        self.check_drafted(batch)
 
-    def book(self, batch: Batch, sampled: list[int]) -> None:
+    def check_drafted(self, batch: Batch) -> None:
+        """A sequence whose drafts are verified is as if its tokens had come one by one."""
+        for seq in batch.drafts:
+            if seq in self.live:
+                assert seq.num_cached_tokens == seq.num_tokens - 1
+                assert len(seq.block_table) == -(-seq.num_cached_tokens // self.block_size)
+
+    def drawn(self, batch: Batch, sampled: list[int]) -> dict[Sequence, list[int]]:
+        """The tokens that each sequence gets: up to the first wrong draft, or to its end."""
+        drawn: dict[Sequence, list[int]] = {}
+        rows = iter(sampled)
+        for seq in dict.fromkeys(batch.sampling_seqs):
+            drafts = batch.drafts.get(seq, [])
+            got = [next(rows) for _ in range(1 + len(drafts))]
+            count, before = 1, self.computed[seq]
+            while count < len(got) and got[count - 1] == drafts[count - 1]:
+                if self.ending(seq, before + got[:count])[0] is not None:
+                    break
+                count += 1
+            drawn[seq] = got[:count]
+        return drawn
+
+    def book(self, batch: Batch, sampled: list[int], drawn: dict[Sequence, list[int]]) -> None:
         """Postprocess, and compare with what should have become of each sequence."""
         expected = {}
         booked = batch.seqs + [seq for _, seq in batch.forks]
         for seq in booked:
             cached = seq.num_cached_tokens + seq.num_scheduled_tokens
             expected[seq] = (list(seq.token_ids), cached, None, None)
-        for seq, token_id in zip(batch.sampling_seqs, sampled, strict=True):
-            self.tokens[seq].append(token_id)
+        for seq, more in drawn.items():
+            self.tokens[seq] += more
             token_ids = list(self.tokens[seq])
             reason, stop_reason = self.ending(seq, token_ids)
-            cached = 0 if reason else seq.num_tokens
+            cached = 0 if reason else len(token_ids) - 1
             expected[seq] = (token_ids, cached, reason, stop_reason)
         finished = self.scheduler.postprocess(batch, sampled)
         for seq in booked:
@@ -297,6 +351,7 @@ class Simulation:
             seq.audit()
         assert finished == [seq for seq in booked if expected[seq][2]]
         self.live = [seq for seq in self.live if seq not in finished]
+        self.check_drafted(batch)
 
     def ending(self, seq: Sequence, token_ids: list[int]) -> tuple[str | None, int | None]:
         """How a request with these tokens ends, if it does."""
@@ -307,10 +362,10 @@ class Simulation:
             return "stop", token_ids[-1]
         return ("length", None) if len(token_ids) == max_num_tokens else (None, None)
 
-    def numbered(self, seq: Sequence) -> list[int]:
+    def numbered(self, seq: Sequence, drafts: list[int] | None = None) -> list[int]:
         """For each position the number of the prefix that ends there: equal iff all of it is."""
         numbers, number = [], -1
-        for token_id in self.computed[seq]:
+        for token_id in self.computed[seq] + (drafts or []):
             number = self.prefixes.setdefault((number, token_id), len(self.prefixes))
             numbers.append(number)
         return numbers
@@ -318,9 +373,10 @@ class Simulation:
     def slot(self, seq: Sequence, position: int) -> Slot:
         return seq.block_table[position // self.block_size], position % self.block_size
 
-    def written(self, seq: Sequence) -> list[Slot]:
+    def written(self, batch: Batch, seq: Sequence) -> list[Slot]:
         start = seq.num_cached_tokens
-        return [self.slot(seq, start + index) for index in range(seq.num_scheduled_tokens)]
+        number = seq.num_scheduled_tokens + len(batch.drafts.get(seq, ()))
+        return [self.slot(seq, start + index) for index in range(number)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -335,6 +391,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         window=st.one_of(st.none(), st.integers(1, 20)),
         scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
+        draft_seed=st.one_of(st.none(), st.integers(0, 99)),
     )
     def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
         self.simulation = Simulation(
@@ -419,6 +476,7 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
         overlap=rng.random() < 0.5,
         window=rng.choice([None, rng.randint(1, 12), rng.randint(1, 60)]),
         scheduling=rng.choice(["prefill-first", "mixed"]),
+        draft_seed=rng.choice([None, seed]),
     )
     num_slots = simulation.longest
     prompts = first_prompts()

@@ -39,21 +39,27 @@ class DrawInputs:
 
 
 def draw_inputs(
-    seqs: list[Sequence], vocab_size: int, device_type: str, computed: Computed | None = None
+    seqs: list[Sequence],
+    vocab_size: int,
+    device_type: str,
+    computed: Computed | None = None,
+    offsets: list[int] | None = None,
 ) -> DrawInputs:
-    """What the sampler needs for the next token of each of `seqs`.
+    """What the sampler needs for the next token of each of `seqs`, or one that comes later.
 
+    `offsets` say how many tokens come before each, after those that the sequence has.
     What the step has `computed` is left out: temperatures and keys that it read from the device
     table, or everything but the filters if it drew the tokens.
     """
     inputs = DrawInputs(len(seqs), report=drawn_report_inputs(seqs))
-    inputs.filters = _parts(seqs, vocab_size, device_type)
+    offsets = offsets or [0] * len(seqs)
+    inputs.filters = _parts(seqs, offsets, vocab_size, device_type)
     if computed is not None and computed.token_ids is not None and not inputs.filters:
         return inputs
     inputs.is_greedy = not any(seq.temperature > 0 for seq in seqs)
     if not inputs.is_greedy and (computed is None or computed.choices is None):
         inputs.temperatures = np.array([temperature_of(seq) for seq in seqs], np.float32)
-        inputs.keys = np.array([noise_key(seq) for seq in seqs])
+        inputs.keys = np.array([*map(noise_key, seqs, offsets)])
     return inputs
 
 
@@ -62,7 +68,9 @@ def needs_logits(seqs: list[Sequence]) -> bool:
     return any(seq.is_narrowed or reports_next(seq) for seq in seqs)
 
 
-def _parts(seqs: list[Sequence], vocab_size: int, device_type: str) -> list[Filters]:
+def _parts(
+    seqs: list[Sequence], offsets: list[int], vocab_size: int, device_type: str
+) -> list[Filters]:
     """The filters of the rows that are narrowed, rows with the same kinds together."""
     narrowed = [row for row, seq in enumerate(seqs) if seq.is_narrowed]
     if not narrowed:
@@ -74,7 +82,10 @@ def _parts(seqs: list[Sequence], vocab_size: int, device_type: str) -> list[Filt
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
     ]
-    return [_filters(part, [seqs[row] for row in part], vocab_size) for part in parts]
+    return [
+        _filters(part, [seqs[row] for row in part], [offsets[row] for row in part], vocab_size)
+        for part in parts
+    ]
 
 
 def rows_narrowed_together(vocab_size: int, device_type: str) -> int:
@@ -87,22 +98,25 @@ def temperature_of(seq: Sequence) -> float:
     return min(max(seq.temperature, COLDEST), HOTTEST) if seq.temperature > 0 else 0.0
 
 
-def noise_key(seq: Sequence) -> int:
+def noise_key(seq: Sequence, offset: int = 0) -> int:
     """The key of a sequence's next draw, from its seed and position alone: 64 bits, signed.
 
+    Or of the draw after `offset` more tokens.
     For rows of the device table `kernels/plain/noise.py` defines and computes the same.
     """
-    digest = xxhash.xxh64_intdigest(seq.num_tokens.to_bytes(8, "little"), seed=seq.seed)
+    num_tokens = seq.num_tokens + offset
+    digest = xxhash.xxh64_intdigest(num_tokens.to_bytes(8, "little"), seed=seq.seed)
     return digest - (1 << 63)
 
 
-def _filters(rows: list[int], seqs: list[Sequence], vocab_size: int) -> Filters:
+def _filters(rows: list[int], seqs: list[Sequence], offsets: list[int], vocab_size: int) -> Filters:
     filters = Filters(torch.from_numpy(np.array(rows)))
     allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
     if allowed:
         rows_with_list = np.array([row for row, _ in allowed])
         filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
-    forbidden = [(row, ids) for row, seq in enumerate(seqs) if (ids := _forbidden(seq))]
+    draws = enumerate(zip(seqs, offsets, strict=True))
+    forbidden = [(row, ids) for row, draw in draws if (ids := _forbidden(*draw))]
     if forbidden:
         filters.forbidden = _entries(forbidden)
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
@@ -116,9 +130,9 @@ def _filters(rows: list[int], seqs: list[Sequence], vocab_size: int) -> Filters:
     return filters
 
 
-def _forbidden(seq: Sequence) -> set[int]:
+def _forbidden(seq: Sequence, offset: int) -> set[int]:
     """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
-    forbidden, allowed = seq.forbidden_token_ids(), seq.params.allowed_token_ids
+    forbidden, allowed = seq.forbidden_token_ids(offset), seq.params.allowed_token_ids
     return set() if allowed and forbidden.issuperset(allowed) else forbidden
 
 

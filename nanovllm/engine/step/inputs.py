@@ -84,9 +84,9 @@ def step_inputs(
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(
-        batch.all_seqs, batch.sampling_seqs
+        batch.all_seqs, batch.sampling_seqs, batch.drafts
     )
-    tokens = _tokens(seqs, block_size)
+    tokens = _tokens(batch, block_size)
     sampled, shared = _samples(batch, q_ends=tokens[3])
     prefill = PrefillInputs(
         *tokens,
@@ -103,14 +103,17 @@ def step_inputs(
     return StepInputs(len(seqs), width, changes, prefill, report=report)
 
 
-def _tokens(seqs: list[Sequence], block_size: int) -> tuple[Array, Array, Array, Array, Array]:
-    """Ids, positions and slots of the scheduled tokens, and where queries and keys end."""
+def _tokens(batch: Batch, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
+    """Ids, positions and slots of scheduled tokens and drafts; where queries and keys end."""
     token_ids: list[int] = []
     positions, slots = [], []
     q_ends, k_ends = [0], [0]
-    for seq in seqs:
+    for seq in batch.seqs:
         end = seq.num_cached_tokens + seq.num_scheduled_tokens
         token_ids += seq.token_ids[seq.num_cached_tokens : end]
+        if drafts := batch.drafts.get(seq):
+            token_ids += drafts
+            end += len(drafts)
         where = np.arange(seq.num_cached_tokens, end)
         positions.append(where)
         table = np.asarray(seq.block_table)
@@ -133,10 +136,10 @@ def _samples(batch: Batch, q_ends: Array) -> tuple[Array, Array | None]:
     for seq, end in zip(batch.seqs, q_ends[1:].tolist(), strict=True):
         if seq.samples:
             index_of[seq.seq_id] = len(sampled)
-            sampled.append(end - 1)
+            sampled += range(end - 1 - len(batch.drafts.get(seq, ())), end)
     if not batch.forks:
         return np.array(sampled, np.int64), None
-    shared = [*index_of.values(), *(index_of[seq.seq_id] for seq, _ in batch.forks)]
+    shared = [*range(len(sampled)), *(index_of[seq.seq_id] for seq, _ in batch.forks)]
     return np.array(sampled, np.int64), np.array(shared, np.int64)
 
 

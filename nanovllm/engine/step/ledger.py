@@ -6,6 +6,7 @@ changes a step has to send. Only rank 0 has one.
 
 import operator
 import weakref
+from collections.abc import Container
 
 import numpy as np
 
@@ -70,13 +71,24 @@ class Ledger:
         return width, self._take_changes()
 
     def prefill(
-        self, seqs: list[Sequence], sampling_seqs: list[Sequence]
+        self,
+        seqs: list[Sequence],
+        sampling_seqs: list[Sequence],
+        drafted: Container[Sequence] = (),
     ) -> tuple[Array, Array, int, TableChanges]:
-        """The rows of a prefill's sequences, those of its samples, the width, the changes."""
+        """The rows of a prefill's sequences, those of its samples, the width, the changes.
+
+        Only the host knows which sample of a `drafted` sequence will be its last token: they go to
+        the unused row, and the next decode step writes the token.
+        """
         rows, width = self._change_blocks(seqs)
         sample_table_rows = self._rows_of(sampling_seqs)
         if sampling_seqs:
             self._num_tokens[sample_table_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
+        if drafted:
+            lost = np.array([seq in drafted for seq in sampling_seqs])
+            self._num_tokens[sample_table_rows[lost]] = UNKNOWN
+            sample_table_rows[lost] = self.layout.unused_row
         return rows, sample_table_rows, width, self._take_changes()
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:

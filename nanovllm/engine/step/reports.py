@@ -69,12 +69,14 @@ def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
     return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])
 
 
-def drawn_reports(seqs: list[Sequence], inputs: ReportInputs | None) -> list[Report]:
+def drawn_reports(
+    seqs: list[Sequence], offsets: list[int], inputs: ReportInputs | None
+) -> list[Report]:
     """The sequences that wait for these rows; their next tokens are not yet appended."""
     if inputs is None:
         return []
     rows = zip(inputs.rows.tolist(), inputs.numbers, strict=True)
-    return [Report(seqs[row], seqs[row].num_tokens, number) for row, number in rows]
+    return [Report(seqs[row], seqs[row].num_tokens + offsets[row], number) for row, number in rows]
 
 
 def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:

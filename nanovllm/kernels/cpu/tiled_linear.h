@@ -91,7 +91,7 @@ template <int R, typename Codes>
 inline void add_rows(const Product& p, const Codes& codes, int64_t tile, int64_t block, int64_t row,
                      float (*totals)[WIDTH]) {
     for (; row + R <= p.rows; row += R) add_block<R>(p, codes, tile, block, row, totals);
-    if constexpr (R > 1) add_rows<(R > 4 ? 4 : R - 1)>(p, codes, tile, block, row, totals);
+    if constexpr (R > 1) add_rows<R - 1>(p, codes, tile, block, row, totals);
 }
 
 template <typename Codes>

@@ -72,6 +72,57 @@ class Engine:
                 assert table[: len(seq.block_table)] == seq.block_table
         self.leave_tokens(batch, torch.from_numpy(inputs.prefill.sample_table_rows))
 
+    def verify(self, seqs: list[Sequence], size: int, rng: random.Random) -> None:
+        """Up to `size` drafts for some of the sequences, of which some are right."""
+        for seq in self.seqs:
+            self.read(seq)
+        drafts = {}
+        for seq in rng.sample(seqs, rng.randint(1, len(seqs))):
+            room = min(size, BLOCK_SIZE * MAX_BLOCKS - seq.num_tokens - 1)
+            drafts[seq] = [-7 - index for index in range(rng.randint(1, max(1, room)))]
+            while len(seq.block_table) * BLOCK_SIZE < seq.num_tokens + len(drafts[seq]):
+                self.next_block += 1
+                seq.block_table.append(self.next_block % 1000)
+        for seq in seqs:
+            self.grow(seq)
+            seq.num_scheduled_tokens = 1
+        batch = Batch(seqs, is_prefill=True, num_decodes=len(seqs), drafts=drafts)
+        inputs = step_inputs(batch, BLOCK_SIZE, self.ledger, [])
+        prefill = inputs.prefill
+        assert prefill is not None and not len(prefill.pending()[0])
+        tokens = [[seq.token_ids[-1], *drafts.get(seq, ())] for seq in seqs]
+        places = [
+            (seq, seq.num_tokens - 1 + i)
+            for seq, t in zip(seqs, tokens, strict=True)
+            for i in range(len(t))
+        ]
+        assert prefill.input_ids.tolist() == [token for each in tokens for token in each]
+        assert prefill.positions.tolist() == [place for _, place in places]
+        assert prefill.slot_mapping.tolist() == [
+            seq.block_table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+            for seq, place in places
+        ]
+        assert prefill.sampled_tokens.tolist() == list(range(len(places)))
+        assert [
+            (s, s.num_tokens - 1 + o)
+            for s, o in zip(batch.sampling_seqs, batch.offsets, strict=True)
+        ] == places
+        assert np.diff(prefill.cu_seqlens_q).tolist() == [len(each) for each in tokens]
+        assert np.diff(prefill.cu_seqlens_k).tolist() == [
+            seq.num_cached_tokens + len(each) for seq, each in zip(seqs, tokens, strict=True)
+        ]
+        self.write(inputs)
+        drawn = torch.arange(self.step, self.step + len(places))
+        self.step += len(places)
+        self.table.keep_tokens(torch.from_numpy(prefill.sample_table_rows), drawn)
+        for seq in seqs:
+            first = batch.sampling_seqs.index(seq)
+            number = 1 + rng.randint(0, len(drafts.get(seq, ())))
+            seq.token_ids += drawn[first : first + number].tolist()
+            seq.num_cached_tokens = seq.num_tokens - 1
+            if rng.random() < 0.5:  # blocks that only wrong drafts needed
+                seq.block_table = seq.block_table[: -(-seq.num_cached_tokens // BLOCK_SIZE)]
+
     def decode(self, seqs: list[Sequence], padding: int) -> None:
         for seq in seqs:
             seq.num_scheduled_tokens = 1
@@ -146,7 +197,8 @@ def scheduled(seq: Sequence) -> list[int]:
 
 
 DOINGS = {
-    "come": 6, "decode": 12, "chunk": 8, "mixed": 2, "leave": 4, "preempt": 2, "error": 1,
+    "come": 6, "decode": 12, "chunk": 8, "mixed": 2, "verify": 4, "leave": 4, "preempt": 2,
+    "error": 1,
 }  # fmt: skip
 
 
@@ -176,6 +228,8 @@ def test_rows_equal_the_sequences(seed: int) -> None:
                 for each in decodes:
                     engine.grow(each)
                 engine.prefill([*decodes, *prefills], size, num_decodes=len(decodes))
+            case "verify" if decodes:
+                engine.verify(some, size, rng)
             case "leave" if seq is not None:
                 seqs.remove(seq)
                 seq.finish("length")

@@ -1,0 +1,144 @@
+"""Speculator: which sequences get drafts, how many, and what becomes of them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from weakref import WeakKeyDictionary
+
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.speculative.ngram import NgramProposer
+from nanovllm.engine.speculative.pace import Pace
+from nanovllm.engine.speculative.proposer import Proposer
+from nanovllm.metrics import Metric, draft_metrics
+from nanovllm.speculative_config import SpeculativeConfig
+
+# How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
+# takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
+FREE_TOKENS = 10
+
+
+class Speculator:
+    """Asks a proposer for drafts where they are worth their cost, and counts those that were right.
+
+    A step of B tokens takes FREE_TOKENS + B units of time, so that a token takes (FREE_TOKENS + B)
+    / B of them and a draft 1: it is worth that if it is right with the probability of B /
+    (FREE_TOKENS + B) at least. With few sequences nearly every draft is, with many nearly none.
+
+    A sequence whose next draw depends on the tokens before it (`reads_tokens`) gets no drafts.
+    """
+
+    def __init__(
+        self, proposer: Proposer, most_drafts: int, make_pace: Callable[[], Pace] = Pace
+    ) -> None:
+        self.proposer = proposer
+        self.most_drafts = most_drafts
+        self.num_drafts = 0  # of sequences and steps
+        self.num_drafted = 0  # tokens
+        self.accepted_at = [0] * most_drafts  # tokens, by place
+        self._make_pace = make_pace
+        self._paces: WeakKeyDictionary[Sequence, Pace] = WeakKeyDictionary()
+
+    def wants(self, seqs: list[Sequence]) -> bool:
+        """Whether any of these should have drafts as soon as its tokens are known."""
+        return any(self._most(seq, len(seqs)) > 0 for seq in seqs)
+
+    def draft(
+        self, seqs: list[Sequence], num_tokens: int, budget: int, blocks: BlockManager
+    ) -> dict[Sequence, list[int]]:
+        """Drafts for some of `seqs`, `budget` in all at most, in a step of `num_tokens` others.
+
+        They take free blocks, which nothing else of the step needs, and no more than there are.
+        """
+        drafts: dict[Sequence, list[int]] = {}
+        for seq, tokens in self._propose(seqs, num_tokens, budget):
+            room = blocks.grow(seq, seq.num_tokens + len(tokens)) - seq.num_tokens
+            if room > 0:
+                drafts[seq] = tokens[:room]
+        return drafts
+
+    def settle(self, batch: Batch, blocks: BlockManager) -> None:
+        """Remove what only wrong drafts had, places and blocks: the tokens that count are known.
+
+        Right drafts count as cached tokens.
+        """
+        for seq, drafts in batch.drafts.items():
+            if not seq.block_table:  # aborted
+                continue
+            seq.drop_pending()
+            end = seq.num_tokens - 1
+            num_accepted = end - seq.num_cached_tokens
+            batch.num_accepted += num_accepted
+            self._learn(seq, len(drafts), num_accepted)
+            seq.num_cached_tokens = end
+            blocks.publish(seq, end)
+            blocks.shrink(seq, end)
+            blocks.pass_by(seq)
+
+    def metrics(self, model: str) -> list[Metric]:
+        """The counts by vLLM's names."""
+        return draft_metrics(model, self.num_drafts, self.num_drafted, self.accepted_at)
+
+    def reset(self) -> None:
+        """Drop what an interrupt may have left half done."""
+        self.proposer.reset()
+
+    def _propose(
+        self, seqs: list[Sequence], num_tokens: int, budget: int
+    ) -> Iterator[tuple[Sequence, list[int]]]:
+        asked: list[Sequence] = []
+        most: list[int] = []
+        for seq in seqs:
+            number = 0 if seq.num_pending_tokens else self._most(seq, num_tokens)
+            if number > 0:
+                asked.append(seq)
+                most.append(number)
+                num_tokens += number
+        if not asked:
+            return
+        for seq, number, drafts in zip(
+            asked, most, self.proposer.propose(asked, most), strict=True
+        ):
+            kept = drafts[: min(number, budget)]
+            budget -= len(kept)
+            if kept:
+                yield seq, kept
+
+    def _learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a step: the first `num_accepted` were right."""
+        self.num_drafts += 1
+        self.num_drafted += num_drafts
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+        self._pace(seq).learn(seq.num_tokens, num_drafts, num_accepted)
+
+    def _most(self, seq: Sequence, num_tokens: int) -> int:
+        """How many drafts it should have in a step of so many tokens; one more always comes."""
+        if seq.reads_tokens:
+            return 0
+        limit = min(self.most_drafts, seq.max_num_tokens - seq.num_tokens - 1)
+        worth = num_tokens / (FREE_TOKENS + num_tokens)
+        return self._pace(seq).most(seq.num_tokens, worth, limit)
+
+    def _pace(self, seq: Sequence) -> Pace:
+        pace = self._paces.get(seq)
+        if pace is None:
+            pace = self._paces[seq] = self._make_pace()
+        return pace
+
+
+def accepted(batch: Batch, drawn: Iterable[tuple[Sequence, int]]) -> Iterator[tuple[Sequence, int]]:
+    """The tokens that count: the first one of each sequence, and those after right drafts."""
+    counts, before = True, PENDING
+    for (seq, token_id), offset in zip(drawn, batch.offsets, strict=True):
+        counts = offset == 0 or (counts and batch.drafts[seq][offset - 1] == before)
+        if counts:
+            yield seq, token_id
+        before = token_id
+
+
+def speculator_of(config: SpeculativeConfig | None) -> Speculator | None:
+    """The speculator that the option asks for, if it does."""
+    if config is None:
+        return None
+    proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    return Speculator(proposer, config.num_speculative_tokens)

@@ -1,0 +1,285 @@
+"""Output with drafts equals output without them, whatever the drafts are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_model
+from drafts import Adversary, RandomProposer, speculate
+from reference import (
+    HARD,
+    SMALL_POOL,
+    Case,
+    assert_same,
+    audit_at_rest,
+    check_logits,
+    generate,
+    make_case,
+    make_llm,
+    make_prompts,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
+
+VOCAB_SIZE = 259
+PROMPTS = make_prompts()[:30]
+REGIMES: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "plain PyTorch": dict(attention_backend="torch"),
+    "budget 16, blocks of 1": dict(max_num_batched_tokens=16, kvcache_block_size=1),
+    "three at a time": dict(max_num_seqs=3),
+    "no prefix cache, small pool": dict(SMALL_POOL, enable_prefix_caching=False),
+    "small pool, budget 16": HARD,
+    "overlap, small pool, budget 16": dict(HARD, overlap=True),
+    "mixed, overlap, small pool, budget 16": dict(HARD, scheduling="mixed", overlap=True),
+    "mixed, budget 60": dict(scheduling="mixed", max_num_batched_tokens=60),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "a window in every other layer": dict(
+        use_sliding_window=True, sliding_window=20, num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "a window": dict(family="Mistral", sliding_window=9),
+    "experts": dict(
+        family="Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+        norm_topk_prob=True,
+    ),
+}  # fmt: skip
+# One request after the other has these; the last one may have no drafts.
+PARAMS: list[dict[str, Any]] = [
+    dict(temperature=1.0), dict(temperature=3.0, top_k=20), dict(top_p=0.9), dict(min_p=0.02),
+    dict(temperature=0, min_tokens=9, stop_token_ids=list(range(200))),
+    dict(min_tokens=4, stop_token_ids=list(range(100, 259)), logprobs=2),
+    dict(temperature=0, logprobs=3, prompt_logprobs=1), dict(logit_bias={5: 4.0, 6: -50.0}, n=3),
+    dict(allowed_token_ids=list(range(40, 90)), stop=["a", "PQ"]),
+    dict(repetition_penalty=1.3, bad_words=["zz"]),
+]  # fmt: skip
+
+
+def sampled_params() -> list[SamplingParams]:
+    shared: dict[str, Any] = dict(max_tokens=24)
+    return [
+        SamplingParams(**{**shared, **PARAMS[i % 10], "seed": i, "ignore_eos": i % 2 == 0})
+        for i in range(len(PROMPTS))
+    ]
+
+
+def known_outputs(
+    prompts: list[list[int]], outputs: list[list[list[int]]]
+) -> dict[tuple[tuple[int, ...], int], list[int]]:
+    """What each sample of a prompt is; of equal prompts only the last one's are known."""
+    return {
+        (tuple(prompt), index): token_ids
+        for prompt, samples in zip(prompts, outputs, strict=True)
+        for index, token_ids in enumerate(samples)
+    }
+
+
+def all_samples(outputs: list[RequestOutput]) -> list[Any]:
+    """What users see of each sample; log-probabilities without their last digits."""
+    return [
+        [
+            (
+                one.token_ids, one.text, one.finish_reason, one.stop_reason,
+                one.logprobs and [[(t.token_id, round(t.logprob, 3)) for t in step[:2]]
+                                  for step in one.logprobs],
+            )
+            for one in output.outputs
+        ]
+        for output in outputs
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def standard(model_dir: Path) -> Case:
+    return make_case(model_dir, make_prompts())
+
+
+def adversary_of(case: Case, seed: int) -> Adversary:
+    known = known_outputs(case.prompts, [[tokens] for tokens in case.tokens])
+    return Adversary(seed, VOCAB_SIZE, known)
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_greedy_drafts_keep_what_transformers_generates(name: str, standard: Case) -> None:
+    """The adversary knows the tokens after the end, too."""
+    with make_llm(standard.path, **REGIMES[name]) as llm:
+        speculator = speculate(llm, adversary_of(standard, seed=len(name)))
+        assert_same(generate(llm, standard), standard.expected)
+        audit_at_rest(llm)
+        assert 30 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert_same(generate(llm, standard), standard.expected)  # from the cache
+        assert llm.stats()["prefix_cache_hits"] > 0 or not llm.config.enable_prefix_caching
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, HARD])
+def test_greedy_drafts_keep_the_output_of_models_with(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    case = make_case(make_model(tmp_path, seed=1, **MODELS[name]), make_prompts())
+    with make_llm(case.path, **options) as llm:
+        speculator = speculate(llm, adversary_of(case, seed=3))
+        assert_same(generate(llm, case), case.expected)
+        assert sum(speculator.accepted_at) > 30
+        audit_at_rest(llm)
+
+
+def test_logits_after_drafts_equal_transformers(
+    standard: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each accepted token is drawn from the logits after the tokens before it."""
+    made = LLM.__init__
+
+    def speculating(self: LLM, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        speculate(self, adversary_of(standard, seed=1))
+
+    monkeypatch.setattr(LLM, "__init__", speculating)
+    check_logits(standard, **HARD)
+
+
+@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed")])
+def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    """Stops, texts, log-probabilities, several samples: with right drafts and wrong ones."""
+    params = sampled_params()
+    with make_llm(model_dir, **options) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(got) == all_samples(expected)
+        assert [output.prompt_logprobs is None for output in got] == [
+            output.prompt_logprobs is None for output in expected
+        ]
+        assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        audit_at_rest(llm)
+
+
+def test_two_ranks_keep_every_output(model_dir: Path) -> None:
+    params = sampled_params()
+    with make_llm(model_dir, tensor_parallel_size=2) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(got) == all_samples(expected)
+        assert sum(speculator.accepted_at) > 100
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_drafts_with_an_fp8_cache(backend: str, standard: Case) -> None:
+    """Equal except for codes that rounding decides: see test_fp8_kv.py."""
+    with make_llm(standard.path, kv_cache_dtype="fp8", attention_backend=backend) as llm:
+        expected = [output.token_ids for output in generate(llm, standard)]
+        known = known_outputs(standard.prompts, [[tokens] for tokens in expected])
+        speculator = speculate(llm, Adversary(3, VOCAB_SIZE, known))
+        got = [output.token_ids for output in generate(llm, standard)]
+        same = sum(one == other for one, other in zip(got, expected, strict=True))
+        assert same >= 0.9 * len(expected) and sum(speculator.accepted_at) > 100
+
+
+@pytest.mark.parametrize("options", [{}, dict(SMALL_POOL, overlap=True)])
+def test_ngrams_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    """The option, from end to end: some texts repeat themselves, others do not."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    params = [
+        SamplingParams(
+            temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True,
+            allowed_token_ids=None if i % 3 else [5 + i, 6 + i],
+        )
+        for i in range(len(PROMPTS))
+    ]  # fmt: skip
+    with make_llm(model_dir, **options) as plain:
+        expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    with make_llm(model_dir, **options, speculative_config=ngram) as llm:
+        got = [llm.generate(p, s, use_tqdm=False)[0] for p, s in zip(PROMPTS, params, strict=True)]
+        assert all_samples(got) == all_samples(expected)
+        assert llm.stats().accepted_tokens > 50
+        assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == all_samples(expected)
+        audit_at_rest(llm)
+
+
+def test_a_stream_of_drafts_has_the_pieces_of_the_output(model_dir: Path) -> None:
+    """An event may have several tokens, none that was not accepted."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, n=2, stop=["q", "zz"])
+    with make_llm(model_dir, **SMALL_POOL) as llm:
+        (out,) = llm.generate([[3, 4, 5]], params, use_tqdm=False)
+        ids = [[one.token_ids for one in out.outputs]]
+        speculate(llm, Adversary(2, VOCAB_SIZE, known_outputs([[3, 4, 5]], ids)))
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        texts, sizes = {0: "", 1: ""}, []
+        for event in llm.stream([[3, 4, 5]], params):
+            tokens[event["sample"]] += event["token_ids"]
+            texts[event["sample"]] += event["text"]
+            sizes.append(len(event["token_ids"]))
+        assert tokens == {one.index: one.token_ids for one in out.outputs}
+        assert texts == {one.index: one.text for one in out.outputs}
+        assert max(sizes) > 1
+        audit_at_rest(llm)
+
+
+def test_an_error_between_launch_and_tokens_keeps_the_output(
+    standard: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences start over with the tokens that they have, and no places for others."""
+    with make_llm(standard.path, **SMALL_POOL) as llm:
+        speculate(llm, adversary_of(standard, seed=4))
+        wait, steps = llm.model_runner.wait, 0
+
+        def failing(launched: Any) -> list[int]:
+            nonlocal steps
+            steps += 1
+            if steps % 5 == 0:
+                raise InterruptedError
+            return wait(launched)
+
+        monkeypatch.setattr(llm.model_runner, "wait", failing)
+        pairs = zip(standard.prompts[:12], standard.params[:12], strict=True)
+        ids = [llm.add_request(prompt, params) for prompt, params in pairs]
+        outputs = {}
+        while not llm.is_finished():
+            try:
+                for output in llm.step():
+                    outputs[output.request_id] = output
+            except InterruptedError:
+                assert all(not seq.num_pending_tokens for seq in llm.scheduler.waiting)
+            llm.scheduler.audit()
+        assert_same([outputs[i] for i in ids], standard.expected[:12])
+        audit_at_rest(llm)
+
+
+def test_aborts_between_steps_leave_the_others_alone(standard: Case) -> None:
+    with make_llm(standard.path, **SMALL_POOL, overlap=True, scheduling="mixed") as llm:
+        speculate(llm, adversary_of(standard, seed=6))
+        pairs = zip(standard.prompts, standard.params, strict=True)
+        ids = [llm.add_request(prompt, params) for prompt, params in pairs]
+        outputs, step = {}, 0
+        victims = ids[::4]
+        while not llm.is_finished():
+            step += 1
+            if step % 3 == 0 and victims and (victim := victims.pop()) in llm.unfinished:
+                tokens = llm.abort_request(victim).token_ids
+                assert tokens == standard.expected[ids.index(victim)][: len(tokens)]
+            for output in llm.step():
+                outputs[output.request_id] = output
+            llm.scheduler.audit()
+        kept = [i for i in ids if i in outputs]
+        assert 10 < len(kept) < len(ids)
+        assert_same([outputs[i] for i in kept], [standard.expected[ids.index(i)] for i in kept])
+        audit_at_rest(llm)
+
+
+def test_sequences_that_read_their_tokens_get_no_drafts(model_dir: Path) -> None:
+    """What a penalty does to a draw depends on tokens that may be wrong."""
+    with make_llm(model_dir) as llm:
+        speculator = speculate(llm, RandomProposer(1, VOCAB_SIZE))
+        params = SamplingParams(max_tokens=9, frequency_penalty=0.5, ignore_eos=True)
+        llm.generate([[1, 2]], params, use_tqdm=False)
+        assert speculator.num_drafted == 0
+        llm.generate([[1, 2]], SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+        assert speculator.num_drafted > 0

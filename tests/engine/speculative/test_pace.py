@@ -1,0 +1,121 @@
+"""How many drafts a sequence gets: what was right lately decides, and what a step costs."""
+
+import random
+
+import pytest
+from drafts import RandomProposer
+
+from nanovllm import SamplingParams
+from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.speculative.pace import Pace
+from nanovllm.engine.speculative.speculator import FREE_TOKENS, Speculator
+
+WORTH = 1 / (FREE_TOKENS + 1)  # with one sequence
+
+
+def run(chance: float, num_tokens: int, worth: float = WORTH, limit: int = 4) -> tuple[int, int]:
+    """Drafts and steps until there are so many tokens, if a draft is right with this chance."""
+    rng, pace = random.Random(1), Pace()
+    tokens = drafts = steps = 0
+    while tokens < num_tokens:
+        number = pace.most(tokens, worth, limit)
+        accepted = 0
+        while accepted < number and rng.random() < chance:
+            accepted += 1
+        if number:
+            pace.learn(tokens, number, accepted)
+        tokens += 1 + accepted
+        drafts += number
+        steps += 1
+    return drafts, steps
+
+
+def test_right_drafts_stay_as_many_as_allowed() -> None:
+    drafts, steps = run(1.0, 1000)
+    assert steps == 200 and drafts == 800
+
+
+def test_wrong_drafts_become_rare() -> None:
+    """Each costs a part of a step: together less than 2% of the steps."""
+    drafts, steps = run(0.0, 1000)
+    assert steps == 1000
+    assert 0 < drafts * WORTH < 0.02 * steps
+
+
+def test_drafts_come_back_when_they_are_right_again() -> None:
+    pace = Pace()
+    for tokens in range(500):
+        if number := pace.most(tokens, WORTH, 4):
+            pace.learn(tokens, number, 0)
+    tokens, steps = 500, 0
+    while tokens < 1000:
+        number = pace.most(tokens, WORTH, 4)
+        if number:
+            pace.learn(tokens, number, number)
+        tokens += 1 + number
+        steps += 1
+    assert steps < 100 + 64 + 10
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("num_seqs", [1, 8, 32, 128])
+def test_drafts_pay_for_themselves(chance: float, num_seqs: int) -> None:
+    """A step of B tokens takes FREE_TOKENS + B: none of these mixtures takes 2% longer for them."""
+    worth = num_seqs / (FREE_TOKENS + num_seqs)
+    drafts, steps = run(chance, 4000, worth)
+    cost = steps * (FREE_TOKENS + num_seqs) + drafts * num_seqs
+    assert cost < 1.02 * 4000 * (FREE_TOKENS + num_seqs)
+    if chance >= 0.7 and num_seqs == 1:
+        assert cost < 0.6 * 4000 * (FREE_TOKENS + num_seqs)
+
+
+def make_seq(num_tokens: int = 5, **params: object) -> Sequence:
+    return Sequence([1] * num_tokens, SamplingParams(max_tokens=20, **params))  # type: ignore[arg-type]
+
+
+class Known(RandomProposer):
+    """Always as many as asked for."""
+
+    def guess(self, seq: Sequence, most: int) -> list[int]:
+        return [1] * most
+
+
+def test_a_sequence_gets_no_draft_that_could_not_count() -> None:
+    """One more token always comes."""
+    speculator = Speculator(Known(0, 2), 4)
+    seqs = [make_seq() for _ in range(4)]
+    for left, seq in enumerate(seqs):
+        seq.token_ids += [1] * (19 - left)
+    got = {seq: len(drafts) for seq, drafts in speculator._propose(seqs, 4, 100)}
+    assert got == {seqs[1]: 1, seqs[2]: 2, seqs[3]: 3}
+
+
+def test_the_budget_is_kept() -> None:
+    speculator = Speculator(Known(0, 2), 4)
+    seqs = [make_seq() for _ in range(3)]
+    assert [len(drafts) for _, drafts in speculator._propose(seqs, 1, 6)] == [4, 2]
+    assert [*speculator._propose(seqs, 1, 0)] == []
+
+
+def test_many_sequences_get_none() -> None:
+    speculator = Speculator(Known(0, 2), 4)
+    seqs = [make_seq() for _ in range(256)]
+    assert [*speculator._propose(seqs, 256, 10_000)] == []
+    assert not speculator.wants(seqs) and speculator.wants(seqs[:1])
+
+
+def test_sequences_that_cannot_have_drafts_are_not_asked() -> None:
+    speculator = Speculator(Known(0, 2), 4)
+    pending, reads = make_seq(), make_seq(presence_penalty=1.0)
+    pending.token_ids.append(PENDING)
+    pending.num_pending_tokens = 1
+    assert [*speculator._propose([pending, reads], 2, 100)] == []
+    assert not speculator.wants([reads])
+
+
+def test_drafts_are_counted_by_place() -> None:
+    speculator = Speculator(Known(0, 2), 4)
+    for num_accepted in (0, 2, 4):
+        speculator._learn(make_seq(), 4, num_accepted)
+    assert (speculator.num_drafts, speculator.num_drafted) == (3, 12)
+    assert speculator.accepted_at == [2, 2, 1, 1]

@@ -1,0 +1,85 @@
+"""The option `speculative_config`: vLLM's keys, checked, in Python and on the command line."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.command.main import main
+from nanovllm.config import Config
+from nanovllm.engine import placement
+from nanovllm.layers.ranks import ALONE
+from nanovllm.speculative_config import SpeculativeConfig
+
+NGRAM = {"method": "ngram"}
+
+
+def config(**keys: Any) -> Any:
+    return Config("m", speculative_config=keys).speculative_config  # type: ignore[arg-type]
+
+
+def test_keys_have_defaults() -> None:
+    assert config(**NGRAM) == SpeculativeConfig("ngram", 4, 4, 1)
+    assert Config("m").speculative_config is None
+
+
+def test_a_config_survives_copies() -> None:
+    """Workers get it pickled, benchmarks as a dict."""
+    made = Config("m", speculative_config=dict(NGRAM, num_speculative_tokens=3))  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert Config(**dataclasses.asdict(made)) == made
+    assert dataclasses.replace(made, seed=1).speculative_config == made.speculative_config
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "text"),
+    [
+        (dict(method="eagle3"), ValueError, "method must be one of 'ngram', got 'eagle3'"),
+        (dict(method=None), ValueError, "method must be one of 'ngram', got None"),
+        (dict(model="m"), ValueError, 'must have a "method" of ngram, got'),
+        (dict(NGRAM, num_tokens=1), TypeError, "unknown key 'num_tokens'; did you mean"),
+        (dict(NGRAM, draft_tensor_parallel_size=1), TypeError, "there are method, num_spec"),
+        (dict(NGRAM, num_speculative_tokens=0), ValueError, "must be in [1, 64], got 0"),
+        (dict(NGRAM, num_speculative_tokens="4"), TypeError, "must be an int in [1, 64], got '4'"),
+        (dict(NGRAM, num_speculative_tokens=None), TypeError, "must be an int in [1, 64]"),
+        (dict(NGRAM, prompt_lookup_max=33), ValueError, "must be in [1, 32], got 33"),
+        (dict(NGRAM, prompt_lookup_min=True), TypeError, "must be an int in [1, 32], got True"),
+        (
+            dict(NGRAM, prompt_lookup_min=3, prompt_lookup_max=2), ValueError,
+            "prompt_lookup_min must be at most prompt_lookup_max, got 3 and 2",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_keys_are_refused_by_name(
+    keys: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as raised:
+        config(**keys)
+    assert str(raised.value).startswith("speculative_config") and text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read '{' as JSON"),
+        ('"ngram"', "speculative_config must be a dict such as"),
+        ('{"method": "mtp"}', "method must be one of 'ngram', got 'mtp'"),
+    ],
+)
+def test_the_command_line_takes_json(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["generate", "1+1=", "--speculative-config", text]))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decode graphs have one token for each sequence."""
+    monkeypatch.setattr(placement, "resolve_device", lambda *_: torch.device("cuda", 0))
+    asked = Config("m", speculative_config=NGRAM)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="works on a CPU only so far, not on cuda:0"):
+        placement.resolve_placement(asked, None, ALONE)  # type: ignore[arg-type]
