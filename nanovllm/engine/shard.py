@@ -111,8 +111,8 @@ class Shard:
             return torch.empty(0, dtype=torch.long, device=self.device), ()
         computed = computed.first(inputs.num_samples)
         token_ids = computed.token_ids
-        reads_logits = token_ids is None or inputs.filters or inputs.report is not None
-        assert not reads_logits or computed.logits.shape[1] == self.vocab_size
+        if inputs.filters or inputs.report is not None:
+            assert computed.logits.shape[1] == self.vocab_size, "a part of the vocabulary"
         if token_ids is None or inputs.filters:
             choices = self._choices(computed, inputs)
             filters = upload_all(inputs.filters, self.device)
