@@ -199,7 +199,7 @@ class Config:
     )
     speculative_config: SpeculativeConfig | None = option(
         None,
-        "guess tokens, and verify several in a step; [speculation](speculation.md) has the keys",
+        "guess tokens, and verify several in a step: docs/speculation.md has the keys",
         SPECULATION,
         none="one token a step",
     )
