@@ -47,14 +47,37 @@ class Speculator:
     ) -> dict[Sequence, list[int]]:
         """Drafts for some of `seqs`, `budget` in all at most, in a step of `num_tokens` others.
 
-        They take free blocks, which nothing else of the step needs, and no more than there are.
+        They take free blocks, which nothing else of the step needs, and no more than there are. The
+        proposer is asked when the sequences have them, as it may compute with them.
         """
-        drafts: dict[Sequence, list[int]] = {}
-        for seq, tokens in self._propose(seqs, num_tokens, budget):
-            room = blocks.grow(seq, seq.num_tokens + len(tokens)) - seq.num_tokens
+        asked: list[Sequence] = []
+        most: list[int] = []
+        for seq in seqs:
+            number = 0 if seq.num_pending_tokens else min(budget, self._most(seq, num_tokens))
+            room = number and blocks.grow(seq, seq.num_tokens + number) - seq.num_tokens
             if room > 0:
-                drafts[seq] = tokens[:room]
-        return drafts
+                asked.append(seq)
+                most.append(room)
+                num_tokens += room
+                budget -= room
+        if not asked:
+            return {}
+        proposed = zip(asked, most, self.proposer.propose(asked, most), strict=True)
+        drafts = {seq: tokens[:room] for seq, room, tokens in proposed}
+        for seq, tokens in drafts.items():
+            blocks.shrink(seq, seq.num_tokens + len(tokens))
+        return {seq: tokens for seq, tokens in drafts.items() if tokens}
+
+    def accepted(
+        self, batch: Batch, drawn: Iterable[tuple[Sequence, int]]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """The tokens that count: the first one of each sequence, and those after right drafts."""
+        counts, before = True, PENDING
+        for (seq, token_id), offset in zip(drawn, batch.offsets, strict=True):
+            counts = offset == 0 or (counts and batch.drafts[seq][offset - 1] == before)
+            if counts:
+                yield seq, token_id
+            before = token_id
 
     def settle(self, batch: Batch, blocks: BlockManager) -> None:
         """Remove what only wrong drafts had, places and blocks: the tokens that count are known.
@@ -82,27 +105,6 @@ class Speculator:
         """Drop what an interrupt may have left half done."""
         self.proposer.reset()
 
-    def _propose(
-        self, seqs: list[Sequence], num_tokens: int, budget: int
-    ) -> Iterator[tuple[Sequence, list[int]]]:
-        asked: list[Sequence] = []
-        most: list[int] = []
-        for seq in seqs:
-            number = 0 if seq.num_pending_tokens else self._most(seq, num_tokens)
-            if number > 0:
-                asked.append(seq)
-                most.append(number)
-                num_tokens += number
-        if not asked:
-            return
-        for seq, number, drafts in zip(
-            asked, most, self.proposer.propose(asked, most), strict=True
-        ):
-            kept = drafts[: min(number, budget)]
-            budget -= len(kept)
-            if kept:
-                yield seq, kept
-
     def _learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a step: the first `num_accepted` were right."""
         self.num_drafts += 1
@@ -124,16 +126,6 @@ class Speculator:
         if pace is None:
             pace = self._paces[seq] = self._make_pace()
         return pace
-
-
-def accepted(batch: Batch, drawn: Iterable[tuple[Sequence, int]]) -> Iterator[tuple[Sequence, int]]:
-    """The tokens that count: the first one of each sequence, and those after right drafts."""
-    counts, before = True, PENDING
-    for (seq, token_id), offset in zip(drawn, batch.offsets, strict=True):
-        counts = offset == 0 or (counts and batch.drafts[seq][offset - 1] == before)
-        if counts:
-            yield seq, token_id
-        before = token_id
 
 
 def speculator_of(config: SpeculativeConfig | None) -> Speculator | None:
