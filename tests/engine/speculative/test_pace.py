@@ -6,6 +6,7 @@ import pytest
 from drafts import RandomProposer
 
 from nanovllm import SamplingParams
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import FREE_TOKENS, Speculator
@@ -80,27 +81,43 @@ class Known(RandomProposer):
         return [1] * most
 
 
+def numbers(
+    speculator: Speculator, seqs: list[Sequence], num_tokens: int, budget: int, num_blocks: int = 99
+) -> dict[Sequence, int]:
+    """How many drafts each sequence gets, if there are so many free blocks of 4 tokens."""
+    blocks = BlockManager(num_blocks, 4, False)
+    drafts = speculator.draft(seqs, num_tokens, budget, blocks)
+    for seq, tokens in drafts.items():
+        assert len(seq.block_table) == -(-(seq.num_tokens + len(tokens)) // 4)
+    return {seq: len(tokens) for seq, tokens in drafts.items()}
+
+
+def test_drafts_are_not_more_than_the_free_blocks_hold() -> None:
+    speculator = Speculator(Known(0, 2), 4)
+    seqs = [make_seq(), make_seq()]
+    assert numbers(speculator, seqs, 2, 100, num_blocks=2) == {seqs[0]: 3}  # of 5 tokens
+
+
 def test_a_sequence_gets_no_draft_that_could_not_count() -> None:
     """One more token always comes."""
     speculator = Speculator(Known(0, 2), 4)
     seqs = [make_seq() for _ in range(4)]
     for left, seq in enumerate(seqs):
         seq.token_ids += [1] * (19 - left)
-    got = {seq: len(drafts) for seq, drafts in speculator._propose(seqs, 4, 100)}
-    assert got == {seqs[1]: 1, seqs[2]: 2, seqs[3]: 3}
+    assert numbers(speculator, seqs, 4, 100) == {seqs[1]: 1, seqs[2]: 2, seqs[3]: 3}
 
 
 def test_the_budget_is_kept() -> None:
     speculator = Speculator(Known(0, 2), 4)
     seqs = [make_seq() for _ in range(3)]
-    assert [len(drafts) for _, drafts in speculator._propose(seqs, 1, 6)] == [4, 2]
-    assert [*speculator._propose(seqs, 1, 0)] == []
+    assert [*numbers(speculator, seqs, 1, 6).values()] == [4, 2]
+    assert numbers(speculator, seqs, 1, 0) == {}
 
 
 def test_many_sequences_get_none() -> None:
     speculator = Speculator(Known(0, 2), 4)
     seqs = [make_seq() for _ in range(256)]
-    assert [*speculator._propose(seqs, 256, 10_000)] == []
+    assert numbers(speculator, seqs, 256, 10_000) == {}
     assert not speculator.wants(seqs) and speculator.wants(seqs[:1])
 
 
@@ -109,7 +126,7 @@ def test_sequences_that_cannot_have_drafts_are_not_asked() -> None:
     pending, reads = make_seq(), make_seq(presence_penalty=1.0)
     pending.token_ids.append(PENDING)
     pending.num_pending_tokens = 1
-    assert [*speculator._propose([pending, reads], 2, 100)] == []
+    assert numbers(speculator, [pending, reads], 2, 100) == {}
     assert not speculator.wants([reads])
 
 
