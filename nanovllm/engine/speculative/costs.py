@@ -25,7 +25,12 @@ class Candidate(NamedTuple):
 
 
 class Costs(Protocol):
-    """Knows how long steps take."""
+    """Knows how long steps take.
+
+    If a step `waits` for tokens only to ask for drafts, an answer without any counts as a wrong one.
+    """
+
+    waits: bool
 
     def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
         """How many drafts each should have in a step of so many tokens without them."""
@@ -38,6 +43,8 @@ class TokenCosts:
     the probability of B / (FREE_TOKENS + B) at least. With few sequences nearly every draft is,
     with many nearly none.
     """
+
+    waits = False
 
     def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
         """Some for each sequence by its own chance; the drafts of one make those of others dear."""
@@ -53,6 +60,8 @@ class GraphCosts:
     All sequences have the drafts that the graph has room for: as many as give the most tokens a
     second, by the chances of all of them.
     """
+
+    waits = True
 
     def __init__(self, seconds: Mapping[Size, float]) -> None:
         self._seconds = seconds

@@ -66,6 +66,8 @@ class Speculator:
         drafts = {seq: tokens[:room] for seq, room, tokens in proposed}
         for seq, tokens in drafts.items():
             blocks.shrink(seq, seq.num_tokens + len(tokens))
+            if not tokens and self.costs.waits:
+                self._pace(seq).learn(seq.num_tokens, 1, 0)
         return {seq: tokens for seq, tokens in drafts.items() if tokens}
 
     def accepted(
