@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
 class Costs(Protocol):
     """Knows how long steps take.
 
-    If a step `waits` for tokens only to ask for drafts, an answer without any counts as a wrong one.
+    If a step `waits` for tokens only to ask for drafts, an empty answer counts as a wrong one.
     """
 
     waits: bool
