@@ -97,6 +97,12 @@ def read_table(rows: int, width: int, num_queries: int = 1) -> None:
     read_table(state, rows, width, BLOCK_SIZE, num_queries)
 
 
+def write_table() -> None:
+    from nanovllm.kernels.triton.write_table import write_table
+
+    write_table(int32(ROWS), int32(2, 100), 7)
+
+
 def rms_norm(size: int) -> None:
     from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
 
@@ -460,6 +466,7 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     "read_table, of a graph": partial(read_table, ROWS, 640),
     "read_table, as wide as it must be": partial(read_table, 7, 13),
+    "write_table": write_table,
     "read_table, with drafts": partial(read_table, 7, 640, 5),
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }

@@ -217,5 +217,7 @@ def test_to_ask_in_vain_becomes_rare_where_steps_wait_for_it() -> None:
 @pytest.mark.parametrize("chance", [0.2, 0.5, 0.8, 1.0])
 def test_the_gain_is_the_mean_of_right_drafts(chance: float) -> None:
     (candidate,) = candidates(chance)
-    assert candidate.pace.gain(3) == pytest.approx(chance + chance**2 + chance**3)
-    assert candidate.pace.gain(0) == 0
+    expected = [0, chance, chance + chance**2, chance + chance**2 + chance**3]
+    assert candidate.pace.gains(3) == pytest.approx(expected)
+    candidate.pace.learn(9, 4, 0)
+    assert candidate.pace.gains(1)[1] < chance
