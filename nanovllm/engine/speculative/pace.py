@@ -5,7 +5,7 @@ MEMORY = 0.75
 # Before anything is known: this share of drafts is right, with the weight of so many drafts.
 FIRST_CHANCE, FIRST_WEIGHT = 0.8, 1.5
 # Tokens after a wrong draft until another one is tried: doubled for each, up to the last.
-PAUSES = (8, 64)
+PAUSES = (8, 256)
 # Above it a step's time is mostly arithmetic, where a draft only to try costs too much.
 TRIES_UP_TO = 0.5
 

@@ -57,7 +57,7 @@ def test_drafts_come_back_when_they_are_right_again() -> None:
             pace.learn(tokens, number, number)
         tokens += 1 + number
         steps += 1
-    assert steps < 100 + 64 + 10
+    assert steps < 100 + 256 + 10
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.3, 0.5, 0.7, 0.9])
