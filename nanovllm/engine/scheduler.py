@@ -13,7 +13,7 @@ from nanovllm.engine.block_manager import BlockManager, most_held
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
-from nanovllm.engine.speculative.speculator import Speculator, accepted
+from nanovllm.engine.speculative.speculator import Speculator
 
 
 class Scheduler:
@@ -93,9 +93,7 @@ class Scheduler:
             forks = self._fork(seqs)
             return Batch(decodes + seqs, True, forks, len(decodes), self._draft(decodes, seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
-        if drafts := self._draft(seqs):
-            return Batch(seqs, True, num_decodes=len(seqs), drafts=drafts)
-        return Batch(seqs, is_prefill=False) if seqs else None
+        return Batch(seqs, is_prefill=False, drafts=self._draft(seqs)) if seqs else None
 
     def must_wait(self, batch: Batch) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known."""
@@ -134,8 +132,10 @@ class Scheduler:
             if (batch.is_prefill or end % block_size == 0) and seq.block_table:
                 self.block_manager.publish(seq, end)
         finished = []
-        drawn = zip(batch.sampling_seqs, token_ids, strict=True)
-        for seq, token_id in accepted(batch, drawn) if batch.drafts else drawn:
+        drawn: Iterable[tuple[Sequence, int]] = zip(batch.sampling_seqs, token_ids, strict=True)
+        if self.speculator is not None and batch.drafts:
+            drawn = self.speculator.accepted(batch, drawn)
+        for seq, token_id in drawn:
             if not seq.num_pending_tokens:
                 continue
             index = len(seq.token_ids) - seq.num_pending_tokens

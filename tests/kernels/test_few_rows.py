@@ -375,7 +375,7 @@ def test_a_model_computes_the_same(
     assert all(whole), "tiles extend over the end of memory"
     calls.clear()
     ordinary = reported(path, kernel_device, enforce_eager=True, **options)
-    assert calls in ([], [1, 8]), "not the probe alone"
+    assert len(calls) <= 4 and set(calls) <= {1, 8}, "not the probes alone"
     assert 0 < math.dist(few, exact) < 1.3 * math.dist(ordinary, exact)
 
 

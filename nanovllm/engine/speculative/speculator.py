@@ -1,60 +1,95 @@
 """Speculator: which sequences get drafts, how many, and what becomes of them."""
 
-from collections.abc import Callable, Iterable, Iterator
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.speculative.costs import Candidate, Costs, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.proposer import Proposer
+from nanovllm.engine.step.size import MOST_DRAFTS, Size
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
-# How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
-# takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
-FREE_TOKENS = 10
+QUIET_STEPS = 3
 
 
 class Speculator:
     """Asks a proposer for drafts where they are worth their cost, and counts those that were right.
 
-    A step of B tokens takes FREE_TOKENS + B units of time, so that a token takes (FREE_TOKENS + B)
-    / B of them and a draft 1: it is worth that if it is right with the probability of B /
-    (FREE_TOKENS + B) at least. With few sequences nearly every draft is, with many nearly none.
-
     A sequence whose next draw depends on the tokens before it (`reads_tokens`) gets no drafts.
     """
 
     def __init__(
-        self, proposer: Proposer, most_drafts: int, make_pace: Callable[[], Pace] = Pace
+        self,
+        proposer: Proposer,
+        most_drafts: int,
+        make_pace: Callable[[], Pace] = Pace,
+        costs: Costs | None = None,
     ) -> None:
         self.proposer = proposer
         self.most_drafts = most_drafts
+        self.costs = TokenCosts() if costs is None else costs
         self.num_drafts = 0  # of sequences and steps
         self.num_drafted = 0  # tokens
         self.accepted_at = [0] * most_drafts  # tokens, by place
         self._make_pace = make_pace
-        self._paces: WeakKeyDictionary[Sequence, Pace] = WeakKeyDictionary()
+        self._quiet = 0  # steps in which no sequence will want drafts
 
     def wants(self, seqs: list[Sequence]) -> bool:
-        """Whether any of these should have drafts as soon as its tokens are known."""
-        return any(self._most(seq, len(seqs)) > 0 for seq in seqs)
+        """Whether any of these should have drafts as soon as its tokens are known.
+
+        Called in each step, which should not wait for it: a no holds for some steps.
+        """
+        if self._quiet:
+            self._quiet -= 1
+            return False
+        wants = any(self.costs.worthwhile([*map(self._candidate, seqs)], len(seqs)))
+        if self.costs.waits and not wants:
+            self._quiet = QUIET_STEPS
+        return wants
 
     def draft(
         self, seqs: list[Sequence], num_tokens: int, budget: int, blocks: BlockManager
     ) -> dict[Sequence, list[int]]:
         """Drafts for some of `seqs`, `budget` in all at most, in a step of `num_tokens` others.
 
-        They take free blocks, which nothing else of the step needs, and no more than there are.
+        They take free blocks, which nothing else of the step needs, and no more than there are. The
+        proposer is asked when the sequences have them, as it may compute with them.
         """
-        drafts: dict[Sequence, list[int]] = {}
-        for seq, tokens in self._propose(seqs, num_tokens, budget):
-            room = blocks.grow(seq, seq.num_tokens + len(tokens)) - seq.num_tokens
+        asked: list[Sequence] = []
+        most: list[int] = []
+        budget = min(budget, MOST_DRAFTS)
+        candidates = [self._candidate(seq, not seq.num_pending_tokens) for seq in seqs]
+        for seq, number in zip(seqs, self.costs.worthwhile(candidates, num_tokens), strict=True):
+            number = min(number, budget)
+            room = number and blocks.grow(seq, seq.num_tokens + number) - seq.num_tokens
             if room > 0:
-                drafts[seq] = tokens[:room]
-        return drafts
+                asked.append(seq)
+                most.append(room)
+                budget -= room
+        if not asked:
+            return {}
+        proposed = zip(asked, most, self.proposer.propose(asked, most), strict=True)
+        drafts = {seq: tokens[:room] for seq, room, tokens in proposed}
+        for seq, tokens in drafts.items():
+            blocks.shrink(seq, seq.num_tokens + len(tokens))
+            if not tokens and self.costs.waits:
+                self._pace(seq).learn(seq.num_tokens, 1, 0)
+        return {seq: tokens for seq, tokens in drafts.items() if tokens}
+
+    def accepted(
+        self, batch: Batch, drawn: Iterable[tuple[Sequence, int]]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """The tokens that count: the first one of each sequence, and those after right drafts."""
+        counts, before = True, PENDING
+        for (seq, token_id), offset in zip(drawn, batch.offsets, strict=True):
+            counts = offset == 0 or (counts and batch.drafts[seq][offset - 1] == before)
+            if counts:
+                yield seq, token_id
+            before = token_id
 
     def settle(self, batch: Batch, blocks: BlockManager) -> None:
         """Remove what only wrong drafts had, places and blocks: the tokens that count are known.
@@ -82,27 +117,6 @@ class Speculator:
         """Drop what an interrupt may have left half done."""
         self.proposer.reset()
 
-    def _propose(
-        self, seqs: list[Sequence], num_tokens: int, budget: int
-    ) -> Iterator[tuple[Sequence, list[int]]]:
-        asked: list[Sequence] = []
-        most: list[int] = []
-        for seq in seqs:
-            number = 0 if seq.num_pending_tokens else self._most(seq, num_tokens)
-            if number > 0:
-                asked.append(seq)
-                most.append(number)
-                num_tokens += number
-        if not asked:
-            return
-        for seq, number, drafts in zip(
-            asked, most, self.proposer.propose(asked, most), strict=True
-        ):
-            kept = drafts[: min(number, budget)]
-            budget -= len(kept)
-            if kept:
-                yield seq, kept
-
     def _learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a step: the first `num_accepted` were right."""
         self.num_drafts += 1
@@ -111,34 +125,27 @@ class Speculator:
             self.accepted_at[place] += 1
         self._pace(seq).learn(seq.num_tokens, num_drafts, num_accepted)
 
-    def _most(self, seq: Sequence, num_tokens: int) -> int:
-        """How many drafts it should have in a step of so many tokens; one more always comes."""
-        if seq.reads_tokens:
-            return 0
-        limit = min(self.most_drafts, seq.max_num_tokens - seq.num_tokens - 1)
-        worth = num_tokens / (FREE_TOKENS + num_tokens)
-        return self._pace(seq).most(seq.num_tokens, worth, limit)
+    def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
+        """What decides about its drafts; one more token always comes after them."""
+        num_tokens = len(seq.token_ids)
+        limit = min(self.most_drafts, seq.max_num_tokens - num_tokens - 1)
+        if limit < 0 or not may_draft or seq.reads_tokens:
+            limit = 0
+        return Candidate(seq.pace or self._pace(seq), num_tokens, limit)
 
     def _pace(self, seq: Sequence) -> Pace:
-        pace = self._paces.get(seq)
-        if pace is None:
-            pace = self._paces[seq] = self._make_pace()
+        if seq.pace is None:
+            seq.pace = self._make_pace()
+        pace: Pace = seq.pace
         return pace
 
 
-def accepted(batch: Batch, drawn: Iterable[tuple[Sequence, int]]) -> Iterator[tuple[Sequence, int]]:
-    """The tokens that count: the first one of each sequence, and those after right drafts."""
-    counts, before = True, PENDING
-    for (seq, token_id), offset in zip(drawn, batch.offsets, strict=True):
-        counts = offset == 0 or (counts and batch.drafts[seq][offset - 1] == before)
-        if counts:
-            yield seq, token_id
-        before = token_id
-
-
-def speculator_of(config: SpeculativeConfig | None) -> Speculator | None:
-    """The speculator that the option asks for, if it does."""
+def speculator_of(
+    config: SpeculativeConfig | None, seconds: Mapping[Size, float]
+) -> Speculator | None:
+    """The speculator that the option asks for, if it does; steps take so many `seconds`."""
     if config is None:
         return None
     proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculator(proposer, config.num_speculative_tokens)
+    costs = GraphCosts(seconds) if seconds else None
+    return Speculator(proposer, config.num_speculative_tokens, costs=costs)

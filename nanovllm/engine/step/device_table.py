@@ -4,6 +4,8 @@ A row holds what a decode step needs: the sequence's last token, which the step 
 there, its length, which each step increments, and its block table. `Ledger` is the host's view.
 """
 
+from collections.abc import Callable
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -12,16 +14,20 @@ import torch
 from nanovllm.engine.step.transfer import Array, upload_ahead
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, TableState
 
+FEW = 1024  # changes that a device reads from the host's memory
+BUFFERS = 4  # two steps are in flight at most
+
 
 class TableLayout:
     """Where each column starts in one memory of 32-bit words, so that one list names all changes.
 
-    At most `num_running` sequences run. The last row is unused: batches are padded with it.
+    At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
+    has room for `most_drafts`.
     """
 
-    def __init__(self, num_running: int, max_blocks: int) -> None:
+    def __init__(self, num_running: int, max_blocks: int, most_drafts: int = 0) -> None:
         self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
-        self.max_blocks = max_blocks
+        self.max_blocks, self.most_drafts = max_blocks, most_drafts
         self.unused_row = num_rows - 1
         self.tokens = 0  # two words each, as are the seeds
         self.seeds = 2 * num_rows
@@ -29,7 +35,8 @@ class TableLayout:
         self.temperatures = 5 * num_rows
         self.batch = 6 * num_rows
         self.block_tables = 7 * num_rows
-        self.size = self.block_tables + num_rows * max_blocks
+        self.drafts = self.block_tables + num_rows * max_blocks
+        self.size = self.drafts + num_rows * most_drafts
 
 
 class TableChanges(NamedTuple):
@@ -40,9 +47,23 @@ class TableChanges(NamedTuple):
 
 
 class DeviceTable:
-    """The table on one rank's device."""
+    """The table on one rank's device.
 
-    def __init__(self, layout: TableLayout, device: torch.device) -> None:
+    With a kernel `write_words`, the device reads a step's changes from the host's memory, if they
+    are few: from one of several buffers, as the last steps may not have run yet.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        device: torch.device,
+        write_words: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None,
+    ) -> None:
+        self._write_words = write_words
+        if write_words is not None:
+            options = dict(dtype=torch.int32, pin_memory=device.type == "cuda")
+            buffers = [torch.empty(2, FEW, **options) for _ in range(BUFFERS)]  # type: ignore[call-overload]
+            self._buffers = cycle((buffer, buffer.numpy()) for buffer in buffers)
         num_longs = -(-layout.size // 2)
         if device.type == "cpu":  # pages that are never written take no memory
             longs = torch.from_numpy(np.zeros(num_longs, np.int64))
@@ -54,16 +75,29 @@ class DeviceTable:
         self.state = TableState(
             tokens=words[: layout.seeds].view(torch.long),
             seeds=words[layout.seeds : layout.lengths].view(torch.long),
-            lengths=words[layout.lengths : layout.temperatures].fill_(UNUSED_LENGTH),
+            lengths=words[layout.lengths : layout.temperatures],
             temperatures=words[layout.temperatures : layout.batch].view(torch.float32),
-            batch=words[layout.batch : layout.block_tables].fill_(layout.unused_row),
-            block_tables=words[layout.block_tables :].view(layout.num_rows, layout.max_blocks),
+            batch=words[layout.batch : layout.block_tables],
+            block_tables=words[layout.block_tables : layout.drafts].view(layout.num_rows, -1),
+            drafts=words[layout.drafts :].view(layout.num_rows, layout.most_drafts),
         )
+
+        self.clear()
+
+    def clear(self) -> None:
+        """No row has an owner, and the batch is empty."""
+        self.state.lengths.fill_(UNUSED_LENGTH)
+        self.state.batch.fill_(self.layout.unused_row)
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""
         size = len(changes.offsets)
         if not size:
+            return
+        if self._write_words is not None and size <= FEW:
+            buffer, array = next(self._buffers)
+            array[0, :size], array[1, :size] = changes
+            self._write_words(self._words, buffer, size)
             return
         packed = np.empty(size + -(-size // 2), np.int64)
         packed[:size] = changes.offsets

@@ -15,6 +15,7 @@ class CpuBackend(PlannedBackend):
     preferred_block_size = 16
     graph_safe = False
     copied_layers = 0
+    packs_few_queries = True
     prefill_attention = staticmethod(prefill_attention.prefill_attention)
     decode_attention = staticmethod(decode_attention.decode_attention)
 
@@ -30,6 +31,9 @@ class CpuBackend(PlannedBackend):
             cu_seqlens_q, cu_seqlens_k, context.block_tables, *self.heads
         )
 
-    def plan_decode(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> AttentionPlan:
+    def plan_decode(
+        self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
+    ) -> AttentionPlan:
         """Divide a layer's work into tasks for the threads."""
+        assert num_queries == 1, "drafts are in prefills"
         return decode_attention.plan_decode(context_lens, block_tables, *self.heads)
