@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.cuda_graph import Size
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.kv_pool import settle_length
 from nanovllm.engine.model_runner import ModelRunner, close_ranks
@@ -159,5 +160,5 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
             seconds = time.perf_counter() - start
             logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
         elif on_gpu:
-            shard.decode_graphs(num_running).run(1)  # compiles what decode needs
+            shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
     return settled

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_model
 from drafts import Adversary, speculate
 from reference import (
@@ -20,6 +21,8 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.cuda_graph import Size
+from nanovllm.engine.step.computed import Computed
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -36,6 +39,17 @@ REGIMES: dict[str, dict[str, Any]] = {
     "overlap, small pool, budget 16": dict(HARD, overlap=True),
     "mixed, overlap, small pool, budget 16": dict(HARD, scheduling="mixed", overlap=True),
     "mixed, budget 60": dict(scheduling="mixed", max_num_batched_tokens=60),
+}
+# Drafts are further queries of their rows in the device table, as on a GPU.
+ROWS: dict[str, Any] = dict(
+    attention_backend="torch",
+    speculative_config={"method": "ngram", "num_speculative_tokens": 5},
+)
+REGIMES |= {
+    "rows": ROWS,
+    "rows, three at a time": dict(ROWS, max_num_seqs=3),
+    "rows, overlap, small pool, budget 16": dict(HARD, **ROWS, overlap=True),
+    "rows, mixed, small pool, budget 16": dict(HARD, **ROWS, scheduling="mixed"),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "a window in every other layer": dict(
@@ -134,7 +148,7 @@ def test_greedy_drafts_keep_what_transformers_generates(name: str, standard: Cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, HARD])
+@pytest.mark.parametrize("options", [{}, HARD, ROWS])
 def test_greedy_drafts_keep_the_output_of_models_with(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -160,7 +174,7 @@ def test_logits_after_drafts_equal_transformers(
     check_logits(standard, **HARD)
 
 
-@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed")])
+@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed"), ROWS])
 def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     """Stops, texts, log-probabilities, several samples: with right drafts and wrong ones."""
     params = sampled_params()
@@ -179,7 +193,7 @@ def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Pa
 
 @pytest.mark.parametrize(
     "options",
-    [{}, HARD, dict(SMALL_POOL, overlap=True), dict(HARD, scheduling="mixed", overlap=True)],
+    [{}, HARD, dict(SMALL_POOL, overlap=True), dict(HARD, scheduling="mixed", overlap=True), ROWS],
 )
 def test_penalties_and_bad_words_count_right_drafts(
     options: dict[str, Any], model_dir: Path
@@ -196,9 +210,35 @@ def test_penalties_and_bad_words_count_right_drafts(
         audit_at_rest(llm)
 
 
-def test_two_ranks_keep_every_output(model_dir: Path) -> None:
+@pytest.mark.parametrize("max_num_seqs", [3, 48])
+def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
+    """Steps are padded, in sequences and in drafts; larger ones run without graphs."""
     params = sampled_params(PARAMS + READERS)
-    with make_llm(model_dir, tensor_parallel_size=2) as llm:
+    with make_llm(model_dir, **ROWS, max_num_seqs=max_num_seqs) as llm:
+        llm.scheduler.speculator = None
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        shard = llm.model_runner.shard
+        shard.graphs = graphs = shard.decode_graphs(max_num_seqs)
+        step, sizes = graphs.step, set()
+
+        def recording(size: Size, out: torch.Tensor) -> Computed:
+            sizes.add(size)
+            return step(size, out)
+
+        graphs.step = recording
+        speculator = speculate(llm, Adversary(7, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(got) == all_samples(expected)
+        assert sum(speculator.accepted_at) > 100
+        assert {size.num_queries for size in sizes} == {1, 2, 3, 6}
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("options", [{}, ROWS])
+def test_two_ranks_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    params = sampled_params(PARAMS + READERS)
+    with make_llm(model_dir, tensor_parallel_size=2, **options) as llm:
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         ids = [[one.token_ids for one in output.outputs] for output in expected]
         speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
@@ -207,10 +247,10 @@ def test_two_ranks_keep_every_output(model_dir: Path) -> None:
         assert sum(speculator.accepted_at) > 100
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_drafts_with_an_fp8_cache(backend: str, standard: Case) -> None:
+@pytest.mark.parametrize("options", [{}, dict(attention_backend="torch"), ROWS])
+def test_drafts_with_an_fp8_cache(options: dict[str, Any], standard: Case) -> None:
     """Equal except for codes that rounding decides: see test_fp8_kv.py."""
-    with make_llm(standard.path, kv_cache_dtype="fp8", attention_backend=backend) as llm:
+    with make_llm(standard.path, kv_cache_dtype="fp8", **options) as llm:
         expected = [output.token_ids for output in generate(llm, standard)]
         known = known_outputs(standard.prompts, [[tokens] for tokens in expected])
         speculator = speculate(llm, Adversary(3, VOCAB_SIZE, known))
