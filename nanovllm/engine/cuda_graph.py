@@ -8,46 +8,11 @@ the capture runs, and is tested, anywhere.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from nanovllm.engine.step.computed import Computed
-
-MOST_DRAFTS = 256  # of a step: with more, even right ones take longer than they save
-
-
-class Size(NamedTuple):
-    """A decode graph's sequences, and queries of each."""
-
-    num_seqs: int
-    num_queries: int = 1
-
-    @property
-    def num_rows(self) -> int:
-        """Queries of all sequences."""
-        return self.num_seqs * self.num_queries
-
-
-def batch_ladder(largest: int) -> list[int]:
-    """Sizes to capture: 1, 2, 4, 8, then every 16, and `largest` itself at the top.
-
-    From 128 to 256 it is every 8: there large layers become bound by arithmetic, which padding
-    adds to.
-    """
-    sizes = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 8), *range(256, largest, 16))
-    return [size for size in sizes if size < largest] + [largest]
-
-
-def draft_sizes(most_drafts: int, largest: int) -> list[Size]:
-    """Sizes to capture for steps with drafts: all, half, a quarter, ... of `most_drafts`."""
-    sizes = []
-    while most_drafts > 0:
-        top = min(largest, MOST_DRAFTS // most_drafts)
-        powers = [1 << exponent for exponent in range(top.bit_length())]
-        sizes += [Size(num_seqs, 1 + most_drafts) for num_seqs in sorted({*powers, top})]
-        most_drafts //= 2
-    return sizes
+from nanovllm.engine.step.size import Size
 
 
 class DecodeGraphs:
@@ -71,17 +36,9 @@ class DecodeGraphs:
         self._fitting: dict[Size, Size | None] = {}
 
     def fitting(self, batch: Size) -> Size | None:
-        """The smallest size that has room for the batch, if there is one.
-
-        Steps with drafts and steps without have different graphs.
-        """
+        """The smallest size that holds the batch, if there is one."""
         if batch not in self._fitting:
-            fits = (
-                size for size in self.sizes
-                if size.num_seqs >= batch.num_seqs and size.num_queries >= batch.num_queries
-                and (size.num_queries > 1) == (batch.num_queries > 1)
-            )  # fmt: skip
-            self._fitting[batch] = next(fits, None)
+            self._fitting[batch] = next((size for size in self.sizes if size.holds(batch)), None)
         return self._fitting[batch]
 
     def capture(self) -> None:

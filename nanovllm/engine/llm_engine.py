@@ -79,7 +79,8 @@ class LLMEngine:
         self.model_runner = start_runner(asked, self.model_config, path)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
-        speculator = speculator_of(asked.speculative_config)
+        seconds = self.model_runner.shard.graph_seconds
+        speculator = speculator_of(asked.speculative_config, seconds)
         self.scheduler = Scheduler(self.config, self.model_config.longest_window, speculator)
         self.counter = StepCounter()
         self.meter = RequestMeter()

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 import numpy as np
 import torch
 
-from nanovllm.engine.cuda_graph import DecodeGraphs, Size, batch_ladder, draft_sizes
+from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
@@ -19,6 +19,7 @@ from nanovllm.engine.step.draw_inputs import DrawInputs
 from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
 from nanovllm.engine.step.logprobs import drawn_columns, prompt_columns, rows_at_a_time
 from nanovllm.engine.step.reports import Columns, ReportInputs
+from nanovllm.engine.step.size import Size, batch_ladder, draft_sizes
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.context import Context, reset_context, set_context
@@ -55,6 +56,7 @@ class Shard:
         )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
         self.graphs: DecodeGraphs | None = None
+        self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
         self._num_threads = num_threads
 

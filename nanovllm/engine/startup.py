@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graph import Size
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.kv_pool import settle_length
 from nanovllm.engine.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
+from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_times import time_graphs
 from nanovllm.engine.warm_up import compile_steps, warm_up
 from nanovllm.engine.workers import Workers, threads_of_rank
 from nanovllm.layers.layer import Layer
@@ -159,6 +160,8 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
             num_graphs = shard.capture_graphs(num_running)
             seconds = time.perf_counter() - start
             logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
+            if shard.placement.most_drafts:
+                shard.graph_seconds = time_graphs(shard)
         elif on_gpu:
             shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
     return settled

@@ -15,9 +15,9 @@ from conftest import LogitRecorder, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graph import Size, batch_ladder
 from nanovllm.engine.sequence import PENDING
 from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.size import Size, batch_ladder
 from nanovllm.engine.step.transfer import upload_ahead
 from nanovllm.layers.context import Context
 

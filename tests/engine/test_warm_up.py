@@ -16,9 +16,9 @@ from conftest import make_model
 from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine import warm_up
-from nanovllm.engine.cuda_graph import Size
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.step.inputs import PrefillInputs
+from nanovllm.engine.step.size import Size
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -56,12 +56,19 @@ class DeviceTable:
         self.state = TableState(
             tokens=words[: layout.seeds].view(torch.long),
             seeds=words[layout.seeds : layout.lengths].view(torch.long),
-            lengths=words[layout.lengths : layout.temperatures].fill_(UNUSED_LENGTH),
+            lengths=words[layout.lengths : layout.temperatures],
             temperatures=words[layout.temperatures : layout.batch].view(torch.float32),
-            batch=words[layout.batch : layout.block_tables].fill_(layout.unused_row),
+            batch=words[layout.batch : layout.block_tables],
             block_tables=words[layout.block_tables : layout.drafts].view(layout.num_rows, -1),
             drafts=words[layout.drafts :].view(layout.num_rows, layout.most_drafts),
         )
+
+        self.clear()
+
+    def clear(self) -> None:
+        """No row has an owner, and the batch is empty."""
+        self.state.lengths.fill_(UNUSED_LENGTH)
+        self.state.batch.fill_(self.layout.unused_row)
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""

@@ -21,8 +21,10 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cuda_graph import Size
+from nanovllm.engine.speculative.costs import GraphCosts, TokenCosts
 from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_times import time_graphs
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -347,4 +349,69 @@ def test_aborts_between_steps_leave_the_others_alone(standard: Case) -> None:
         kept = [i for i in ids if i in outputs]
         assert 10 < len(kept) < len(ids)
         assert_same([outputs[i] for i in kept], [standard.expected[ids.index(i)] for i in kept])
+        audit_at_rest(llm)
+
+
+def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
+    """Before anything runs; the table is as new afterwards."""
+    params = SamplingParams(max_tokens=9, temperature=0)
+    with make_llm(model_dir, **ROWS, max_num_seqs=6, enable_prefix_caching=False) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        shard = llm.model_runner.shard
+        shard.graphs = shard.decode_graphs(6)
+        llm.model_runner.recover()
+        with shard.computing():
+            seconds = time_graphs(shard)
+        assert {Size(4), Size(6), Size(6, 6), Size(1, 3), Size(2, 2)} < seconds.keys()
+        assert all(0 < value < 1 for value in seconds.values())
+        again = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(again) == all_samples(expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3),
+     dict(attention_backend="torch")],
+)  # fmt: skip
+def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    gpu: dict[str, Any] = dict(
+        device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16, **options
+    )
+    gpu |= dict(speculative_config=ROWS["speculative_config"])
+    params = sampled_params(PARAMS + READERS)
+    with make_llm(model_dir, **gpu) as llm:
+        speculator, llm.scheduler.speculator = llm.scheduler.speculator, None
+        assert speculator is not None
+        assert isinstance(speculator.costs, GraphCosts if llm.model_runner.shard.graphs
+                          else TokenCosts)  # fmt: skip
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [[one.token_ids for one in output.outputs] for output in got] == ids
+        assert [[one.finish_reason for one in output.outputs] for output in got] == [
+            [one.finish_reason for one in output.outputs] for output in expected
+        ]
+        assert sum(speculator.accepted_at) > 100
+        audit_at_rest(llm)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_ngrams_on_a_gpu(max_num_seqs: int, model_dir: Path) -> None:
+    """The option as users set it: the engine decides which steps have drafts."""
+    gpu: dict[str, Any] = dict(
+        device="cuda", gpu_memory_utilization=0.05, max_num_seqs=max_num_seqs
+    )
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[5, 6, i])
+        for i in range(8, 16)
+    ]
+    with make_llm(model_dir, **gpu) as plain:
+        expected = plain.generate(PROMPTS[:8], params, use_tqdm=False)
+    with make_llm(model_dir, **gpu, speculative_config={"method": "ngram"}) as llm:
+        got = llm.generate(PROMPTS[:8], params, use_tqdm=False)
+        assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+        assert llm.stats().accepted_tokens > 50
         audit_at_rest(llm)
