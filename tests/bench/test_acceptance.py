@@ -94,8 +94,11 @@ def test_a_seed_decides_which_drafts_are_right(model_dir: Path) -> None:
     for seed in (1, 1, 2):
         with make_llm(model_dir, speculative_config=NGRAM, seed=0) as llm:
             accept_by_chance(llm, 0.6, seed)
-            runs.append((run(llm), llm.stats().accepted_tokens))
-    assert runs[0] == runs[1] != runs[2]
+            tokens, speculator = run(llm), llm.scheduler.speculator
+            assert speculator is not None
+            runs.append((speculator.accepted_at, tokens))
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[2][0]
 
 
 def test_the_engine_decides_how_many_drafts_are_worth_it(llm: LLM) -> None:
