@@ -74,7 +74,8 @@ class Shard:
         self._drop_table()
         max_blocks = -(-max_model_len // self.block_size)
         layout = TableLayout(num_running, max_blocks, self.placement.most_drafts)
-        self.table = DeviceTable(layout, self.device)
+        write = self.backend.kernels.write_table if self.device.type == "cuda" else None
+        self.table = DeviceTable(layout, self.device, write)
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
