@@ -7,7 +7,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, Costs, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
-from nanovllm.engine.speculative.pace import Pace
+from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.proposer import Proposer
 from nanovllm.engine.step.size import MOST_DRAFTS, Size
 from nanovllm.metrics import Metric, draft_metrics
@@ -23,7 +23,7 @@ class Speculator:
         self,
         proposer: Proposer,
         most_drafts: int,
-        make_pace: Callable[[], Pace] = Pace,
+        make_pace: Callable[[Outlook], Pace] = Pace,
         costs: Costs | None = None,
     ) -> None:
         self.proposer = proposer
@@ -32,7 +32,7 @@ class Speculator:
         self.num_drafts = 0  # of sequences and steps
         self.num_drafted = 0  # tokens
         self.accepted_at = [0] * most_drafts  # tokens, by place
-        self._make_pace = make_pace
+        self._make_pace, self._outlook = make_pace, Outlook()
         self._quiet = 0  # steps in which no sequence will want drafts
 
     def wants(self, seqs: list[Sequence]) -> bool:
@@ -132,7 +132,7 @@ class Speculator:
 
     def _pace(self, seq: Sequence) -> Pace:
         if seq.pace is None:
-            seq.pace = self._make_pace()
+            seq.pace = self._make_pace(self._outlook)
         pace: Pace = seq.pace
         return pace
 
