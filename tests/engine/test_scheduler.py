@@ -772,7 +772,7 @@ def test_right_drafts_are_followed_by_one_more_token() -> None:
     step(scheduler)
     batch = scheduler.schedule()
     assert (batch.drafts, batch.sampling_seqs) == ({seq: [TOKEN] * 3}, [seq] * 4)
-    assert (batch.is_prefill, batch.num_decodes) == (True, 1)
+    assert (batch.is_prefill, batch.num_decodes) == (False, 1)
     scheduler.postprocess(batch, [TOKEN, TOKEN, TOKEN, 51])
     assert seq.output_token_ids == [TOKEN, TOKEN, TOKEN, TOKEN, 51]
     batch = scheduler.schedule()
