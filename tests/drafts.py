@@ -19,6 +19,8 @@ class Eager(Pace):
 class RandomProposer:
     """Random tokens, of random lengths: more than asked for at times, or none."""
 
+    cost = 0.0
+
     def __init__(self, seed: int, num_tokens: int) -> None:
         self.rng, self.num_tokens = random.Random(seed), num_tokens
 

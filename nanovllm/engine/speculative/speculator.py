@@ -23,6 +23,8 @@ class Speculator:
     A step of B tokens takes FREE_TOKENS + B units of time, so that a token takes (FREE_TOKENS + B)
     / B of them and a draft 1: it is worth that if it is right with the probability of B /
     (FREE_TOKENS + B) at least. With few sequences nearly every draft is, with many nearly none.
+    If the proposer takes the `cost`-th part of a step for guesses of all, that adds to the
+    probability.
 
     A sequence whose next draw depends on the tokens before it (`reads_tokens`) gets no drafts.
     """
@@ -118,7 +120,7 @@ class Speculator:
         if seq.reads_tokens:
             return 0
         limit = min(self.most_drafts, seq.max_num_tokens - seq.num_tokens - 1)
-        worth = num_tokens / (FREE_TOKENS + num_tokens)
+        worth = num_tokens / (FREE_TOKENS + num_tokens) + self.proposer.cost
         return self._pace(seq).most(seq.num_tokens, worth, limit)
 
     def _pace(self, seq: Sequence) -> Pace:
@@ -128,9 +130,11 @@ class Speculator:
         return pace
 
 
-def speculator_of(config: SpeculativeConfig | None) -> Speculator | None:
-    """The speculator that the option asks for, if it does."""
+def speculator_of(
+    config: SpeculativeConfig | None, draft_model: Proposer | None
+) -> Speculator | None:
+    """The speculator that the option asks for, if it does. `draft_model` is None for n-grams."""
     if config is None:
         return None
-    proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculator(proposer, config.num_speculative_tokens)
+    ngrams = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    return Speculator(draft_model or ngrams, config.num_speculative_tokens)

@@ -59,7 +59,8 @@ class StepInputs:
     A decode step of `num_seqs` sequences reads everything else from the table. `width` is the
     number of columns of its block tables, 0 for a prefill that reads none. `whole_logits`: whether
     rank 0 needs the logits of a decode step, and not only the tokens that the ranks draw together.
-    `report`, which rank 0 alone has, says what is reported of the prompts.
+    `report`, which rank 0 alone has, says what is reported of the prompts. `shard` is the index of
+    the shard that computes it, if a rank has a draft model too.
     """
 
     num_seqs: int
@@ -68,6 +69,7 @@ class StepInputs:
     prefill: PrefillInputs | None = None
     whole_logits: bool = True
     report: ReportInputs | None = None
+    shard: int = 0
 
 
 def step_inputs(

@@ -1,0 +1,47 @@
+"""DraftRunner: rank 0's driver of the draft model, on all ranks."""
+
+from contextlib import AbstractContextManager
+
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.speculative.draft_model import DraftModelProposer
+from nanovllm.engine.step.inputs import StepInputs
+from nanovllm.models.model_size import step_weight_bytes
+from nanovllm.models.weight_bytes import WeightBytes
+
+
+class DraftRunner(ModelRunner):
+    """Drives the second shard of each rank; the model's runner owns shards and workers."""
+
+    def __init__(self, owner: ModelRunner) -> None:
+        super().__init__(owner.shards[1:], owner.config, owner.workers)
+
+    def rewrite_tokens(self, seqs: list[Sequence]) -> None:
+        """Let the next decode step read the last tokens of `seqs` from the host."""
+        self.ledger.rewrite_tokens(seqs)
+
+    def _on_other_ranks(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        inputs.shard = 1
+        return super()._on_other_ranks(inputs)
+
+
+def _step_bytes(shard: Shard) -> float:
+    """What a step of one token reads of the weights, on all ranks together."""
+    sizes = WeightBytes(shard.placement.dtype.itemsize, shard.model_config.quantization)
+    return step_weight_bytes(shard.model_config, sizes, rows=1)
+
+
+def draft_proposer(owner: ModelRunner) -> DraftModelProposer | None:
+    """The proposer that asks the draft model, if this runner's ranks have one."""
+    if len(owner.shards) == 1:
+        return None
+    model, draft = owner.shards
+    return DraftModelProposer(
+        DraftRunner(owner),
+        owner.config,
+        vocab_sizes=(model.vocab_size, draft.vocab_size),
+        longest=draft.placement.max_positions,
+        cost=_step_bytes(draft) / _step_bytes(model),
+        repeats_steps=draft.placement.uses_graphs,
+    )
