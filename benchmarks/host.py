@@ -45,6 +45,7 @@ from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.size import Size
 from nanovllm.kernels.plain.read_table import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
@@ -107,15 +108,16 @@ class StandIn:
         self.clock.lap("launch")
         return hidden
 
-    def decode(self, num_rows: int, *_: Any) -> tuple[torch.Tensor, Decoding]:
+    def decode(self, size: Size, *_: Any) -> tuple[torch.Tensor, Decoding]:
         self.clock.lap("prepare")
-        result = self.hidden[:num_rows], Decoding(*[self.rows[:num_rows]] * len(Decoding._fields))
+        rows = self.rows[: size.num_rows]
+        result = self.hidden[: size.num_rows], Decoding(*[rows] * len(Decoding._fields))
         self.clock.lap("launch")
         return result
 
-    def replay(self, num_rows: int, out: torch.Tensor) -> Computed:
+    def replay(self, size: Size, out: torch.Tensor) -> Computed:
         self.clock.lap("prepare")
-        return Computed(out, self.rows, (self.rows, self.rows), self.token_ids[:num_rows])
+        return Computed(out, self.rows, (self.rows, self.rows), self.token_ids[: size.num_rows])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden

@@ -1,7 +1,7 @@
 """Drafts for tests: proposers that are right, wrong, or both, and a pace that always asks."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from nanovllm import LLM
 from nanovllm.engine.sequence import Sequence
@@ -19,12 +19,12 @@ class Eager(Pace):
 class RandomProposer:
     """Random tokens, of random lengths: more than asked for at times, or none."""
 
-    cost = 0.0
-
     def __init__(self, seed: int, num_tokens: int) -> None:
         self.rng, self.num_tokens = random.Random(seed), num_tokens
+        self.on_propose: Callable[[list[Sequence]], None] = lambda _: None
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
+        self.on_propose(seqs)
         return [self.guess(seq, number) for seq, number in zip(seqs, most, strict=True)]
 
     def guess(self, seq: Sequence, most: int) -> list[int]:

@@ -5,12 +5,9 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 
 from nanovllm.command.main import main
 from nanovllm.config import Config
-from nanovllm.engine import placement
-from nanovllm.layers.ranks import ALONE
 from nanovllm.speculative_config import SpeculativeConfig
 
 NGRAM = {"method": "ngram"}
@@ -75,11 +72,3 @@ def test_the_command_line_takes_json(
         raise SystemExit(main(["generate", "1+1=", "--speculative-config", text]))
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decode graphs have one token for each sequence."""
-    monkeypatch.setattr(placement, "resolve_device", lambda *_: torch.device("cuda", 0))
-    asked = Config("m", speculative_config=NGRAM)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="works on a CPU only so far, not on cuda:0"):
-        placement.resolve_placement(asked, None, ALONE)  # type: ignore[arg-type]

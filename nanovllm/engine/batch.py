@@ -10,9 +10,9 @@ class Batch:
     """The sequences of one step.
 
     Each computes its `num_scheduled_tokens` tokens after the `num_cached_tokens` in the cache; a
-    decode step has one token for each sequence. The first `num_decodes` sequences of a prefill
-    decode. A fork is a sequence and one of its siblings: the sibling computes nothing, and samples
-    from the logits of the sequence.
+    decode step has one such token for each sequence. The first `num_decodes` sequences decode: some
+    of a prefill, all of a decode step. A fork is a sequence and one of its siblings: the sibling
+    computes nothing, and samples from the logits of the sequence.
 
     `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
     too, beside the scheduled tokens, and draws the token after each: those of right drafts count.
@@ -36,7 +36,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.all_seqs = self.sampling_seqs = self.seqs
-        if self.is_prefill:
+        if not self.is_prefill:
+            self.num_decodes = len(self.seqs)
+        else:
             self.all_seqs = [*self.seqs, *(sibling for _, sibling in self.forks)]
             self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]
         self.offsets = [0] * len(self.sampling_seqs)

@@ -1,48 +1,45 @@
 """Decode steps captured as CUDA graphs, once for each of a ladder of batch sizes.
 
+With speculation there are further ones, with several queries of each sequence.
+
 A graph is the whole step: reading the device table, the model, logits, the draw, and storing the
 tokens for the next step. Without CUDA, replaying a size calls the step, so that everything except
 the capture runs, and is tested, anywhere.
 """
 
-import bisect
 from collections.abc import Callable
 
 import torch
 
 from nanovllm.engine.step.computed import Computed
-
-
-def batch_ladder(largest: int) -> list[int]:
-    """Sizes to capture: 1, 2, 4, 8, then every 16, and `largest` itself at the top.
-
-    From 128 to 256 it is every 8: there large layers become bound by arithmetic, which padding
-    adds to.
-    """
-    sizes = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 8), *range(256, largest, 16))
-    return [size for size in sizes if size < largest] + [largest]
+from nanovllm.engine.step.size import Size
 
 
 class DecodeGraphs:
     """The decode step for every size of a ladder.
 
-    `step(size, out)` computes the first `size` rows of the batch, and writes their logits to `out`.
-    A batch runs in the next larger size, padded with unused rows, which write nothing (slot -1) and
-    attend to nothing (context length 0). The caller runs batches above the largest size eagerly.
+    `step(size, out)` computes the batch's first sequences, and writes their logits to `out`. A
+    batch runs in the next larger size, padded with unused queries, which write nothing (slot -1)
+    and attend to nothing (context length 0). The caller runs batches that fit no size eagerly.
     """
 
     def __init__(
-        self, step: Callable[[int, torch.Tensor], Computed], sizes: list[int], logits: torch.Tensor
+        self,
+        step: Callable[[Size, torch.Tensor], Computed],
+        sizes: list[Size],
+        logits: torch.Tensor,
     ) -> None:
         self.step = step
-        self.sizes = sizes
+        self.sizes = sorted(sizes, key=lambda size: size.num_rows)
         self.logits = logits
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Computed]] = {}
+        self.graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Computed]] = {}
+        self._fitting: dict[Size, Size | None] = {}
 
-    @property
-    def max_batch_size(self) -> int:
-        """The largest batch that `replay` takes."""
-        return self.sizes[-1]
+    def fitting(self, batch: Size) -> Size | None:
+        """The smallest size that holds the batch, if there is one."""
+        if batch not in self._fitting:
+            self._fitting[batch] = next((size for size in self.sizes if size.holds(batch)), None)
+        return self._fitting[batch]
 
     def capture(self) -> None:
         """Capture every size, largest first, into one memory pool. CUDA only.
@@ -66,9 +63,8 @@ class DecodeGraphs:
             graph.reset()
         self.graphs.clear()
 
-    def replay(self, num_rows: int) -> Computed:
+    def replay(self, size: Size) -> Computed:
         """Run the step of the table's batch. The next replay overwrites what it returns."""
-        size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         if self.graphs:
             graph, computed = self.graphs[size]
             graph.replay()
@@ -76,6 +72,6 @@ class DecodeGraphs:
             computed = self.run(size)
         return computed
 
-    def run(self, size: int) -> Computed:
-        """Call the step for the first `size` rows of the batch."""
-        return self.step(size, self.logits[:size])
+    def run(self, size: Size) -> Computed:
+        """Call the step for the first sequences of the batch."""
+        return self.step(size, self.logits[: size.num_rows])

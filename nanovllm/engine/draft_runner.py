@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shard import Shard
+from nanovllm.engine.speculative.costs import Costs, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.draft_model import DraftModelProposer
 from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.models.model_size import step_weight_bytes
@@ -32,16 +33,20 @@ def _step_bytes(shard: Shard) -> float:
     return step_weight_bytes(shard.model_config, sizes, rows=1)
 
 
-def draft_proposer(owner: ModelRunner) -> DraftModelProposer | None:
-    """The proposer that asks the draft model, if this runner's ranks have one."""
-    if len(owner.shards) == 1:
-        return None
-    model, draft = owner.shards
-    return DraftModelProposer(
-        DraftRunner(owner),
-        owner.config,
+def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
+    """What drafts cost on these ranks, and the proposer that asks their draft model, if any."""
+    model, *drafts = runner.shards
+    if not drafts:
+        seconds = model.graph_seconds
+        return GraphCosts(seconds) if seconds else TokenCosts(), None
+    (draft,) = drafts
+    proposer = DraftModelProposer(
+        DraftRunner(runner),
+        runner.config,
         vocab_sizes=(model.vocab_size, draft.vocab_size),
         longest=draft.placement.max_positions,
-        cost=_step_bytes(draft) / _step_bytes(model),
         repeats_steps=draft.placement.uses_graphs,
     )
+    if model.graph_seconds:
+        return GraphCosts(model.graph_seconds, draft.graph_seconds), proposer
+    return TokenCosts(_step_bytes(draft) / _step_bytes(model)), proposer

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.draft import find_draft
-from nanovllm.engine.draft_runner import draft_proposer
+from nanovllm.engine.draft_runner import draft_costs
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -82,7 +82,7 @@ class LLMEngine:
         self.model_runner = runner = start_runner(asked, self.model_config, path, draft)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
-        speculator = speculator_of(asked.speculative_config, draft_proposer(runner))
+        speculator = speculator_of(asked.speculative_config, *draft_costs(runner))
         self.scheduler = Scheduler(self.config, runner.longest_window, speculator)
         self.counter = StepCounter()
         self.meter = RequestMeter()

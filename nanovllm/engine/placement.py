@@ -24,6 +24,7 @@ class Placement:
     backend: Backend
     max_positions: int
     uses_graphs: bool  # whether decode steps are CUDA graphs
+    most_drafts: int = 0  # that a sequence has in a decode step; others are in prefills
 
     @property
     def block_size(self) -> int:
@@ -45,11 +46,6 @@ class Placement:
 def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -> Placement:
     """Resolve device, type, backend and length; an option that does not fit is a ValueError."""
     device = resolve_device(config.device, ranks)
-    if config.speculative_config is not None and device.type == "cuda":
-        raise ValueError(
-            f"speculative_config works on a CPU only so far, not on {device}; leave it out, or use"
-            " device='cpu'"
-        )
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     longest = max_rope_positions(model_config.rope_parameters, model_config.max_position_embeddings)
@@ -67,4 +63,8 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
         backend = choose_backend(config.attention_backend, spec)
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
-    return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs)
+    drafting, packs = config.speculative_config, backend.attention.packs_few_queries
+    most_drafts = drafting.num_speculative_tokens if drafting and not packs else 0
+    return Placement(
+        ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, most_drafts
+    )

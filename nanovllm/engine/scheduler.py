@@ -93,9 +93,7 @@ class Scheduler:
             forks = self._fork(seqs)
             return Batch(decodes + seqs, True, forks, len(decodes), self._draft(decodes, seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
-        if drafts := self._draft(seqs):
-            return Batch(seqs, True, num_decodes=len(seqs), drafts=drafts)
-        return Batch(seqs, is_prefill=False) if seqs else None
+        return Batch(seqs, is_prefill=False, drafts=self._draft(seqs)) if seqs else None
 
     def must_wait(self, batch: Batch) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 import numpy as np
 import torch
 
-from nanovllm.engine.cuda_graph import DecodeGraphs, batch_ladder
+from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
@@ -19,6 +19,7 @@ from nanovllm.engine.step.draw_inputs import DrawInputs
 from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
 from nanovllm.engine.step.logprobs import drawn_columns, prompt_columns, rows_at_a_time
 from nanovllm.engine.step.reports import Columns, ReportInputs
+from nanovllm.engine.step.size import Size, batch_ladder, draft_sizes
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.context import Context, reset_context, set_context
@@ -55,6 +56,7 @@ class Shard:
         )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
         self.graphs: DecodeGraphs | None = None
+        self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
         self._num_threads = num_threads
 
@@ -70,7 +72,8 @@ class Shard:
     def make_table(self, num_running: int, max_model_len: int) -> None:
         """Make a device table for sequences of up to `max_model_len` tokens."""
         self._drop_table()
-        layout = TableLayout(num_running, -(-max_model_len // self.block_size))
+        max_blocks = -(-max_model_len // self.block_size)
+        layout = TableLayout(num_running, max_blocks, self.placement.most_drafts)
         self.table = DeviceTable(layout, self.device)
 
     def _drop_table(self) -> None:
@@ -83,22 +86,24 @@ class Shard:
         if inputs.prefill is not None:
             return self._compute_prefill(inputs.prefill, inputs.width, inputs.report)
         self.share_tokens()
-        if self.graphs and inputs.num_seqs <= self.graphs.max_batch_size:
-            return self._replay(self.graphs, inputs)
+        batch = Size(inputs.num_seqs, inputs.num_queries)
+        if self.graphs and (size := self.graphs.fitting(batch)):
+            return self._replay(self.graphs, size, inputs.whole_logits)
         self._tokens_are_shared = False
-        hidden, decoding = self._decode(inputs.num_seqs, inputs.width)
+        hidden, decoding = self._decode(batch, inputs.width)
         choices = decoding.temperatures, decoding.keys
-        return Computed(self.model.compute_logits(hidden), decoding.rows, choices)
+        logits = self.model.compute_logits(hidden)
+        return Computed(logits, decoding.rows, choices, num_queries=batch.num_queries)
 
-    def _replay(self, graphs: DecodeGraphs, inputs: StepInputs) -> Computed:
+    def _replay(self, graphs: DecodeGraphs, size: Size, whole_logits: bool) -> Computed:
         """A decode graph's step. If ranks draw together, rank 0 has all logits where it needs them.
 
         Then it may replace tokens that the ranks have drawn.
         """
-        computed = graphs.replay(inputs.num_seqs)
+        computed = graphs.replay(size)
         if self.ranks.peer_kernels is None:
             self._tokens_are_shared = False
-        elif inputs.whole_logits:
+        elif whole_logits:
             self._tokens_are_shared = False
             computed = computed._replace(logits=self.model.lm_head.gather(computed.logits))
         return computed
@@ -109,7 +114,10 @@ class Shard:
         """The token ids of a step's samples, and their reports. On rank 0."""
         if not inputs.num_samples:
             return torch.empty(0, dtype=torch.long, device=self.device), ()
-        computed = computed.first(inputs.num_samples)
+        if inputs.samples is None:
+            computed = computed.at(slice(inputs.num_samples))
+        else:
+            computed = computed.at(upload(inputs.samples, self.device))
         token_ids = computed.token_ids
         if inputs.filters or inputs.report is not None:
             assert computed.logits.shape[1] == self.vocab_size, "a part of the vocabulary"
@@ -201,25 +209,29 @@ class Shard:
         )
         return self._forward(input_ids, positions, context, rows)
 
-    def _decode(self, num_rows: int, width: int) -> tuple[torch.Tensor, Decoding]:
+    def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding]:
         """The hidden states of the table's batch, and what was read from the table."""
-        read_table = self.backend.kernels.read_table
-        decoding = read_table(self.table.state, num_rows, width, self.block_size)
+        decoding = self.backend.kernels.read_table(
+            self.table.state, size.num_seqs, width, self.block_size, size.num_queries
+        )
+        tables = decoding.block_tables
+        if size.num_queries > 1:
+            tables = tables.repeat_interleave(size.num_queries, dim=0)
         context = Context(
             is_prefill=False,
             slot_mapping=decoding.slot_mapping,
             context_lens=decoding.context_lens,
-            block_tables=decoding.block_tables,
+            block_tables=tables,
         )
         return self._forward(decoding.input_ids, decoding.positions, context), decoding
 
-    def _decode_and_draw(self, num_rows: int, out: torch.Tensor) -> Computed:
+    def _decode_and_draw(self, size: Size, out: torch.Tensor) -> Computed:
         """A decode graph's step: logits go to `out`, and the tokens are drawn and kept.
 
         Ranks draw together if they have kernels for it, each from its part of the logits. Else rank
         0 draws alone.
         """
-        hidden, decoding = self._decode(num_rows, self.table.layout.max_blocks)
+        hidden, decoding = self._decode(size, self.table.layout.max_blocks)
         rows, choices = decoding.rows, (decoding.temperatures, decoding.keys)
         head, together = self.model.lm_head, self.ranks.peer_kernels
         if together:
@@ -227,12 +239,12 @@ class Shard:
             token_ids = together.sample(logits, *choices, head.shard.start)
         elif self.ranks.rank > 0:
             self.model.compute_logits(hidden)
-            return Computed(out, rows)
+            return Computed(out, rows, num_queries=size.num_queries)
         else:
             logits = self.model.compute_logits(hidden, out)
             token_ids = self.sampler(logits, *choices)
         self.table.keep_tokens(rows, token_ids)
-        return Computed(logits, rows, choices, token_ids)
+        return Computed(logits, rows, choices, token_ids, num_queries=size.num_queries)
 
     def _forward(
         self,
@@ -253,11 +265,13 @@ class Shard:
     def decode_graphs(self, num_running: int) -> DecodeGraphs:
         """The decode steps of a ladder, not captured; they run on any device."""
         top = min(num_running, MAX_GRAPH_BATCH)
+        sizes = [*map(Size, batch_ladder(top)), *draft_sizes(self.placement.most_drafts, top)]
+        num_rows = max(size.num_rows for size in sizes)
         columns = self.vocab_size if self.ranks.rank == 0 else 0
         if self.ranks.peer_kernels:
             columns = self.model.lm_head.held.num_rows
-        logits = torch.empty(top, columns, dtype=self.placement.dtype, device=self.device)
-        return DecodeGraphs(self._decode_and_draw, batch_ladder(top), logits)
+        logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
+        return DecodeGraphs(self._decode_and_draw, sizes, logits)
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture the decode steps; returns how many sizes there are."""

@@ -15,9 +15,10 @@ from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.kv_pool import settle_length
 from nanovllm.engine.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.placement import Placement, resolve_placement
+from nanovllm.engine.prepare import prepare
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
-from nanovllm.engine.warm_up import compile_steps, warm_up
+from nanovllm.engine.warm_up import compile_steps
 from nanovllm.engine.workers import Workers, threads_of_rank
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
@@ -172,22 +173,5 @@ def start_shards(shards: list[Shard], config: Config) -> EngineConfig:
             longest(one.model_config.longest_window for one in shards),
         )  # fmt: skip
         settled = EngineConfig.settle(config, num_blocks, max_model_len)
-        for one in shards:
-            _complete(one, settled, config)
+        prepare(shards, settled, config)
     return settled
-
-
-def _complete(shard: Shard, settled: EngineConfig, config: Config) -> None:
-    """Give a shard its table, its pool and its graphs."""
-    num_running = settled.max_num_running
-    shard.make_table(num_running, settled.max_model_len)
-    shard.pool.allocate(settled.num_kvcache_blocks)
-    if shard.device.type == "cuda":
-        warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
-    if shard.placement.uses_graphs:
-        start = time.perf_counter()
-        num_graphs = shard.capture_graphs(num_running)
-        seconds = time.perf_counter() - start
-        logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
-    elif shard.device.type == "cuda":
-        shard.decode_graphs(num_running).run(1)  # compiles what decode needs

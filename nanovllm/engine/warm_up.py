@@ -41,7 +41,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
         _run_prefills(shard, config.max_num_batched_tokens)
         graphs = shard.decode_graphs(num_running)
-        for size in graphs.sizes if shard.placement.uses_graphs else (1,):
+        for size in graphs.sizes if shard.placement.uses_graphs else graphs.sizes[:1]:
             graphs.run(size)
 
     with _errors_name_options(shard, config), _two_layers_of_each_kind(shard):

@@ -55,7 +55,7 @@ class Kernels:
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
-    read_table: Callable[[TableState, int, int, int], Decoding]
+    read_table: Callable[[TableState, int, int, int, int], Decoding]
     arrange: Callable[[QuantizedMatrix], Any]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None

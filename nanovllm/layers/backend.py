@@ -100,7 +100,9 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     ones = torch.ones(1, device=spec.device)
     kernels.sample(x, ones, ones.long())
     one, word = ones.long(), ones.int()
-    kernels.read_table(TableState(one, one, word, ones, word - 1, word[None]), 1, 1, 2)
+    kernels.read_table(
+        TableState(one, one, word, ones, word - 1, word[None], word[None]), 1, 1, 2, 1
+    )
     _try_attention_inputs(kernels, spec)
     matrix = torch.zeros(64, 64, **options)
     if (arranged := kernels.arrange_plain(matrix)) is not None:

@@ -15,9 +15,9 @@ from conftest import LogitRecorder, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graph import batch_ladder
 from nanovllm.engine.sequence import PENDING
 from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.size import Size, batch_ladder
 from nanovllm.engine.step.transfer import upload_ahead
 from nanovllm.layers.context import Context
 
@@ -45,8 +45,8 @@ def use_graphs(llm: LLM) -> list[int]:
     )
     step, sizes = graphs.step, []
 
-    def recording(size: int, out: torch.Tensor) -> Computed:
-        sizes.append(size)
+    def recording(size: Size, out: torch.Tensor) -> Computed:
+        sizes.append(size.num_seqs)
         return step(size, out)
 
     graphs.step = recording
@@ -93,11 +93,10 @@ def test_the_runners_ladder_follows_its_config(
 ) -> None:
     with make_llm(model_dir, max_num_seqs=max_num_seqs) as llm:
         graphs = llm.model_runner.shard.decode_graphs(llm.config.max_num_running)
-        assert graphs.max_batch_size == top == len(graphs.logits)
+        assert graphs.sizes[-1].num_seqs == top == len(graphs.logits)
     with make_llm(model_dir, max_num_seqs=max_num_seqs, max_num_batched_tokens=2) as llm:
-        assert llm.model_runner.shard.decode_graphs(
-            llm.config.max_num_running
-        ).max_batch_size == min(top, 2)
+        graphs = llm.model_runner.shard.decode_graphs(llm.config.max_num_running)
+        assert graphs.sizes[-1] == (min(top, 2), 1)
 
 
 # Padded batches on the CPU
@@ -125,7 +124,7 @@ def test_a_batch_above_the_top_of_the_ladder_runs_without_graphs(
         graphs = llm.model_runner.shard.graphs
         assert graphs is not None
         graphs.sizes = graphs.sizes[:4]
-        assert graphs.max_batch_size == 8
+        assert graphs.sizes[-1].num_seqs == 8
         assert generate(llm, 48) == expected
         assert set(sizes) == {8}, "5 requests have the longest outputs: bucket 8, and no other"
         assert generate(llm, 9) == expected[:9]
@@ -440,13 +439,13 @@ def test_every_size_of_the_ladder_is_captured_and_replayed(wide_model: Path, fas
     sized: dict[str, Any] = dict(num_kvcache_blocks=None, gpu_memory_utilization=0.2)
     with device_llm(wide_model, attention_backend=fast, **sized) as llm:
         graphs = llm.model_runner.shard.graphs
-        assert graphs is not None and sorted(graphs.graphs) == batch_ladder(TOP)
+        assert graphs is not None and [*map(Size, batch_ladder(TOP))] == sorted(graphs.graphs)
         padded = graphs.replay
         sizes: list[int] = []
 
-        def recording(num_rows: int) -> Computed:
-            sizes.append(num_rows)
-            return padded(num_rows)
+        def recording(size: Size) -> Computed:
+            sizes.append(size.num_seqs)
+            return padded(size)
 
         graphs.replay = recording  # type: ignore[method-assign]
         generate(llm, 48)

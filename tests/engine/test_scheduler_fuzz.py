@@ -7,6 +7,7 @@ own KV. Two drivers run it: hypothesis, which shrinks what it finds, and long ra
 
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -64,7 +65,9 @@ class Simulation:
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
         speculator = None
         if draft_seed is not None:  # few tokens, so that many drafts are right
-            speculator = Speculator(RandomProposer(draft_seed, 2), MOST_DRAFTS, Eager)
+            proposer = RandomProposer(draft_seed, 2)
+            proposer.on_propose = self.touch
+            speculator = Speculator(proposer, MOST_DRAFTS, Eager)
         self.scheduler = Scheduler(self.config, window, speculator)
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
@@ -172,12 +175,16 @@ class Simulation:
         assert manager.num_free_blocks == manager.num_blocks
         manager.audit([])
 
+    def touch(self, seqs: Iterable[Sequence]) -> None:
+        """Note the blocks that these have, some of them only until they have fewer drafts."""
+        for seq in seqs:
+            self.touched.update(seq.held_blocks)
+
     def check_batch(self, batch: Batch) -> None:
         """Scheduled work keeps the limits, reads the right KV and writes no other KV."""
         seqs, config = batch.seqs, self.config
         assert seqs, "no progress"
-        for seq in self.scheduler.running:
-            self.touched.update(seq.held_blocks)
+        self.touch(self.scheduler.running)
         assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
         assert len(self.scheduler.running) <= config.max_num_seqs
         num_tokens = [seq.num_scheduled_tokens + len(batch.drafts.get(seq, ())) for seq in seqs]

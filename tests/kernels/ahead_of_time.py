@@ -86,13 +86,15 @@ def store_kvcache(heads: Heads, codes: bool = False) -> None:
     store_kvcache(k, v, layer(heads, codes=codes), torch.empty(TOKENS, dtype=torch.long))
 
 
-def read_table(rows: int, width: int) -> None:
+def read_table(rows: int, width: int, num_queries: int = 1) -> None:
     from nanovllm.kernels.plain.read_table import TableState
     from nanovllm.kernels.triton.read_table import read_table
 
     longs = torch.zeros(2, ROWS, dtype=torch.long)
-    state = TableState(*longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640))
-    read_table(state, rows, width, BLOCK_SIZE)
+    state = TableState(
+        *longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640), int32(ROWS, 4)
+    )
+    read_table(state, rows, width, BLOCK_SIZE, num_queries)
 
 
 def rms_norm(size: int) -> None:
@@ -458,6 +460,7 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     "read_table, of a graph": partial(read_table, ROWS, 640),
     "read_table, as wide as it must be": partial(read_table, 7, 13),
+    "read_table, with drafts": partial(read_table, 7, 640, 5),
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the

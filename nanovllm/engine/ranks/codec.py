@@ -23,7 +23,8 @@ LAYOUT: dict[str, Any] = {
     "words": np.int32,
 }  # fmt: skip
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
-HEADER = struct.Struct(f"{len(LAYOUT) + 4}q")  # their lengths; num_seqs, width and two more
+NUMBERS = ("num_seqs", "width", "num_queries", "whole_logits", "shard")
+HEADER = struct.Struct(f"{len(LAYOUT) + len(NUMBERS)}q")  # the arrays' lengths, then these
 NONE = -1  # the length of an array that is None
 
 
@@ -35,13 +36,14 @@ def encode(inputs: StepInputs) -> bytes:
         arrays |= {name: getattr(inputs.prefill, name) for name in PREFILL}
     lengths = [NONE if array is None else array.size for array in arrays.values()]
     parts = [array.tobytes() for array in arrays.values() if array is not None]
-    numbers = inputs.num_seqs, inputs.width, inputs.whole_logits, inputs.shard
+    numbers = [getattr(inputs, name) for name in NUMBERS]
     return b"".join([HEADER.pack(*lengths, *numbers), *parts])
 
 
 def decode(message: bytearray) -> StepInputs:
     """The step; its arrays share the message's memory."""
-    *lengths, num_seqs, width, whole_logits, shard = HEADER.unpack_from(message)
+    header = HEADER.unpack_from(message)
+    lengths, numbers = header[: len(LAYOUT)], header[len(LAYOUT) :]
     arrays: dict[str, Any] = {}
     offset = HEADER.size
     for (name, dtype), length in zip(LAYOUT.items(), lengths, strict=True):
@@ -53,4 +55,6 @@ def decode(message: bytearray) -> StepInputs:
     if arrays["input_ids"] is not None:
         prefill = PrefillInputs(**{name: arrays[name] for name in PREFILL})
     changes = TableChanges(arrays["offsets"], arrays["words"])
-    return StepInputs(num_seqs, width, changes, prefill, bool(whole_logits), shard=shard)
+    step = StepInputs(changes=changes, prefill=prefill, **dict(zip(NUMBERS, numbers, strict=True)))
+    step.whole_logits = bool(step.whole_logits)
+    return step

@@ -78,11 +78,9 @@ class DraftModelProposer:
         *,
         vocab_sizes: tuple[int, int],
         longest: int,
-        cost: float,
         repeats_steps: bool,
     ) -> None:
         """`vocab_sizes` are the model's and the draft model's; `longest` is the latter's length."""
-        self.cost = cost
         self._runner = runner
         self._block_size = config.kvcache_block_size
         self._num_blocks = config.num_kvcache_blocks

@@ -54,8 +54,6 @@ class NgramIndex:
 class NgramProposer:
     """A proposer with an index for each sequence. It knows no other text than the sequence's."""
 
-    cost = 0.0
-
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
         self.reset()

@@ -23,14 +23,28 @@ class Pace:
         self._pause = PAUSES[0]
         self._next_try = 0  # in tokens of the sequence
 
+    @property
+    def chance(self) -> float:
+        """The estimate."""
+        return self._right / self._weight
+
+    def gain(self, number: int) -> float:
+        """How many of so many drafts are right, on average."""
+        chance = self.chance
+        return number if chance == 1 else chance * (1 - chance**number) / (1 - chance)
+
+    def is_due(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens should try a draft, if none is worth it."""
+        return num_tokens >= self._next_try
+
     def most(self, num_tokens: int, worth: float, limit: int) -> int:
         """How many drafts, `limit` at most, a sequence of so many tokens should have."""
-        chance = self._right / self._weight
+        chance = self.chance
         number, probability = 0, chance
         while number < limit and probability >= worth:
             number += 1
             probability *= chance
-        if number == 0 and worth <= TRIES_UP_TO and num_tokens >= self._next_try:
+        if number == 0 and worth <= TRIES_UP_TO and self.is_due(num_tokens):
             return min(1, limit)
         return number
 

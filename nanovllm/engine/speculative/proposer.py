@@ -8,11 +8,8 @@ from nanovllm.engine.sequence import Sequence
 class Proposer(Protocol):
     """Guesses what comes after the tokens of sequences. Any guess is allowed: it is verified.
 
-    It may keep what it knows of a sequence beside it, as long as the sequence exists. `cost` is the
-    time in which it guesses a token, in steps of the model.
+    It may keep what it knows of a sequence beside it, as long as the sequence exists.
     """
-
-    cost: float
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
         """Drafts for each sequence, `most` of each at most. All their tokens are known."""

@@ -6,34 +6,31 @@ from weakref import WeakKeyDictionary
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.proposer import Proposer
+from nanovllm.engine.step.size import MOST_DRAFTS
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
-
-# How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
-# takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
-FREE_TOKENS = 10
 
 
 class Speculator:
     """Asks a proposer for drafts where they are worth their cost, and counts those that were right.
 
-    A step of B tokens takes FREE_TOKENS + B units of time, so that a token takes (FREE_TOKENS + B)
-    / B of them and a draft 1: it is worth that if it is right with the probability of B /
-    (FREE_TOKENS + B) at least. With few sequences nearly every draft is, with many nearly none.
-    If the proposer takes the `cost`-th part of a step for guesses of all, that adds to the
-    probability.
-
     A sequence whose next draw depends on the tokens before it (`reads_tokens`) gets no drafts.
     """
 
     def __init__(
-        self, proposer: Proposer, most_drafts: int, make_pace: Callable[[], Pace] = Pace
+        self,
+        proposer: Proposer,
+        most_drafts: int,
+        make_pace: Callable[[], Pace] = Pace,
+        costs: Costs | None = None,
     ) -> None:
         self.proposer = proposer
         self.most_drafts = most_drafts
+        self.costs = TokenCosts() if costs is None else costs
         self.num_drafts = 0  # of sequences and steps
         self.num_drafted = 0  # tokens
         self.accepted_at = [0] * most_drafts  # tokens, by place
@@ -42,7 +39,7 @@ class Speculator:
 
     def wants(self, seqs: list[Sequence]) -> bool:
         """Whether any of these should have drafts as soon as its tokens are known."""
-        return any(self._most(seq, len(seqs)) > 0 for seq in seqs)
+        return any(self.costs.worthwhile([*map(self._candidate, seqs)], len(seqs)))
 
     def draft(
         self, seqs: list[Sequence], num_tokens: int, budget: int, blocks: BlockManager
@@ -54,13 +51,14 @@ class Speculator:
         """
         asked: list[Sequence] = []
         most: list[int] = []
-        for seq in seqs:
-            number = 0 if seq.num_pending_tokens else min(budget, self._most(seq, num_tokens))
+        budget = min(budget, MOST_DRAFTS)
+        candidates = [self._candidate(seq, not seq.num_pending_tokens) for seq in seqs]
+        for seq, number in zip(seqs, self.costs.worthwhile(candidates, num_tokens), strict=True):
+            number = min(number, budget)
             room = number and blocks.grow(seq, seq.num_tokens + number) - seq.num_tokens
             if room > 0:
                 asked.append(seq)
                 most.append(room)
-                num_tokens += room
                 budget -= room
         if not asked:
             return {}
@@ -115,13 +113,12 @@ class Speculator:
             self.accepted_at[place] += 1
         self._pace(seq).learn(seq.num_tokens, num_drafts, num_accepted)
 
-    def _most(self, seq: Sequence, num_tokens: int) -> int:
-        """How many drafts it should have in a step of so many tokens; one more always comes."""
-        if seq.reads_tokens:
-            return 0
+    def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
+        """What decides about its drafts; one more token always comes after them."""
         limit = min(self.most_drafts, seq.max_num_tokens - seq.num_tokens - 1)
-        worth = num_tokens / (FREE_TOKENS + num_tokens) + self.proposer.cost
-        return self._pace(seq).most(seq.num_tokens, worth, limit)
+        if seq.reads_tokens or not may_draft:
+            limit = 0
+        return Candidate(self._pace(seq), seq.num_tokens, max(0, limit))
 
     def _pace(self, seq: Sequence) -> Pace:
         pace = self._paces.get(seq)
@@ -131,10 +128,10 @@ class Speculator:
 
 
 def speculator_of(
-    config: SpeculativeConfig | None, draft_model: Proposer | None
+    config: SpeculativeConfig | None, costs: Costs, draft_model: Proposer | None
 ) -> Speculator | None:
     """The speculator that the option asks for, if it does. `draft_model` is None for n-grams."""
     if config is None:
         return None
     ngrams = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculator(draft_model or ngrams, config.num_speculative_tokens)
+    return Speculator(draft_model or ngrams, config.num_speculative_tokens, costs=costs)

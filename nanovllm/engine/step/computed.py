@@ -10,7 +10,7 @@ from nanovllm.engine.step.reports import Columns
 class Computed(NamedTuple):
     """The logits of a step's samples, and what the step has already drawn of them.
 
-    A decode graph's may be padded at the end.
+    A decode graph's may be padded at the end, and after the drafts of each sequence.
     """
 
     logits: torch.Tensor  # [B, V] on rank 0; this rank's columns where ranks have drawn together
@@ -18,12 +18,13 @@ class Computed(NamedTuple):
     choices: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures and keys, if read there
     token_ids: torch.Tensor | None = None  # [B], if they were drawn in the graph
     prompt_logprobs: tuple[Columns, ...] = ()  # on rank 0, for the tokens that are reported
+    num_queries: int = 1  # of each sequence in a decode step: as many samples, or fewer
 
-    def first(self, size: int) -> "Computed":
-        """The same without padding: the first `size` samples."""
+    def at(self, samples: slice | torch.Tensor) -> "Computed":
+        """Some of the samples."""
         return Computed(
-            self.logits[:size],
-            self.table_rows[:size],
-            self.choices and (self.choices[0][:size], self.choices[1][:size]),
-            None if self.token_ids is None else self.token_ids[:size],
+            self.logits[samples],
+            self.table_rows[samples],
+            self.choices and (self.choices[0][samples], self.choices[1][samples]),
+            None if self.token_ids is None else self.token_ids[samples],
         )

@@ -16,12 +16,13 @@ from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, TableState
 class TableLayout:
     """Where each column starts in one memory of 32-bit words, so that one list names all changes.
 
-    At most `num_running` sequences run. The last row is unused: batches are padded with it.
+    At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
+    has room for `most_drafts`.
     """
 
-    def __init__(self, num_running: int, max_blocks: int) -> None:
+    def __init__(self, num_running: int, max_blocks: int, most_drafts: int = 0) -> None:
         self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
-        self.max_blocks = max_blocks
+        self.max_blocks, self.most_drafts = max_blocks, most_drafts
         self.unused_row = num_rows - 1
         self.tokens = 0  # two words each, as are the seeds
         self.seeds = 2 * num_rows
@@ -29,7 +30,8 @@ class TableLayout:
         self.temperatures = 5 * num_rows
         self.batch = 6 * num_rows
         self.block_tables = 7 * num_rows
-        self.size = self.block_tables + num_rows * max_blocks
+        self.drafts = self.block_tables + num_rows * max_blocks
+        self.size = self.drafts + num_rows * most_drafts
 
 
 class TableChanges(NamedTuple):
@@ -54,11 +56,19 @@ class DeviceTable:
         self.state = TableState(
             tokens=words[: layout.seeds].view(torch.long),
             seeds=words[layout.seeds : layout.lengths].view(torch.long),
-            lengths=words[layout.lengths : layout.temperatures].fill_(UNUSED_LENGTH),
+            lengths=words[layout.lengths : layout.temperatures],
             temperatures=words[layout.temperatures : layout.batch].view(torch.float32),
-            batch=words[layout.batch : layout.block_tables].fill_(layout.unused_row),
-            block_tables=words[layout.block_tables :].view(layout.num_rows, layout.max_blocks),
+            batch=words[layout.batch : layout.block_tables],
+            block_tables=words[layout.block_tables : layout.drafts].view(layout.num_rows, -1),
+            drafts=words[layout.drafts :].view(layout.num_rows, layout.most_drafts),
         )
+
+        self.clear()
+
+    def clear(self) -> None:
+        """No row has an owner, and the batch is empty."""
+        self.state.lengths.fill_(UNUSED_LENGTH)
+        self.state.batch.fill_(self.layout.unused_row)
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""

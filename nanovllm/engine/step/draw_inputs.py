@@ -25,6 +25,8 @@ HOTTEST = 1e37  # above it the sampler's products overflow, and logits no longer
 class DrawInputs:
     """B samples on the host: temperatures and keys [B], what narrows them, what is reported.
 
+    `samples` says which of the step's samples they are, if they are not the first ones.
+
     Temperatures and keys are None if all rows are greedy, or if the device has them. Rows with the
     same kinds of filters are in one part, and parts are small enough that copies of their logits
     take bounded memory. The filters' tensors are on the CPU.
@@ -36,6 +38,7 @@ class DrawInputs:
     keys: Array | None = None
     filters: list[Filters] = field(default_factory=list)
     report: ReportInputs | None = None
+    samples: Array | None = None
 
 
 def draw_inputs(
@@ -54,6 +57,8 @@ def draw_inputs(
     inputs = DrawInputs(len(seqs), report=drawn_report_inputs(seqs))
     offsets = offsets or [0] * len(seqs)
     inputs.filters = _parts(seqs, offsets, vocab_size, device_type)
+    if computed is not None and computed.num_queries > 1:
+        inputs.samples = _samples(offsets, computed.num_queries)
     if computed is not None and computed.token_ids is not None and not inputs.filters:
         return inputs
     inputs.is_greedy = not any(seq.temperature > 0 for seq in seqs)
@@ -61,6 +66,13 @@ def draw_inputs(
         inputs.temperatures = np.array([temperature_of(seq) for seq in seqs], np.float32)
         inputs.keys = np.array([*map(noise_key, seqs, offsets)])
     return inputs
+
+
+def _samples(offsets: list[int], num_queries: int) -> Array | None:
+    """The samples of sequences that may have fewer drafts than the step has room for."""
+    firsts = np.cumsum(np.array(offsets) == 0) - 1
+    samples = firsts * num_queries + offsets
+    return None if samples[-1] == len(samples) - 1 else samples
 
 
 def needs_logits(seqs: list[Sequence]) -> bool:

@@ -56,8 +56,9 @@ class PrefillInputs:
 class StepInputs:
     """A step on the host: the changes of the device table, and a prefill's tokens.
 
-    A decode step of `num_seqs` sequences reads everything else from the table. `width` is the
-    number of columns of its block tables, 0 for a prefill that reads none. `whole_logits`: whether
+    A decode step of `num_seqs` sequences reads everything else from the table: for each of them
+    `num_queries` tokens, the last one and drafts. `width` is the number of columns of its block
+    tables, 0 for a prefill that reads none. `whole_logits`: whether
     rank 0 needs the logits of a decode step, and not only the tokens that the ranks draw together.
     `report`, which rank 0 alone has, says what is reported of the prompts. `shard` is the index of
     the shard that computes it, if a rank has a draft model too.
@@ -67,6 +68,7 @@ class StepInputs:
     width: int
     changes: TableChanges
     prefill: PrefillInputs | None = None
+    num_queries: int = 1
     whole_logits: bool = True
     report: ReportInputs | None = None
     shard: int = 0
@@ -79,10 +81,14 @@ def step_inputs(
     prompt_reports: list[Report],
     whole_logits: bool = True,
 ) -> StepInputs:
-    """The inputs of a batch's step; the ledger counts its changes as sent."""
-    if not batch.is_prefill:
-        changed = ledger.decode(batch.seqs)
-        return StepInputs(len(batch.seqs), *changed, whole_logits=whole_logits)
+    """The inputs of a batch's step; the ledger counts its changes as sent.
+
+    Drafts for which the table has no room are computed as a prefill's tokens are.
+    """
+    if not batch.is_prefill and (not batch.drafts or ledger.layout.most_drafts):
+        changed = ledger.decode(batch.seqs, batch.drafts)
+        queries = 1 + max(map(len, batch.drafts.values()), default=0)
+        return StepInputs(len(batch.seqs), *changed, num_queries=queries, whole_logits=whole_logits)
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(

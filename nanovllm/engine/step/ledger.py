@@ -6,7 +6,7 @@ changes a step has to send. Only rank 0 has one.
 
 import operator
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.step.device_table import TableChanges, TableLayout
 from nanovllm.engine.step.draw_inputs import temperature_of
 from nanovllm.engine.step.transfer import Array
+from nanovllm.kernels.plain.read_table import NO_DRAFT
 
 UNKNOWN = -2  # in arrays: differs from every length and every row
+NO_DRAFTS: Mapping[Sequence, list[int]] = {}
 
 
 class Ledger:
@@ -46,11 +48,13 @@ class Ledger:
         self._last_tables: list[list[int]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
-    def decode(self, seqs: list[Sequence]) -> tuple[int, TableChanges]:
+    def decode(
+        self, seqs: list[Sequence], drafts: Mapping[Sequence, list[int]] = NO_DRAFTS
+    ) -> tuple[int, TableChanges]:
         """The width of the block tables of a decode step, and the changes to send.
 
         The rows hold the sequences' last tokens, except for a prompt that was cached up to its last
-        token.
+        token, and after a step with drafts: only the host knows which of its tokens count.
         """
         layout = self.layout
         rows, width = self._change_blocks(seqs)
@@ -61,8 +65,10 @@ class Ledger:
             token_id = seqs[index].token_ids[-1]
             assert token_id != PENDING
             self._change(layout.tokens + 2 * int(rows[index]), [token_id, 0])
-        self._lengths[rows] = lengths + 1
-        self._num_tokens[rows] = lengths + 2
+        self._lengths[rows] = UNKNOWN if drafts else lengths + 1
+        self._num_tokens[rows] = UNKNOWN if drafts else lengths + 2
+        if drafts:
+            self._change_drafts(rows, [drafts.get(seq, []) for seq in seqs])
         batch = np.full(layout.num_rows, layout.unused_row)
         batch[: len(rows)] = rows
         stale = np.flatnonzero(batch != self._batch)
@@ -115,6 +121,12 @@ class Ledger:
             self._change(first + start, tables[index][start:])
         self._num_blocks[rows] = sizes
         return rows, int(sizes.max())
+
+    def _change_drafts(self, rows: Array, drafts: list[list[int]]) -> None:
+        most = self.layout.most_drafts
+        for row, tokens in zip(rows.tolist(), drafts, strict=True):
+            padded = tokens + [NO_DRAFT] * (most - len(tokens))
+            self._change(self.layout.drafts + row * most, padded)
 
     def _rows_of(self, seqs: list[Sequence]) -> Array:
         rows = self._rows

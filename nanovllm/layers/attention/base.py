@@ -37,6 +37,7 @@ class AttentionBackend(ABC):
     preferred_block_size: int
     graph_safe: bool  # whether decode reads all that changes from device tensors
     copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
+    packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
 
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size or self.preferred_block_size

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_model
 from drafts import Adversary, RandomProposer, speculate
 from reference import (
@@ -20,6 +21,10 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.speculative.costs import GraphCosts, TokenCosts
+from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_times import time_graphs
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -36,6 +41,17 @@ REGIMES: dict[str, dict[str, Any]] = {
     "overlap, small pool, budget 16": dict(HARD, overlap=True),
     "mixed, overlap, small pool, budget 16": dict(HARD, scheduling="mixed", overlap=True),
     "mixed, budget 60": dict(scheduling="mixed", max_num_batched_tokens=60),
+}
+# Drafts are further queries of their rows in the device table, as on a GPU.
+ROWS: dict[str, Any] = dict(
+    attention_backend="torch",
+    speculative_config={"method": "ngram", "num_speculative_tokens": 5},
+)
+REGIMES |= {
+    "rows": ROWS,
+    "rows, three at a time": dict(ROWS, max_num_seqs=3),
+    "rows, overlap, small pool, budget 16": dict(HARD, **ROWS, overlap=True),
+    "rows, mixed, small pool, budget 16": dict(HARD, **ROWS, scheduling="mixed"),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "a window in every other layer": dict(
@@ -117,7 +133,7 @@ def test_greedy_drafts_keep_what_transformers_generates(name: str, standard: Cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, HARD])
+@pytest.mark.parametrize("options", [{}, HARD, ROWS])
 def test_greedy_drafts_keep_the_output_of_models_with(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -143,7 +159,7 @@ def test_logits_after_drafts_equal_transformers(
     check_logits(standard, **HARD)
 
 
-@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed")])
+@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed"), ROWS])
 def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     """Stops, texts, log-probabilities, several samples: with right drafts and wrong ones."""
     params = sampled_params()
@@ -160,9 +176,35 @@ def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Pa
         audit_at_rest(llm)
 
 
-def test_two_ranks_keep_every_output(model_dir: Path) -> None:
+@pytest.mark.parametrize("max_num_seqs", [3, 48])
+def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
+    """Steps are padded, in sequences and in drafts; larger ones run without graphs."""
     params = sampled_params()
-    with make_llm(model_dir, tensor_parallel_size=2) as llm:
+    with make_llm(model_dir, **ROWS, max_num_seqs=max_num_seqs) as llm:
+        llm.scheduler.speculator = None
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        shard = llm.model_runner.shard
+        shard.graphs = graphs = shard.decode_graphs(max_num_seqs)
+        step, sizes = graphs.step, set()
+
+        def recording(size: Size, out: torch.Tensor) -> Computed:
+            sizes.add(size)
+            return step(size, out)
+
+        graphs.step = recording
+        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(got) == all_samples(expected)
+        assert sum(speculator.accepted_at) > 100
+        assert {size.num_queries for size in sizes} == {1, 2, 3, 6}
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("options", [{}, ROWS])
+def test_two_ranks_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    params = sampled_params()
+    with make_llm(model_dir, tensor_parallel_size=2, **options) as llm:
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         ids = [[one.token_ids for one in output.outputs] for output in expected]
         speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
@@ -171,10 +213,10 @@ def test_two_ranks_keep_every_output(model_dir: Path) -> None:
         assert sum(speculator.accepted_at) > 100
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_drafts_with_an_fp8_cache(backend: str, standard: Case) -> None:
+@pytest.mark.parametrize("options", [{}, dict(attention_backend="torch"), ROWS])
+def test_drafts_with_an_fp8_cache(options: dict[str, Any], standard: Case) -> None:
     """Equal except for codes that rounding decides: see test_fp8_kv.py."""
-    with make_llm(standard.path, kv_cache_dtype="fp8", attention_backend=backend) as llm:
+    with make_llm(standard.path, kv_cache_dtype="fp8", **options) as llm:
         expected = [output.token_ids for output in generate(llm, standard)]
         known = known_outputs(standard.prompts, [[tokens] for tokens in expected])
         speculator = speculate(llm, Adversary(3, VOCAB_SIZE, known))
@@ -283,3 +325,68 @@ def test_sequences_that_read_their_tokens_get_no_drafts(model_dir: Path) -> None
         assert speculator.num_drafted == 0
         llm.generate([[1, 2]], SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
         assert speculator.num_drafted > 0
+
+
+def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
+    """Before anything runs; the table is as new afterwards."""
+    params = SamplingParams(max_tokens=9, temperature=0)
+    with make_llm(model_dir, **ROWS, max_num_seqs=6, enable_prefix_caching=False) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        shard = llm.model_runner.shard
+        shard.graphs = shard.decode_graphs(6)
+        llm.model_runner.recover()
+        with shard.computing():
+            seconds = time_graphs(shard, 6)
+        assert {Size(4), Size(6), Size(6, 6), Size(1, 3), Size(2, 2)} < seconds.keys()
+        assert all(0 < value < 1 for value in seconds.values())
+        again = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(again) == all_samples(expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3),
+     dict(attention_backend="torch")],
+)  # fmt: skip
+def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    gpu: dict[str, Any] = dict(
+        device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16, **options
+    )
+    gpu |= dict(speculative_config=ROWS["speculative_config"])
+    params = sampled_params()
+    with make_llm(model_dir, **gpu) as llm:
+        speculator, llm.scheduler.speculator = llm.scheduler.speculator, None
+        assert speculator is not None
+        assert isinstance(speculator.costs, GraphCosts if llm.model_runner.shard.graphs
+                          else TokenCosts)  # fmt: skip
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [[one.token_ids for one in output.outputs] for output in got] == ids
+        assert [[one.finish_reason for one in output.outputs] for output in got] == [
+            [one.finish_reason for one in output.outputs] for output in expected
+        ]
+        assert sum(speculator.accepted_at) > 100
+        audit_at_rest(llm)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_ngrams_on_a_gpu(max_num_seqs: int, model_dir: Path) -> None:
+    """The option as users set it: the engine decides which steps have drafts."""
+    gpu: dict[str, Any] = dict(
+        device="cuda", gpu_memory_utilization=0.05, max_num_seqs=max_num_seqs
+    )
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[5, 6, i])
+        for i in range(8, 16)
+    ]
+    with make_llm(model_dir, **gpu) as plain:
+        expected = plain.generate(PROMPTS[:8], params, use_tqdm=False)
+    with make_llm(model_dir, **gpu, speculative_config={"method": "ngram"}) as llm:
+        got = llm.generate(PROMPTS[:8], params, use_tqdm=False)
+        assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+        assert llm.stats().accepted_tokens > 50
+        audit_at_rest(llm)

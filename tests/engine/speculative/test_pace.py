@@ -8,8 +8,10 @@ from drafts import RandomProposer
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts
 from nanovllm.engine.speculative.pace import Pace
-from nanovllm.engine.speculative.speculator import FREE_TOKENS, Speculator
+from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.engine.step.size import Size
 
 WORTH = 1 / (FREE_TOKENS + 1)  # with one sequence
 
@@ -136,3 +138,64 @@ def test_drafts_are_counted_by_place() -> None:
         speculator._learn(make_seq(), 4, num_accepted)
     assert (speculator.num_drafts, speculator.num_drafted) == (3, 12)
     assert speculator.accepted_at == [2, 2, 1, 1]
+
+
+# With decode graphs
+
+
+def graph_costs() -> GraphCosts:
+    """1 ms a step, 1.2 ms with two drafts and 1.4 ms with four; twice as long for 32 sequences."""
+    seconds = {1: 0.001, 3: 0.0012, 5: 0.0014}
+    return GraphCosts(
+        {Size(n, q): (1 + (n > 8)) * s for n in (1, 8, 32) for q, s in seconds.items()}
+    )
+
+
+def candidates(*chances: float, limit: int = 4, num_tokens: int = 9) -> list[Candidate]:
+    found = []
+    for chance in chances:
+        pace = Pace()
+        pace._right, pace._weight, pace._next_try = chance, 1.0, 100
+        found.append(Candidate(pace, num_tokens, limit))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chances", "number"), [([0.9], 4), ([0.3], 2), ([0.1], 0), ([0.9] + [0.0] * 7, 0),
+                            ([0.9] * 5 + [0.0] * 3, 4), ([0.9] * 40, 0)]
+)  # fmt: skip
+def test_all_sequences_have_the_drafts_that_give_most_tokens(
+    chances: list[float], number: int
+) -> None:
+    """The chances of all together decide; where no graph is as large, none has any."""
+    costs = graph_costs()
+    numbers = costs.worthwhile(candidates(*chances), len(chances))
+    assert [*numbers] == [number] * len(chances)
+
+
+def test_a_step_with_prompts_has_no_graph_for_drafts() -> None:
+    assert [*graph_costs().worthwhile(candidates(0.9, 0.9), 7)] == [0, 0]
+
+
+def test_limits_of_sequences_bound_their_drafts() -> None:
+    some = candidates(0.9, 0.9, 0.9)
+    some[1] = some[1]._replace(limit=1)
+    some[2] = some[2]._replace(limit=0)
+    assert [*graph_costs().worthwhile(some, 3)] == [4, 1, 0]
+
+
+def test_one_that_is_due_lets_all_try() -> None:
+    """In one step: another step is as long for each of them."""
+    some = candidates(0.01, 0.01)
+    assert [*graph_costs().worthwhile(some, 2)] == [0, 0]
+    late = [some[0], some[1]._replace(num_tokens=100)]
+    assert [*graph_costs().worthwhile(late, 2)] == [2, 2]
+    dear = GraphCosts({Size(2, 1): 0.001, Size(2, 3): 0.0016})
+    assert [*dear.worthwhile(late, 2)] == [0, 0]
+
+
+@pytest.mark.parametrize("chance", [0.2, 0.5, 0.8, 1.0])
+def test_the_gain_is_the_mean_of_right_drafts(chance: float) -> None:
+    (candidate,) = candidates(chance)
+    assert candidate.pace.gain(3) == pytest.approx(chance + chance**2 + chance**3)
+    assert candidate.pace.gain(0) == 0

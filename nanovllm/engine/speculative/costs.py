@@ -1,0 +1,106 @@
+"""Costs: how many drafts are worth the time that a step with them takes."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from nanovllm.engine.speculative.pace import Pace
+from nanovllm.engine.step.size import Size
+
+# How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
+# takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
+FREE_TOKENS = 10
+# A step with drafts does not overlap with the next one, so that the host's part adds to the
+# device's: seconds of a step, and of each sequence in it.
+HOST_SECONDS, HOST_SECONDS_OF_SEQUENCE = 150e-6, 5e-6
+# A step with drafts only to try them may take so much longer than one without.
+TRIED_AT = 1.5
+
+
+class Candidate(NamedTuple):
+    """A sequence that may have drafts, `limit` at most."""
+
+    pace: Pace
+    num_tokens: int
+    limit: int
+
+
+class Costs(Protocol):
+    """Knows how long steps take."""
+
+    def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
+        """How many drafts each should have in a step of so many tokens without them."""
+
+
+class TokenCosts:
+    """Each token adds the same time to a step: B of them take FREE_TOKENS + B units.
+
+    So a token takes (FREE_TOKENS + B) / B units and a draft 1: it is worth that if it is right with
+    the probability of B / (FREE_TOKENS + B) at least. With few sequences nearly every draft is,
+    with many nearly none. `guess` is the time in which a draft of each sequence is guessed, in
+    steps: it adds to that probability.
+    """
+
+    def __init__(self, guess: float = 0.0) -> None:
+        self._guess = guess
+
+    def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
+        """Some for each sequence by its own chance; the drafts of one make those of others dear."""
+        for pace, length, limit in candidates:
+            worth = num_tokens / (FREE_TOKENS + num_tokens) + self._guess
+            number = pace.most(length, worth, limit)
+            num_tokens += number
+            yield number
+
+
+class GraphCosts:
+    """A step takes as long as the decode graph of its size, which was measured.
+
+    All sequences have the drafts that the graph has room for: as many as give the most tokens a
+    second, by the chances of all of them. `guesses` are the seconds in which a draft of each
+    sequence is guessed, if that takes graphs too.
+    """
+
+    def __init__(
+        self, seconds: Mapping[Size, float], guesses: Mapping[Size, float] | None = None
+    ) -> None:
+        self._seconds = seconds
+        self._guesses = guesses or {}
+        self._by_number: dict[int, dict[int, float]] = {}
+
+    def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
+        """The same number for all, except where a limit is below; none in a step with prompts."""
+        has_prompts = num_tokens > len(candidates)
+        number = 0 if has_prompts else self._best(candidates)
+        return (min(number, candidate.limit) for candidate in candidates)
+
+    def _best(self, candidates: list[Candidate]) -> int:
+        seconds = self._seconds_by_drafts(len(candidates))
+        if len(seconds) < 2:
+            return 0
+        best = max(seconds, key=lambda number: _tokens(candidates, number) / seconds[number])
+        tried = min(number for number in seconds if number)
+        if best == 0 and seconds[tried] <= TRIED_AT * seconds[0] and any(
+            limit > 0 and pace.is_due(length) for pace, length, limit in candidates
+        ):  # fmt: skip
+            return tried
+        return best
+
+    def _seconds_by_drafts(self, num_seqs: int) -> dict[int, float]:
+        """How long a step of so many sequences takes, by the number of drafts of each."""
+        if num_seqs not in self._by_number:
+            sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
+            nearest = {size.num_queries: size for size in reversed(sizes)}
+            host = HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE
+            fits = (size for size in sorted(self._guesses) if size.num_seqs >= num_seqs)
+            guess = self._guesses[next(fits)] if self._guesses else 0.0
+            self._by_number[num_seqs] = {
+                queries - 1: self._seconds[size] + (host + (queries - 1) * guess) * (queries > 1)
+                for queries, size in nearest.items()
+            }
+        return self._by_number[num_seqs]
+
+
+def _tokens(candidates: list[Candidate], number: int) -> float:
+    """How many tokens a step gives on average if each has so many drafts, or its limit."""
+    gains = (pace.gain(min(number, limit)) for pace, _, limit in candidates)
+    return len(candidates) + sum(gains)

@@ -1,0 +1,49 @@
+"""Size: what a decode graph is captured for, how many sequences and how many queries of each."""
+
+from typing import NamedTuple
+
+MOST_DRAFTS = 256  # of a step: with more, even right ones take longer than they save
+
+
+class Size(NamedTuple):
+    """A decode step's sequences, and queries of each: its last token, and drafts."""
+
+    num_seqs: int
+    num_queries: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Queries of all sequences."""
+        return self.num_seqs * self.num_queries
+
+    def holds(self, other: "Size") -> bool:
+        """Whether a graph of this size computes a step of the other.
+
+        Steps with drafts and steps without have different graphs.
+        """
+        return (
+            self.num_seqs >= other.num_seqs
+            and self.num_queries >= other.num_queries
+            and (self.num_queries > 1) == (other.num_queries > 1)
+        )
+
+
+def batch_ladder(largest: int) -> list[int]:
+    """Numbers of sequences to capture: 1, 2, 4, 8, then every 16, and `largest` itself at the top.
+
+    From 128 to 256 it is every 8: there large layers become bound by arithmetic, which padding
+    adds to.
+    """
+    sizes = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 8), *range(256, largest, 16))
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def draft_sizes(most_drafts: int, largest: int) -> list[Size]:
+    """Sizes to capture for steps with drafts: all, half, a quarter, ... of `most_drafts`."""
+    sizes = []
+    while most_drafts > 0:
+        top = min(largest, MOST_DRAFTS // most_drafts)
+        powers = [1 << exponent for exponent in range(top.bit_length())]
+        sizes += [Size(num_seqs, 1 + most_drafts) for num_seqs in sorted({*powers, top})]
+        most_drafts //= 2
+    return sizes

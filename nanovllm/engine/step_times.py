@@ -1,0 +1,48 @@
+"""How long decode graphs take, measured when an engine that speculates starts."""
+
+import time
+
+import torch
+
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.step.size import Size
+
+REPEATS = 4
+
+
+def time_graphs(shard: Shard, most: int) -> dict[Size, float]:
+    """Seconds of the graphs for steps of up to `most` sequences.
+
+    All ranks do it at the same time, before anything is cached. Tokens differ, as the time of a
+    layer of experts depends on them, and contexts are short.
+    """
+    graphs = shard.graphs
+    assert graphs is not None
+    state, layout = shard.table.state, shard.table.layout
+    some = torch.arange(layout.num_rows * (1 + layout.most_drafts), device=shard.device)
+    tokens = (some * 7919 % shard.vocab_size).view(layout.num_rows, -1)
+    state.tokens.copy_(tokens[:, 0])
+    state.drafts.copy_(tokens[:, 1:])
+    state.batch.copy_(some[: layout.num_rows])
+    seconds = {
+        size: _seconds(shard, size)
+        for size in graphs.sizes
+        if size.num_seqs <= most and size.num_queries <= shard.placement.max_positions
+    }
+    shard.table.clear()
+    return seconds
+
+
+def _seconds(shard: Shard, size: Size) -> float:
+    """The least of several times."""
+    assert shard.graphs is not None
+    times = []
+    wait = torch.cuda.synchronize if shard.device.type == "cuda" else torch.cpu.synchronize
+    for _ in range(REPEATS):
+        shard.table.state.lengths.zero_()
+        wait(shard.device)
+        start = time.perf_counter()
+        shard.graphs.replay(size)
+        wait(shard.device)
+        times.append(time.perf_counter() - start)
+    return min(times)
