@@ -29,8 +29,10 @@ from test_exact_drafts import MODELS, PROMPTS, REGIMES, ROWS, all_samples, sampl
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculative.costs import TokenCosts
 from nanovllm.engine.speculative.draft_model import DraftModelProposer
 from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -496,3 +498,33 @@ def test_a_draft_model_that_does_not_fit_is_an_error_that_names_it(
 def test_a_pool_without_room_for_both_models_is_an_error(model_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"leaves .* MiB for the KV cache, one block takes"):
         make(model_dir, model_dir, cpu_kvcache_gib=0.00001)
+
+
+def ends_of(outputs: list[RequestOutput]) -> list[Any]:
+    """Of each sample, what rounding does not change."""
+    return [[(one.token_ids, one.finish_reason) for one in o.outputs] for o in outputs]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3)],
+)
+def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near_dir: Path) -> None:
+    """Draft steps are decode graphs, and so is what a few missing tokens take."""
+    gpu: dict[str, Any] = dict(
+        device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16, **options
+    )
+    params = sampled_params()
+    with make_llm(model_dir, **gpu) as plain:
+        expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    for draft in (model_dir, near_dir):
+        with make(model_dir, draft, **gpu) as llm:
+            speculator = speculator_of(llm)
+            speculator.costs = TokenCosts()  # what is measured would not pay
+            got = llm.generate(PROMPTS, params, use_tqdm=False)
+            assert ends_of(got) == ends_of(expected)
+            if draft == model_dir:
+                assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
+            assert sum(speculator.accepted_at) > 50
+            audit_at_rest(llm)
