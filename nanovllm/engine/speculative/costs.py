@@ -91,8 +91,10 @@ class GraphCosts:
             sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
             nearest = {size.num_queries: size for size in reversed(sizes)}
             host = HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE
+            if self._guesses:  # whose tokens the host waits for, too
+                host *= 2
             fits = (size for size in sorted(self._guesses) if size.num_seqs >= num_seqs)
-            guess = self._guesses[next(fits)] if self._guesses else 0.0
+            guess = self._guesses.get(next(fits, Size(0)), 0.0)
             self._by_number[num_seqs] = {
                 queries - 1: self._seconds[size] + (host + (queries - 1) * guess) * (queries > 1)
                 for queries, size in nearest.items()

@@ -29,9 +29,11 @@ from test_exact_drafts import MODELS, PROMPTS, REGIMES, ROWS, all_samples, sampl
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculative.costs import TokenCosts
+from nanovllm.engine.speculative.costs import Candidate, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.draft_model import DraftModelProposer
+from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.engine.step.size import Size
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -498,6 +500,23 @@ def test_a_pool_without_room_for_both_models_is_an_error(model_dir: Path) -> Non
         make(model_dir, model_dir, cpu_kvcache_gib=0.00001)
 
 
+def test_guesses_add_to_what_drafts_cost() -> None:
+    """By steps of the model where each token takes the same time, by seconds with graphs."""
+    seconds = {Size(n, queries): 1.0 + 0.1 * queries for n in (1, 4) for queries in (1, 2, 5)}
+    candidates = [Candidate(Pace(), 10, 4)] * 3
+    for costs, number in (
+        (TokenCosts(), 4),
+        (TokenCosts(guess=0.3), 2),
+        (TokenCosts(guess=1.0), 0),
+        (GraphCosts(seconds), 4),
+        (GraphCosts(seconds, {Size(1): 0.1, Size(4): 0.2}), 4),
+        (GraphCosts(seconds, {Size(1): 0.1, Size(4): 0.5}), 1),
+        (GraphCosts(seconds, {Size(1): 0.1, Size(4): 1.0}), 0),
+    ):
+        assert next(iter(costs.worthwhile(candidates, 3))) == number
+    assert [*GraphCosts(seconds, {Size(4): 0.1}).worthwhile(candidates * 2, 6)] == [0] * 6
+
+
 def ends_of(outputs: list[RequestOutput]) -> list[Any]:
     """Of each sample, what rounding does not change."""
     return [[(one.token_ids, one.finish_reason) for one in o.outputs] for o in outputs]
@@ -510,8 +529,8 @@ def ends_of(outputs: list[RequestOutput]) -> list[Any]:
 )
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near_dir: Path) -> None:
     """Draft steps are decode graphs, and so is what a few missing tokens take."""
-    gpu: dict[str, Any] = dict(
-        device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16, **options
+    gpu: dict[str, Any] = options | dict(
+        device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16
     )
     params = sampled_params()
     with make_llm(model_dir, **gpu) as plain:
