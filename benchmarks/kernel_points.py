@@ -149,34 +149,42 @@ def codes_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode_attention_point(
-    batch_size: int, context: int | None, num_heads: int, quantized: bool = False
+    batch_size: int,
+    context: int | None,
+    num_heads: int,
+    num_queries: int = 1,
+    quantized: bool = False,
 ) -> Point:
-    """One query for each row, to a context in the cache; the plan is not timed."""
+    """The last queries of each context, which is in the cache; the plan is not timed."""
     lens = context_lens(batch_size, context)
 
     def make() -> Calls:
-        q, paged = normal(batch_size, num_heads, D), PagedContexts(lens)
+        q, paged = normal(batch_size * num_queries, num_heads, D), PagedContexts(lens)
+        seen = int32([n - num_queries + 1 + i for n in lens for i in range(num_queries)])
         kv = KVLayer(paged.k, paged.v, SCALE)
         if quantized:
             (k, k_scales), (v, v_scales) = codes_of(paged.k), codes_of(paged.v)
             kv = KVLayer(k, v, SCALE, None, k_scales, v_scales)
         x = (q, kv)
-        plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
-        twin_plan = plain_decode.plan_decode(paged.lens, paged.tables, BLOCK_SIZE)
+        plan = decode.plan_decode(seen, paged.tables, KVH, True, num_queries)
+        twin_plan = plain_decode.plan_decode(seen, paged.tables, BLOCK_SIZE, num_queries)
         calls: Calls = {
             "ours": lambda: decode.decode_attention(*x, plan),
             "twin": lambda: plain_decode.decode_attention(*x, twin_plan),
         }
         if flash_attn and not quantized:
             calls["flash_attn"] = lambda: flash_attn.flash_attn_with_kvcache(
-                q[:, None], paged.flash_k, paged.flash_v, cache_seqlens=paged.lens,
-                block_table=paged.flash_tables, softmax_scale=SCALE, causal=True,
-            )[:, 0]  # fmt: skip
+                q.unflatten(0, (-1, num_queries)), paged.flash_k, paged.flash_v,
+                cache_seqlens=paged.lens, block_table=paged.flash_tables, softmax_scale=SCALE,
+                causal=True,
+            ).flatten(0, 1)  # fmt: skip
         return calls
 
-    rows = batch_size * (2 * num_heads * D * ITEMSIZE + 4)  # queries, outputs and lengths
+    # Queries, outputs and lengths.
+    rows = batch_size * num_queries * (2 * num_heads * D * ITEMSIZE + 4)
     tables = 4 * sum(-(-n // BLOCK_SIZE) for n in lens)
     name = f"{batch_size} x {context or 'mixed'}, heads {num_heads}/{KVH}"
+    name += f", {num_queries} queries" if num_queries > 1 else ""
     kv_bytes = 2 * KVH * head_bytes(D, CODES) if quantized else KV_BYTES
     return Point(name, make, sum(lens) * kv_bytes + rows + tables)
 
@@ -365,9 +373,10 @@ Sizes = list[tuple[Any, ...]]
 HEADS = (16, 32)
 TOKENS = (1, 64, 256, 16384)
 DECODES = (  # rows, context; None mixes 100 to 2048
-    (1, 1000), (8, 1000), (64, 500), (64, 1000), (64, 2000), (64, None), (128, 1000), (256, 500),
-    (256, 1000), (256, 2000), (256, None), (1, 131_072),
+    (1, 1000), (8, 1000), (32, 1000), (64, 500), (64, 1000), (64, 2000), (64, None), (128, 1000),
+    (256, 500), (256, 1000), (256, 2000), (256, None), (1, 131_072),
 )  # fmt: skip
+SPECULATING = [(n, 1000, heads, 5) for heads in HEADS for n in (1, 8, 32, 64)]  # 5 queries each
 PREFILLS = (  # sequences, queries, context
     (16, 1024, 1024), (8, 2048, 2048), (4, 4096, 4096), (2, 8192, 8192), (16, 1024, 2048),
     (4, 1024, 4096), (2, 1024, 8192),
@@ -384,11 +393,13 @@ KERNELS: dict[str, tuple[Callable[..., Point], Sizes, Sizes]] = {
         plan_decode_point, [(1, 1000), (64, None), (256, None), (1, 131_072)], [(2, 70)],
     ),
     "decode_attention": (
-        decode_attention_point, [(*size, n) for n in HEADS for size in DECODES], [(2, 70, 16)],
+        decode_attention_point, [(*size, n) for n in HEADS for size in DECODES] + SPECULATING,
+        [(2, 70, 16), (2, 70, 16, 3)],
     ),
     "decode_attention_fp8": (
         partial(decode_attention_point, quantized=True),
-        [(*size, n) for n in HEADS for size in DECODES], [(2, 70, 16)],
+        [(*size, n) for n in HEADS for size in DECODES] + SPECULATING,
+        [(2, 70, 16), (2, 70, 16, 3)],
     ),
     "prefill_attention": (
         prefill_attention_point, [(*size, n) for n in HEADS for size in PREFILLS],

@@ -65,6 +65,7 @@ class Sequence:
         "num_reported_tokens",
         "num_scheduled_tokens",
         "order",
+        "pace",
         "params",
         "request_id",
         "seed",
@@ -109,6 +110,7 @@ class Sequence:
         if index:  # each sample draws from a stream of its own
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
+        self.pace: Any = None  # of its drafts, from the first one on
         followers: tuple[Follower | None, ...] = (text, counts)
         self.followers = tuple(follower for follower in followers if follower is not None)
         self.finish_reason: FinishReason | None = None

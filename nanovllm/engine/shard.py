@@ -74,7 +74,8 @@ class Shard:
         self._drop_table()
         max_blocks = -(-max_model_len // self.block_size)
         layout = TableLayout(num_running, max_blocks, self.placement.most_drafts)
-        self.table = DeviceTable(layout, self.device)
+        write = self.backend.kernels.write_table if self.device.type == "cuda" else None
+        self.table = DeviceTable(layout, self.device, write)
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
@@ -214,14 +215,12 @@ class Shard:
         decoding = self.backend.kernels.read_table(
             self.table.state, size.num_seqs, width, self.block_size, size.num_queries
         )
-        tables = decoding.block_tables
-        if size.num_queries > 1:
-            tables = tables.repeat_interleave(size.num_queries, dim=0)
         context = Context(
             is_prefill=False,
             slot_mapping=decoding.slot_mapping,
             context_lens=decoding.context_lens,
-            block_tables=tables,
+            block_tables=decoding.block_tables,
+            num_queries=size.num_queries,
         )
         return self._forward(decoding.input_ids, decoding.positions, context), decoding
 

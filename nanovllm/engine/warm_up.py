@@ -15,6 +15,7 @@ from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shard import Shard
+from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.draw_inputs import draw_inputs, rows_narrowed_together
 from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
@@ -101,6 +102,8 @@ def _run_prefills(shard: Shard, num_tokens: int) -> None:
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
     vocab_size, longest = shard.model_config.vocab_size, shard.placement.max_positions
+    layout = shard.table.layout
+    shard.table.write(TableChanges(np.array([layout.batch]), np.array([layout.unused_row])))
     shard.share_tokens()  # NCCL connects in the first exchange of a kind
     shard.prefill_hidden(warmup_inputs(1, longest))
     hidden = shard.prefill_hidden(warmup_inputs(num_tokens, longest))

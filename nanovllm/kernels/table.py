@@ -38,8 +38,9 @@ class Kernels:
     gives kernels that round a number of rows as a quantized weight needs it, where it does:
     `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
     that fuse several operations of a layer of such a type, where they are faster, and `router` one
-    for the weight of a layer's router and rows of a type; `peers` are kernels that exchange few
-    rows between GPUs. PLAIN has none of these.
+    for the weight of a layer's router and rows of a type; `write_table` writes words that are still
+    in the host's memory; `peers` are kernels that exchange few rows between GPUs. PLAIN has none of
+    these.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Kernels:
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
     router: Callable[[Tensor, dtype], "Router | None"] = lambda *_: None
+    write_table: Callable[[Tensor, Tensor, int], None] | None = None
     peers: "type[PeerKernels] | None" = None
 
 
@@ -97,6 +99,7 @@ def triton_kernels() -> Kernels:
         sample,
         silu_and_mul,
         store_kvcache,
+        write_table,
     )
 
     return Kernels(
@@ -116,6 +119,7 @@ def triton_kernels() -> Kernels:
         rounding=quantized_linear.rounding_of,
         few_rows=few_rows.few_rows_for,
         router=route.Router.of,
+        write_table=write_table.write_table,
         peers=all_reduce.PeerKernels,
     )
 

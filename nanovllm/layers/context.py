@@ -16,8 +16,9 @@ class Context:
 
     Prefill: sequence b's queries are rows `cu_seqlens_q[b]:cu_seqlens_q[b + 1]`, and it has
     `cu_seqlens_k[b + 1] - cu_seqlens_k[b]` keys. If a sequence has more keys than queries, they
-    are in the cache, and `block_tables` is set. Decode: one query for each sequence;
-    `context_lens` includes that token, and is 0 for a padding row. `slot_mapping` [T] is the cache
+    are in the cache, and `block_tables` is set. Decode: `num_queries` rows for each sequence, at
+    consecutive positions; a row's `context_lens` includes its own token, and is 0 for one that is
+    not used: the last ones of a sequence, or all. `slot_mapping` [T] is the cache
     slot for each token's KV, or -1 if it is not stored.
     """
 
@@ -29,6 +30,7 @@ class Context:
     max_seqlen_k: int = 0
     context_lens: torch.Tensor | None = None
     block_tables: torch.Tensor | None = None
+    num_queries: int = 1
     plan: Any = None  # what the attention backend computes once for all layers
 
 

@@ -97,6 +97,12 @@ def read_table(rows: int, width: int, num_queries: int = 1) -> None:
     read_table(state, rows, width, BLOCK_SIZE, num_queries)
 
 
+def write_table() -> None:
+    from nanovllm.kernels.triton.write_table import write_table
+
+    write_table(int32(ROWS), int32(2, 100), 7)
+
+
 def rms_norm(size: int) -> None:
     from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
 
@@ -274,12 +280,12 @@ def norm_rope_store(
 
 def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False,
-    codes: bool = False,
+    codes: bool = False, queries: int = 1,
 ) -> None:  # fmt: skip
     from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
-    q = bf16(ROWS, heads[0], heads[2])
-    plan = plan_decode(int32(ROWS), int32(ROWS, BLOCKS), heads[1], copies_tiles=not eager)
+    q, lens, tables = bf16(ROWS, heads[0], heads[2]), int32(ROWS), int32(ROWS // queries, BLOCKS)
+    plan = plan_decode(lens, tables, heads[1], not eager, queries)
     decode_attention(q, layer(heads, block_size, window, codes), plan)
 
 
@@ -435,6 +441,23 @@ CALLS: dict[str, Callable[[], object]] = {
         for name, heads in (("Qwen3-0.6B", QWEN3_SMALL), ("Qwen3-8B", QWEN3_8B))
     },
     **{
+        f"decode_attention, {name}, {queries} queries, block size 64": partial(
+            decode_attention, heads, 64, queries=queries
+        )
+        for name, heads, queries in (
+            ("Qwen3-0.6B", QWEN3_SMALL, 5),
+            ("Qwen3-8B", QWEN3_8B, 5),
+            ("G 7", (28, 4, 128), 8),
+            ("head_dim 256", ATTENTION_HEADS["head_dim 256"], 5),
+        )
+    },
+    "decode_attention, Qwen3-8B, 5 queries, codes": partial(
+        decode_attention, QWEN3_8B, 64, codes=True, queries=5
+    ),
+    "decode_attention, Mistral's window, 5 queries": partial(
+        decode_attention, QWEN3_8B, 64, 4096, queries=5
+    ),
+    **{
         f"prefill_attention, {name}, many tokens, block size 0": partial(
             prefill_attention, heads, 0, tokens=8 * TOKENS
         )
@@ -460,6 +483,7 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     "read_table, of a graph": partial(read_table, ROWS, 640),
     "read_table, as wide as it must be": partial(read_table, 7, 13),
+    "write_table": write_table,
     "read_table, with drafts": partial(read_table, 7, 640, 5),
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
@@ -476,6 +500,10 @@ SPILLS = {
     "decode_attention, head_dim 64, block size 16": 16,
     "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
+    "decode_attention, head_dim 80, block size 64": 16,  # on an RTX 50
+    # 32 queries of a key head: outside of the loop over copied tiles.
+    "decode_attention, Qwen3-8B, 5 queries": 48,
+    "decode_attention, G 7, 8 queries": 128,
     "draw": 32,
     **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "G 16")},
     # Where products are of one warp, prefill holds a tile of codes in registers, as float16.

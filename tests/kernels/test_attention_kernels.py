@@ -42,10 +42,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch. Prefill: the last `queries` tokens of each context. Decode: one query each."""
+    """A batch. Prefill: the last `queries` tokens of each context. Decode: one query each, or rows
+    for `num_queries`, of which the last tokens of each context use as many as `used` says.
+    """
 
     contexts: list[int]
     queries: list[int] | None = None
+    num_queries: int = 1
+    used: list[int] | None = None  # all, or as many as the context has tokens
     kv_heads: int = 2
     group: int = 2
     head_dim: int = 64
@@ -65,6 +69,15 @@ class Shape:
         return float(self.head_dim**-0.5)
 
     @property
+    def lens(self) -> list[int]:
+        """The keys that each row of a decode step sees."""
+        lens = []
+        for i, n in enumerate(self.contexts):
+            used = min(n, self.num_queries if self.used is None else self.used[i])
+            lens += [n - used + 1 + j if j < used else 0 for j in range(self.num_queries)]
+        return lens
+
+    @property
     def num_blocks(self) -> int:
         """Two more than it needs."""
         return sum(-(-n // self.block_size) for n in self.contexts) + 2
@@ -78,7 +91,7 @@ class Paged:
         self.shape, self.device = shape, device
         options = {"dtype": shape.dtype, "device": device}
         size, kv = shape.block_size, (shape.kv_heads, shape.head_dim)
-        asking = shape.queries or [1] * len(shape.contexts)
+        asking = shape.queries or [shape.num_queries] * len(shape.contexts)
         counts = [-(-n // size) for n in shape.contexts]
         order = torch.randperm(num_blocks or shape.num_blocks).int()
         # Entries that no key needs name a free block.
@@ -101,7 +114,8 @@ class Paged:
             keys_values = torch.randn(2, n, *kv, device=device).to(shape.dtype)
             self.caches.flatten(1, 2)[:, slots.to(device)] = keys_values
             if shape.window:  # a block that no query sees has been freed
-                self.tables[row, : max(0, n - new + 1 - shape.window) // size] = order[-1]
+                first = n - new + 1 if shape.queries else shape.lens[row * new]
+                self.tables[row, : max(0, first - shape.window) // size] = order[-1]
             if shape.queries:
                 self.k[end - new : end], self.v[end - new : end] = keys_values[:, n - new :]
                 if new == n:
@@ -109,7 +123,7 @@ class Paged:
         if shape.quantized:
             self._quantize()
         self.tables = self.tables.to(device)
-        self.lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
+        self.lens = torch.tensor(shape.lens, dtype=torch.int32, device=device)
         self.cu_q, self.cu_k = (
             torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device)
             for n in (asking, shape.contexts)
@@ -150,7 +164,9 @@ class Paged:
             heads = self.shape.kv_heads
             patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", self.shape.programs)
             patch.setattr(kernels, "num_multiprocessors", lambda device: heads)
-            plan = kernels.plan_decode(self.lens, self.tables, heads, self.shape.copies_tiles)
+            plan = kernels.plan_decode(
+                self.lens, self.tables, heads, self.shape.copies_tiles, self.shape.num_queries
+            )
         assert len(plan.starts) == self.shape.programs
         outs = []
         for _ in range(2):
@@ -207,10 +223,11 @@ class Paged:
     # The twins.
 
     def twin_decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """A few rows at a time, which bounds the memory."""
+        """A few rows at a time, which bounds the memory; each is a sequence of its own."""
         size, kv, outs = self.shape.block_size, self.layer(k, v), []
+        tables = self.tables.repeat_interleave(self.shape.num_queries, dim=0)
         for rows in torch.arange(len(q), device=self.device).split(8):
-            plan = plain_decode.plan_decode(self.lens[rows], self.tables[rows], size)
+            plan = plain_decode.plan_decode(self.lens[rows], tables[rows], size)
             outs.append(plain_decode.decode_attention(q[rows], kv, plan))
         return torch.cat(outs)
 
@@ -313,6 +330,65 @@ def test_decode_of_codes_equals_its_twin(kernel_device: str, shape: Shape) -> No
     assert_decodes_as_its_twin(shape, kernel_device)
 
 
+# Several queries of a sequence
+
+DRAFTS = [
+    Shape([1, 5, 64, 65, 300, 4, 3], num_queries=5, used=[1, 5, 5, 2, 5, 0, 3], group=4),
+    Shape([70, 200], num_queries=9, used=[9, 3], group=16, kv_heads=1),
+    Shape([66, 0, 130], num_queries=5, group=1, window=3),
+    Shape([500, 66], num_queries=5, used=[3, 5], head_dim=128, dtype=BF16, block_size=64, group=4),
+    Shape([130, 67], num_queries=5, head_dim=128, dtype=BF16, block_size=64, group=4, window=64),
+    Shape([131, 5], num_queries=4, head_dim=256, dtype=BF16, group=8, block_size=128),
+    Shape([500, 66, 3], num_queries=5, used=[3, 5, 2], block_size=64, group=4, quantized=True),
+    Shape([130, 67], num_queries=5, dtype=FP16, block_size=64, window=64, quantized=True),
+    Shape([70, 200], num_queries=3, group=16, dtype=BF16, block_size=16, quantized=True),
+]
+
+
+@pytest.mark.parametrize("programs", [1, 3, 13])
+@pytest.mark.parametrize("shape", DRAFTS, ids=str)
+def test_several_queries_of_a_sequence_equal_their_twin(
+    kernel_device: str, shape: Shape, programs: int
+) -> None:
+    """A tile may have keys that a part of the queries sees, or that no one of a share's sees."""
+    assert_decodes_as_its_twin(replace(shape, programs=programs), kernel_device)
+
+
+@pytest.mark.slow
+@SETTINGS
+@given(
+    st.builds(Shape, contexts=batches(), num_queries=st.integers(2, 9),
+              programs=st.sampled_from([1, 3, 8]), quantized=st.booleans(), **HEADS),
+    st.data(),
+)  # fmt: skip
+def test_any_number_of_queries_equals_its_twin(
+    kernel_device: str, shape: Shape, data: st.DataObject
+) -> None:
+    some = st.integers(1, shape.num_queries)
+    used = data.draw(st.lists(some, min_size=len(shape.contexts), max_size=len(shape.contexts)))
+    assert_decodes_as_its_twin(replace(shape, used=used), kernel_device)
+
+
+@pytest.mark.parametrize("shape", DRAFTS, ids=str)
+def test_queries_of_a_sequence_equal_sequences_of_one_query(
+    kernel_device: str, shape: Shape
+) -> None:
+    """And do not depend on how many of the later rows are used."""
+    many = Paged(shape, kernel_device)
+    many.q.nan_to_num_()
+    alone = Paged(shape, kernel_device)
+    alone.q, alone.lens = many.q, many.lens
+    alone.tables = many.tables.repeat_interleave(shape.num_queries, dim=0)
+    alone.shape = replace(shape, num_queries=1, contexts=shape.lens)
+    eps = 1e-5 if shape.dtype == FP32 else 2 * torch.finfo(shape.dtype).eps
+    expected = alone.decode()
+    close = dict(rtol=eps, atol=eps * float(many.caches[1].nan_to_num().abs().max()))
+    torch.testing.assert_close(many.decode(), expected, **close)
+    many.lens.view(-1, shape.num_queries)[:, -2:] = 0
+    expected[many.lens == 0] = 0
+    torch.testing.assert_close(many.decode(), expected, **close)
+
+
 class OfManySizes(Paged):
     """Values from 2^20 to 2^60, and queries that are too large for float16 while keys are small.
 
@@ -411,18 +487,27 @@ def test_decode_computes_every_row_and_share(
     assert_decodes_as_its_twin(shape, kernel_device)
 
 
+@pytest.mark.parametrize("num_queries", [1, 3])
 @pytest.mark.parametrize("batch_size", [1, 511, 512, 513, 1100])
-def test_shares_cover_the_contexts_without_overlap(kernel_device: str, batch_size: int) -> None:
-    """For batches larger than the plan reads at once; a row without keys counts as a tile."""
+def test_shares_cover_the_contexts_without_overlap(
+    kernel_device: str, batch_size: int, num_queries: int
+) -> None:
+    """For batches larger than the plan reads at once; a sequence without keys counts as a tile."""
     from nanovllm.kernels.triton import decode_attention as kernels
 
     torch.manual_seed(batch_size)
     lens = torch.randint(0, 200, (batch_size,), dtype=torch.int32)
+    rows = torch.stack([lens - 2, lens - 1, lens], dim=1).clamp(min=0)[:, -num_queries:]
+    if num_queries > 1:  # of some, the last row is not used
+        rows = torch.where(lens[:, None] % 2 > 0, rows, torch.stack([lens - 1, lens, 0 * lens], 1))
+        rows = rows.clamp(min=0)
     tiles = [-(-max(n, 1) // TILE) for n in lens.tolist()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "num_multiprocessors", lambda device: 11)
         patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", 1)
-        plan = kernels.plan_decode(lens.to(kernel_device), torch.zeros(1), 1, False)
+        plan = kernels.plan_decode(
+            rows.flatten().contiguous().to(kernel_device), torch.zeros(1), 1, False, num_queries
+        )
     share = max(-(-sum(tiles) // 11), kernels.MIN_SHARE)
     line = [(row, sum(tiles[:row]), int(lens[row]), share) for row in range(batch_size)]
     line = [start for start, n in zip(line, tiles, strict=True) for _ in range(n)]
@@ -621,9 +706,11 @@ def replay_other_batches(device: str, batch_size: int, longest: int, **options: 
     static.tables = static.tables.repeat(1, longest // shape.block_size + 3)
     step = capture(static)
     for seed, contexts in enumerate(batches):
-        paged = Paged(replace(shape, contexts=contexts, seed=seed), device, num_blocks)
+        used = torch.randint(1, shape.num_queries + 1, (batch_size,)).tolist()
+        batch = replace(shape, contexts=contexts, used=used, seed=seed)
+        paged = Paged(batch, device, num_blocks)
         paged.q[paged.lens == 0] = torch.nan
-        for name in ("q", "caches", "lens"):
+        for name in ("q", "lens", *(("codes", "scales") if shape.quantized else ("caches",))):
             getattr(static, name).copy_(getattr(paged, name))
         # As in the engine, rows keep the entries of an earlier batch after their own.
         static.tables[:, : paged.tables.shape[1]] = paged.tables
@@ -639,8 +726,9 @@ def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
     def step() -> tuple[torch.Tensor, ...]:
-        plan = plan_decode(static.lens, static.tables, static.shape.kv_heads, True)
-        outs = [decode_attention(static.q, static.layer(*static.caches), plan) for _ in range(2)]
+        shape = static.shape
+        plan = plan_decode(static.lens, static.tables, shape.kv_heads, True, shape.num_queries)
+        outs = [decode_attention(static.q, static.kernel_layer(), plan) for _ in range(2)]
         return *outs, plan.arrivals
 
     if static.device == "cpu":
@@ -662,6 +750,19 @@ def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
 def test_one_decode_step_computes_batches_of_other_lengths(kernel_device: str) -> None:
     """Without a graph, and small enough for the interpreter."""
     replay_other_batches(kernel_device, 5, 300, kv_heads=2, group=3)
+    replay_other_batches(kernel_device, 3, 200, kv_heads=2, group=3, num_queries=3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("group", "num_queries"), [(2, 5), (4, 5), (4, 9), (8, 5)])
+def test_a_graph_decodes_several_queries_of_a_sequence(
+    group: int, num_queries: int, quantized: bool
+) -> None:
+    replay_other_batches(
+        "cuda", 32, 3000, kv_heads=8, group=group, head_dim=128, block_size=64, dtype=BF16,
+        num_queries=num_queries, quantized=quantized,
+    )  # fmt: skip
 
 
 @pytest.mark.cuda

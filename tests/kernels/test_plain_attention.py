@@ -234,6 +234,24 @@ def test_padding_rows_of_a_decode_are_zero_and_change_no_other(
     assert not out[is_padding].any()
 
 
+@SETTINGS
+@given(shapes(st.lists(st.tuples(CONTEXT, st.integers(1, 4)), min_size=1, max_size=9)))
+@example(Shape([(0, 4), (199, 1), (62, 3), (15, 4)], 2, 2, 16, 16, 0))
+@example(Shape([(0, 4), (199, 1), (62, 3), (15, 4)], 2, 2, 16, 16, 0, window=3))
+def test_several_queries_of_a_sequence_attend_to_every_key_before_them(shape: Shape) -> None:
+    """A sequence has four rows, of which the last ones may be unused, and one row of the table."""
+    paged = Paged(shape)
+    used = torch.tensor([[j < new for j in range(4)] for _, new in shape.lens]).flatten()
+    lens = [cached + 1 + j for cached, _ in shape.lens for j in range(4)]
+    q = torch.full((len(used), *paged.q.shape[1:]), HUGE)
+    q[used] = paged.q
+    context_lens = torch.tensor(lens, dtype=torch.int32) * used
+    plan = plan_decode(context_lens, paged.block_tables, shape.block_size, num_queries=4)
+    out = decode_attention(q, paged.layer(paged.k_cache, paged.v_cache), plan)
+    torch.testing.assert_close(out[used], paged.twin(), **TOLERANCE)
+    assert not out[~used].any()
+
+
 def test_a_decode_of_padding_alone_is_zero() -> None:
     paged = Paged(Shape([(3, 1), (9, 1)], 2, 2, 16, 4, seed=0))
     paged.totals = [0, 0]

@@ -11,7 +11,7 @@ from nanovllm.engine.step.size import Size
 FREE_TOKENS = 10
 # A step with drafts does not overlap with the next one, so that the host's part adds to the
 # device's: seconds of a step, and of each sequence in it.
-HOST_SECONDS, HOST_SECONDS_OF_SEQUENCE = 150e-6, 5e-6
+HOST_SECONDS, HOST_SECONDS_OF_SEQUENCE = 120e-6, 5e-6
 # A step with drafts only to try them may take so much longer than one without.
 TRIED_AT = 1.5
 
@@ -25,7 +25,12 @@ class Candidate(NamedTuple):
 
 
 class Costs(Protocol):
-    """Knows how long steps take."""
+    """Knows how long steps take.
+
+    If a step `waits` for tokens only to ask for drafts, an empty answer counts as a wrong one.
+    """
+
+    waits: bool
 
     def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
         """How many drafts each should have in a step of so many tokens without them."""
@@ -39,6 +44,8 @@ class TokenCosts:
     with many nearly none. `guess` is the time in which a draft of each sequence is guessed, in
     steps: it adds to that probability.
     """
+
+    waits = False
 
     def __init__(self, guess: float = 0.0) -> None:
         self._guess = guess
@@ -60,6 +67,8 @@ class GraphCosts:
     sequence is guessed, if that takes graphs too.
     """
 
+    waits = True
+
     def __init__(
         self, seconds: Mapping[Size, float], guesses: Mapping[Size, float] | None = None
     ) -> None:
@@ -77,7 +86,14 @@ class GraphCosts:
         seconds = self._seconds_by_drafts(len(candidates))
         if len(seconds) < 2:
             return 0
-        best = max(seconds, key=lambda number: _tokens(candidates, number) / seconds[number])
+        most = max(seconds)
+        gains = [(pace.gains(most), limit) for pace, _, limit in candidates]
+
+        def speed(number: int) -> float:
+            more = sum([of[number if number < limit else limit] for of, limit in gains])
+            return (len(gains) + more) / seconds[number]
+
+        best = max(seconds, key=speed)
         tried = min(number for number in seconds if number)
         if best == 0 and seconds[tried] <= TRIED_AT * seconds[0] and any(
             limit > 0 and pace.is_due(length) for pace, length, limit in candidates
@@ -100,9 +116,3 @@ class GraphCosts:
                 for queries, size in nearest.items()
             }
         return self._by_number[num_seqs]
-
-
-def _tokens(candidates: list[Candidate], number: int) -> float:
-    """How many tokens a step gives on average if each has so many drafts, or its limit."""
-    gains = (pace.gain(min(number, limit)) for pace, _, limit in candidates)
-    return len(candidates) + sum(gains)

@@ -4,6 +4,7 @@ It knows what the draft model has computed of each sequence, and no tensors.
 """
 
 import copy
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -15,6 +16,9 @@ from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 # So many missing tokens are computed by decode steps, where these are graphs.
 MOST_REPEATED = 4
+# Steps that are launched before the first one's tokens are waited for. The device table has buffers
+# for the changes of this number and one more.
+MOST_IN_FLIGHT = 3
 
 
 class Runner(Protocol):
@@ -97,18 +101,20 @@ class DraftModelProposer:
             self._ask(seq, min(number, self._longest - seq.num_tokens), numbers)
             for seq, number in zip(seqs, most, strict=True)
         ]
-        launched = self._first_drafts(list(numbers)) if numbers else []
+        if numbers:
+            self._first_drafts(list(numbers))
         for index in range(1, max(numbers.values(), default=0)):
-            going_on = [own for own, number in numbers.items() if number > index]
-            launched.append(self._decode(going_on))
-        for step in launched:
-            self._take_tokens(step)
+            self._decode([own for own, number in numbers.items() if number > index])
+        while self._in_flight:
+            self._take_tokens()
         return [self._drafts(shadow) if shadow else [] for shadow in asked]
 
     def reset(self) -> None:
         """Drop all that was computed: the sequences' blocks start over, too."""
         self._shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
         self._contents: list[int | None] = [None] * self._num_blocks
+        # Steps, and the sequences that their tokens go to.
+        self._in_flight: deque[tuple[Any, list[Sequence]]] = deque()
         self._runner.recover()
 
     def _ask(self, seq: Sequence, number: int, numbers: dict[Sequence, int]) -> Shadow | None:
@@ -180,19 +186,19 @@ class DraftModelProposer:
             hashes.append(hash_block(parent, own.token_ids[index * size : (index + 1) * size]))
         return hashes
 
-    def _first_drafts(self, seqs: list[Sequence]) -> list["Step"]:
+    def _first_drafts(self, seqs: list[Sequence]) -> None:
         """Compute what is missing of `seqs`, and draw the token after each."""
         missing = max(seq.num_uncached_tokens for seq in seqs)
         if missing > (MOST_REPEATED if self._repeats_steps else 1):
-            return self._prefill(seqs)
+            self._prefill(seqs)
+            return
         for left in range(missing - 1, 0, -1):
             self._repeat([seq for seq in seqs if seq.num_uncached_tokens > left])
         self._runner.rewrite_tokens(seqs)
-        return [self._decode(seqs)]
+        self._decode(seqs)
 
-    def _prefill(self, seqs: list[Sequence]) -> list["Step"]:
+    def _prefill(self, seqs: list[Sequence]) -> None:
         """Compute the missing tokens, as many in a step as its budget allows."""
-        steps = []
         while seqs:
             chunk, budget = [], self._budget
             for seq in seqs:
@@ -201,10 +207,9 @@ class DraftModelProposer:
                     budget -= seq.num_scheduled_tokens
                     chunk.append(seq)
             batch = Batch(chunk, is_prefill=True)
-            steps.append(self._launch(batch))
+            self._launch(batch)
             done = set(batch.sampling_seqs)
             seqs = [seq for seq in seqs if seq not in done]
-        return steps
 
     def _repeat(self, seqs: list[Sequence]) -> None:
         """Compute one token of each that a known token follows: what is drawn does not count."""
@@ -213,31 +218,32 @@ class DraftModelProposer:
             del seq.token_ids[seq.num_cached_tokens + 1 :]
         self._runner.rewrite_tokens(seqs)
         self._decode(seqs)
+        self._in_flight[-1][1].clear()
         for seq, token_ids in zip(seqs, rest, strict=True):
             seq.token_ids[-1:] = token_ids
             seq.num_pending_tokens = 0
 
-    def _decode(self, seqs: list[Sequence]) -> "Step":
+    def _decode(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
             seq.num_scheduled_tokens = 1
-        return self._launch(Batch(seqs, is_prefill=False))
+        self._launch(Batch(seqs, is_prefill=False))
 
-    def _launch(self, batch: Batch) -> "Step":
-        """Launch a step, after which the next one can be launched at once."""
-        step = batch, self._runner.launch(batch)
+    def _launch(self, batch: Batch) -> None:
+        """Launch a step. The next one can be launched before its tokens are known."""
+        if len(self._in_flight) == MOST_IN_FLIGHT:
+            self._take_tokens()
+        self._in_flight.append((self._runner.launch(batch), list(batch.sampling_seqs)))
         for seq in batch.seqs:
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
         for seq in batch.sampling_seqs:
             seq.token_ids.append(PENDING)
             seq.num_pending_tokens += 1
-        return step
 
-    def _take_tokens(self, step: "Step") -> None:
-        """Wait for a step, and put its tokens in their places."""
-        batch, launched = step
-        token_ids = self._runner.wait(launched)
-        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True):
+    def _take_tokens(self) -> None:
+        """Wait for the first step in flight, and put its tokens in their places."""
+        launched, seqs = self._in_flight.popleft()
+        for seq, token_id in zip(seqs, self._runner.wait(launched), strict=bool(seqs)):
             seq.token_ids[-seq.num_pending_tokens] = token_id
             seq.num_pending_tokens -= 1
 
@@ -246,6 +252,3 @@ class DraftModelProposer:
         drafts = shadow.seq.token_ids[shadow.num_known :]
         outside = (i for i, token_id in enumerate(drafts) if token_id >= self._vocab_size)
         return drafts[: next(outside, len(drafts))]
-
-
-Step = tuple[Batch, Any]  # and what the runner has launched

@@ -5,7 +5,7 @@ MEMORY = 0.75
 # Before anything is known: this share of drafts is right, with the weight of so many drafts.
 FIRST_CHANCE, FIRST_WEIGHT = 0.8, 1.5
 # Tokens after a wrong draft until another one is tried: doubled for each, up to the last.
-PAUSES = (8, 64)
+PAUSES = (8, 256)
 # Above it a step's time is mostly arithmetic, where a draft only to try costs too much.
 TRIES_UP_TO = 0.5
 
@@ -20,6 +20,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._right, self._weight = FIRST_CHANCE * FIRST_WEIGHT, FIRST_WEIGHT
+        self._gains = [0.0]
         self._pause = PAUSES[0]
         self._next_try = 0  # in tokens of the sequence
 
@@ -28,10 +29,14 @@ class Pace:
         """The estimate."""
         return self._right / self._weight
 
-    def gain(self, number: int) -> float:
-        """How many of so many drafts are right, on average."""
-        chance = self.chance
-        return number if chance == 1 else chance * (1 - chance**number) / (1 - chance)
+    def gains(self, number: int) -> list[float]:
+        """How many of 0, 1, 2, ... drafts are right, on average: up to `number`, or more."""
+        gains = self._gains
+        if len(gains) <= number:
+            chance = self.chance
+            for exponent in range(len(gains), number + 1):
+                gains.append(gains[-1] + chance**exponent)
+        return gains
 
     def is_due(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens should try a draft, if none is worth it."""
@@ -53,6 +58,7 @@ class Pace:
         is_wrong = num_accepted < num_drafts
         self._right = MEMORY * self._right + num_accepted
         self._weight = MEMORY * self._weight + num_accepted + is_wrong
+        self._gains = [0.0]
         if num_accepted:
             self._pause, self._next_try = PAUSES[0], 0
         else:

@@ -1,7 +1,6 @@
 """Speculator: which sequences get drafts, how many, and what becomes of them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from weakref import WeakKeyDictionary
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
@@ -13,6 +12,8 @@ from nanovllm.engine.speculative.proposer import Proposer
 from nanovllm.engine.step.size import MOST_DRAFTS
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
+
+QUIET_STEPS = 3
 
 
 class Speculator:
@@ -35,11 +36,20 @@ class Speculator:
         self.num_drafted = 0  # tokens
         self.accepted_at = [0] * most_drafts  # tokens, by place
         self._make_pace = make_pace
-        self._paces: WeakKeyDictionary[Sequence, Pace] = WeakKeyDictionary()
+        self._quiet = 0  # steps in which no sequence will want drafts
 
     def wants(self, seqs: list[Sequence]) -> bool:
-        """Whether any of these should have drafts as soon as its tokens are known."""
-        return any(self.costs.worthwhile([*map(self._candidate, seqs)], len(seqs)))
+        """Whether any of these should have drafts as soon as its tokens are known.
+
+        Called in each step, which should not wait for it: a no holds for some steps.
+        """
+        if self._quiet:
+            self._quiet -= 1
+            return False
+        wants = any(self.costs.worthwhile([*map(self._candidate, seqs)], len(seqs)))
+        if self.costs.waits and not wants:
+            self._quiet = QUIET_STEPS
+        return wants
 
     def draft(
         self, seqs: list[Sequence], num_tokens: int, budget: int, blocks: BlockManager
@@ -66,6 +76,8 @@ class Speculator:
         drafts = {seq: tokens[:room] for seq, room, tokens in proposed}
         for seq, tokens in drafts.items():
             blocks.shrink(seq, seq.num_tokens + len(tokens))
+            if not tokens and self.costs.waits:
+                self._pace(seq).learn(seq.num_tokens, 1, 0)
         return {seq: tokens for seq, tokens in drafts.items() if tokens}
 
     def accepted(
@@ -115,15 +127,16 @@ class Speculator:
 
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
         """What decides about its drafts; one more token always comes after them."""
-        limit = min(self.most_drafts, seq.max_num_tokens - seq.num_tokens - 1)
-        if seq.reads_tokens or not may_draft:
+        num_tokens = len(seq.token_ids)
+        limit = min(self.most_drafts, seq.max_num_tokens - num_tokens - 1)
+        if limit < 0 or not may_draft or seq.reads_tokens:
             limit = 0
-        return Candidate(self._pace(seq), seq.num_tokens, max(0, limit))
+        return Candidate(seq.pace or self._pace(seq), num_tokens, limit)
 
     def _pace(self, seq: Sequence) -> Pace:
-        pace = self._paces.get(seq)
-        if pace is None:
-            pace = self._paces[seq] = self._make_pace()
+        if seq.pace is None:
+            seq.pace = self._make_pace()
+        pace: Pace = seq.pace
         return pace
 
 

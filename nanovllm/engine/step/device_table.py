@@ -4,6 +4,8 @@ A row holds what a decode step needs: the sequence's last token, which the step 
 there, its length, which each step increments, and its block table. `Ledger` is the host's view.
 """
 
+from collections.abc import Callable
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +13,9 @@ import torch
 
 from nanovllm.engine.step.transfer import Array, upload_ahead
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, TableState
+
+FEW = 1024  # changes that a device reads from the host's memory
+BUFFERS = 4  # two steps are in flight at most; of a draft model three, and one is launched
 
 
 class TableLayout:
@@ -42,9 +47,23 @@ class TableChanges(NamedTuple):
 
 
 class DeviceTable:
-    """The table on one rank's device."""
+    """The table on one rank's device.
 
-    def __init__(self, layout: TableLayout, device: torch.device) -> None:
+    With a kernel `write_words`, the device reads a step's changes from the host's memory, if they
+    are few: from one of several buffers, as the last steps may not have run yet.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        device: torch.device,
+        write_words: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None,
+    ) -> None:
+        self._write_words = write_words
+        if write_words is not None:
+            options = dict(dtype=torch.int32, pin_memory=device.type == "cuda")
+            buffers = [torch.empty(2, FEW, **options) for _ in range(BUFFERS)]  # type: ignore[call-overload]
+            self._buffers = cycle((buffer, buffer.numpy()) for buffer in buffers)
         num_longs = -(-layout.size // 2)
         if device.type == "cpu":  # pages that are never written take no memory
             longs = torch.from_numpy(np.zeros(num_longs, np.int64))
@@ -74,6 +93,11 @@ class DeviceTable:
         """Apply changes, in the order of the device's work."""
         size = len(changes.offsets)
         if not size:
+            return
+        if self._write_words is not None and size <= FEW:
+            buffer, array = next(self._buffers)
+            array[0, :size], array[1, :size] = changes
+            self._write_words(self._words, buffer, size)
             return
         packed = np.empty(size + -(-size // 2), np.int64)
         packed[:size] = changes.offsets

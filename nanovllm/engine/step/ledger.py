@@ -45,6 +45,7 @@ class Ledger:
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._batch: Array = np.full(num_rows, UNKNOWN)
+        self._batch_rows: Array | None = None  # the rows of which it was made
         self._last_tables: list[list[int]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
@@ -69,11 +70,8 @@ class Ledger:
         self._num_tokens[rows] = UNKNOWN if drafts else lengths + 2
         if drafts:
             self._change_drafts(rows, [drafts.get(seq, []) for seq in seqs])
-        batch = np.full(layout.num_rows, layout.unused_row)
-        batch[: len(rows)] = rows
-        stale = np.flatnonzero(batch != self._batch)
-        self._change_each(layout.batch + stale, batch[stale])
-        self._batch = batch
+        if rows is not self._batch_rows:
+            self._change_batch(rows)
         return width, self._take_changes()
 
     def prefill(
@@ -121,6 +119,13 @@ class Ledger:
             self._change(first + start, tables[index][start:])
         self._num_blocks[rows] = sizes
         return rows, int(sizes.max())
+
+    def _change_batch(self, rows: Array) -> None:
+        batch = np.full(self.layout.num_rows, self.layout.unused_row)
+        batch[: len(rows)] = rows
+        stale = np.flatnonzero(batch != self._batch)
+        self._change_each(self.layout.batch + stale, batch[stale])
+        self._batch, self._batch_rows = batch, rows
 
     def _change_drafts(self, rows: Array, drafts: list[list[int]]) -> None:
         most = self.layout.most_drafts

@@ -1,4 +1,4 @@
-"""Attention of a decode step through the paged KV cache: one query for each sequence.
+"""Attention of a decode step through the paged KV cache: a query or a few for each sequence.
 
 B sequences, K padded key length, H query heads, KVH key heads, G = H / KVH, D head dimension.
 """
@@ -24,9 +24,13 @@ class DecodeGroup:
 
 
 def plan_decode(
-    context_lens: torch.Tensor, block_tables: torch.Tensor, block_size: int
+    context_lens: torch.Tensor, block_tables: torch.Tensor, block_size: int, num_queries: int = 1
 ) -> list[DecodeGroup]:
-    """Group a decode step's rows, except those of length 0. Syncs, except on the CPU."""
+    """Group a decode step's rows, except those of length 0. Syncs, except on the CPU.
+
+    `num_queries` rows that follow each other are of one sequence, and share its row of
+    `block_tables`.
+    """
     lens = context_lens.tolist()
     rows = [row for row, length in enumerate(lens) if length]
     groups = []
@@ -38,7 +42,7 @@ def plan_decode(
         groups.append(
             DecodeGroup(
                 rows=member_rows,
-                tables=block_tables[member_rows, :num_blocks],
+                tables=block_tables[member_rows // num_queries, :num_blocks],
                 lens=member_lens,
                 hidden=keys >= member_lens,
             )

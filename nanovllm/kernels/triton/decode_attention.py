@@ -1,9 +1,12 @@
-"""Attention of a decode step: one query for each sequence, contexts divided evenly.
+"""Attention of a decode step: a query or a few for each sequence, contexts divided evenly.
 
-B sequences, H query heads, KVH key heads, G = H / KVH, D head dimension, P programs for each key
-head.
+B sequences, Q queries of each, H query heads, KVH key heads, G = H / KVH, D head dimension, P
+programs for each key head.
 
-Decode is bound by reading K and V, so a program reads its keys once for all G queries of a head.
+Decode is bound by reading K and V, so a program reads its keys once for all Q * G queries of a
+sequence and key head. Several queries of a sequence are its last token and the drafts after it.
+Tiles of keys that all of them see need no mask.
+
 The tiles of all contexts of a batch form one line, which is divided into P shares of equal size:
 all programs start and end together, for any lengths. A context that several shares divide is
 merged, by log-sum-exp, by the last of its programs to finish. Grid and scratch depend on shapes
@@ -22,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.integers import next_power_of_2
+from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.common import (
     LOG2E,
@@ -42,10 +45,12 @@ from nanovllm.kernels.triton.common import (
 from nanovllm.kernels.triton.decode_codes import decode_codes_kernel
 from nanovllm.kernels.triton.kv_codes import as_pairs
 from nanovllm.kernels.triton.merge import merge_if_last
+from nanovllm.kernels.triton.queries import NONE, lengths, longest, out_heads, sees
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
 MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
-BLOCK_B = 512  # rows that the plan reads together
+BLOCK_B = 512  # sequences that the plan reads together
+MOST_QUERIES = 32  # of a key head and a program: what registers hold
 CODES_STAGES = 5  # of codes: two tiles are in flight
 
 
@@ -53,18 +58,21 @@ CODES_STAGES = 5  # of codes: two tiles are in flight
 class DecodePlan:
     """A batch's contexts, and how they are divided; shared by all layers."""
 
-    context_lens: torch.Tensor  # [B], int32; 0 for padding
+    context_lens: torch.Tensor  # [B * Q], int32; 0 for rows that are not used
     block_tables: torch.Tensor  # [B, blocks], int32
     starts: torch.Tensor  # [P, 4], int32: first row, the tiles before it, its length, the share
     arrivals: torch.Tensor  # [P, KVH], int32: programs that are done with the row divided there
     copies_tiles: bool  # of keys, if their shape allows it
+    num_queries: int  # of a sequence
 
 
 @triton.jit
-def _tiles(lens_ptr, first, batch_size, BLOCK_B: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tiles of the rows `first + [0, BLOCK_B)`. A row without keys counts as one: it has output."""
+def _tiles(  # type: ignore[no-untyped-def]
+    lens_ptr, first, batch_size, BLOCK_B: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Tiles of the sequences `first + [0, BLOCK_B)`. One without keys has one: it has output."""
     row = first + tl.arange(0, BLOCK_B)
-    lens = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+    lens = longest(lens_ptr, row, row < batch_size, ROWS)
     return tl.where(row < batch_size, tl.maximum(tl.cdiv(lens, TILE), 1), 0)
 
 
@@ -72,25 +80,26 @@ def _tiles(lens_ptr, first, batch_size, BLOCK_B: tl.constexpr, TILE: tl.constexp
 def _plan_kernel(  # type: ignore[no-untyped-def]
     lens_ptr, starts_ptr, arrivals_ptr, batch_size, num_kv_heads,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program finds the start of its share: its first row, and the tiles of the rows before."""
     program = tl.program_id(0)
     total = tl.zeros([], tl.int32)
     for first in range(0, batch_size, BLOCK_B):
-        total += tl.sum(_tiles(lens_ptr, first, batch_size, BLOCK_B, TILE), axis=0)
+        total += tl.sum(_tiles(lens_ptr, first, batch_size, BLOCK_B, TILE, ROWS), axis=0)
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_SHARE)
     seen = tl.zeros([], tl.int32)
     row = tl.zeros([], tl.int32)
     row_begin = tl.zeros([], tl.int32)
     for first in range(0, batch_size, BLOCK_B):
-        tiles = _tiles(lens_ptr, first, batch_size, BLOCK_B, TILE)
+        tiles = _tiles(lens_ptr, first, batch_size, BLOCK_B, TILE, ROWS)
         before = (seen + tl.cumsum(tiles, axis=0) <= program * share) & (tiles > 0)
         row += tl.sum(before.to(tl.int32), axis=0)
         row_begin += tl.sum(tl.where(before, tiles, 0), axis=0)
         seen += tl.sum(tiles, axis=0)
     tl.store(starts_ptr + program * 4, row)
     tl.store(starts_ptr + program * 4 + 1, row_begin)
-    length = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+    length = longest(lens_ptr, row, row < batch_size, ROWS)
     tl.store(starts_ptr + program * 4 + 2, length)
     tl.store(starts_ptr + program * 4 + 3, share)
     h = tl.arange(0, BLOCK_H)
@@ -103,7 +112,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr,
     partial_ptr, lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size,
     num_kv_heads,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, FIRST: tl.constexpr, Q: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
     MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +128,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    real = (g < G)[:, None] & (d < D)[None, :]
+    real = (g < Q * G)[:, None] & (d < D)[None, :]
     first = program * share
     last = first + share
     tile = first
@@ -126,28 +136,35 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         row_end = row_begin + tl.maximum(tl.cdiv(length, TILE), 1)
         stop = tl.minimum(row_end, last)
         end_key = tl.minimum((stop - row_begin) * TILE, length)
-        head = kv_head * G + g
+        lens, shortest = lengths(lens_ptr, row, length, g, ROWS, FIRST, Q, G)
+        asked = real
+        if ROWS > 1:
+            lens = lens[:, None]
+            asked &= lens > 0
+        head = kv_head * G + (g % G if Q > 1 else g)
         wide_row = row.to(tl.int64)
-        q_at = q_ptr + wide_row * q_row_stride + head[:, None] * q_head_stride + d[None, :]
-        q = tl.load(q_at, mask=real, other=0.0)
-        top = tl.full([BLOCK_G], -float("inf"), tl.float32)
+        first_row = wide_row * ROWS + FIRST if ROWS > 1 else wide_row
+        q_at = q_ptr + first_row * q_row_stride + head[:, None] * q_head_stride + d[None, :]
+        if Q > 1:
+            q_at += (g // G)[:, None] * q_row_stride
+        q = tl.load(q_at, mask=asked, other=0.0)
+        top = tl.full([BLOCK_G], -float("inf") if ROWS == 1 else NONE, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + wide_row * table_stride
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # tiles before it are skipped, maybe all of this share's tiles of the row
-            begin_key = tl.maximum(begin_key, (length - WINDOW) // BLOCK_N * BLOCK_N)
+            begin_key = tl.maximum(begin_key, (shortest - WINDOW) // BLOCK_N * BLOCK_N)
         if COPIED:  # whole tiles only: memory after a context's end may be NaN
-            whole_end = tl.maximum(begin_key, end_key // BLOCK_N * BLOCK_N)
+            common = tl.minimum(end_key, shortest) if ROWS > 1 else end_key
+            whole_end = tl.maximum(begin_key, common // BLOCK_N * BLOCK_N)
             for key in range(begin_key, whole_end, BLOCK_N):
                 block = tl.load(table + key // BLOCK_SIZE)
                 at = block * BLOCK_SIZE + key % BLOCK_SIZE
                 k = k_tiles.load([at, kv_head * D])
                 v = v_tiles.load([at, kv_head * D])
-                inside = key + n >= length - WINDOW
-                top, total, acc = attend(
-                    q, k, v, inside[None, :], scale_log2, top, total, acc, WINDOW > 0
-                )
+                visible = (key + n)[None, :] >= lens - WINDOW
+                top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, WINDOW > 0)
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
             at, _ = cache_offsets(
@@ -155,30 +172,34 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             )
             inside = key + n < end_key
             if WINDOW:
-                inside &= key + n >= length - WINDOW
+                inside &= key + n >= shortest - WINDOW
             loaded = inside[:, None] & (d < D)[None, :]
             k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
-            top, total, acc = attend(q, k, v, inside[None, :], scale_log2, top, total, acc, True)
+            visible = sees(lens, (key + n)[None, :], WINDOW) if ROWS > 1 else inside[None, :]
+            top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, True)
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = acc / safe_total[:, None]
-        out_row = wide_row * num_kv_heads * G + kv_head * G
+        if ROWS > 1:
+            acc = tl.where(asked, acc, 0.0)
+        out_row = first_row * num_kv_heads * G + kv_head * G
         if (tile == row_begin) & (stop == row_end):
-            out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
+            heads = out_heads(g, out_row, num_kv_heads, Q, G)
+            out_at = out_ptr + heads[:, None] * D + d[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
         else:
             # A share starts in at most one divided row, and ends in at most one other.
             slot = (program * num_kv_heads + kv_head) * 2 + (tile != first).to(tl.int32)
-            tl.store(lse_ptr + slot * G + g, top + tl.log2(safe_total), mask=g < G)
-            tl.store(partial_ptr + (slot * G + g)[:, None] * D + d[None, :], acc, mask=real)
+            tl.store(lse_ptr + slot * (Q * G) + g, top + tl.log2(safe_total), mask=g < Q * G)
+            tl.store(partial_ptr + (slot * (Q * G) + g)[:, None] * D + d[None, :], acc, mask=real)
             merge_if_last(
                 arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
-                kv_head, num_kv_heads, G, D, BLOCK_D, MERGED,
+                kv_head, num_kv_heads, Q, G, D, BLOCK_D, MERGED,
             )  # fmt: skip
         tile = stop
         row_begin = row_end
         row += 1
-        length = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+        length = longest(lens_ptr, row, row < batch_size, ROWS)
     let_next_begin(EARLY)
 
 
@@ -187,40 +208,59 @@ def plan_decode(
     block_tables: torch.Tensor,
     num_kv_heads: int,
     copies_tiles: bool,
+    num_queries: int = 1,
 ) -> DecodePlan:
-    """Divide a batch's contexts among programs, on the device. Reads lengths, writes a few KiB."""
+    """Divide a batch's contexts among programs, on the device. Reads lengths, writes a few KiB.
+
+    A sequence has `num_queries` rows, at consecutive positions, and one row of `block_tables`.
+    `context_lens` [B * num_queries] has the keys that each row sees, itself included: 0 for rows
+    that are not used, which are the last ones of a sequence or all.
+    """
     device = context_lens.device
     programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
     programs = max(1, programs)
     starts = torch.empty(programs, 4, dtype=torch.int32, device=device)
     arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
     _plan_kernel[(programs,)](
-        context_lens, starts, arrivals, len(context_lens), num_kv_heads,
+        context_lens, starts, arrivals, len(context_lens) // num_queries, num_kv_heads,
         BLOCK_B=BLOCK_B, BLOCK_H=next_power_of_2(num_kv_heads), TILE=TILE,
-        MIN_SHARE=MIN_SHARE,
+        MIN_SHARE=MIN_SHARE, ROWS=num_queries,
     )  # fmt: skip
     copies_tiles = copies_tiles and can_copy_tiles(device)
-    return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles)
+    return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles, num_queries)
 
 
 def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Tensor:
-    """Attention of one query per row, q [B, H, D], to its context; a row of length 0 gives zeros.
+    """Attention of the plan's queries q [B * Q, H, D] to their contexts; a row of length 0 gives
+    zeros.
 
-    Any block size; q may be strided, except in its last dimension. Bytes moved: each row's K and V
-    once, or the part of them in the window, and two rows of float32 for each program. With a
-    window, shares of equal size are unequal work, so its layers are less well balanced.
+    Any block size; q may be strided, except in its last dimension. Bytes moved: each sequence's K
+    and V once, or the part of them in the window, and two rows of float32 for each program and
+    query; K and V again for each MOST_QUERIES of a key head. With a window, shares of equal size
+    are unequal work, so its layers are less well balanced.
     """
-    batch_size, num_heads, head_dim = q.shape
+    out = rows_with_room(len(q), q.shape[1] * q.shape[2], q).view(q.shape)
+    most = max(1, MOST_QUERIES // (q.shape[1] // kv.k_cache.shape[2]))
+    count = cdiv(plan.num_queries, cdiv(plan.num_queries, most))
+    for first in range(0, plan.num_queries, count):
+        _attend(q, kv, plan, out, first, min(count, plan.num_queries - first))
+    return out
+
+
+def _attend(
+    q: torch.Tensor, kv: KVLayer, plan: DecodePlan, out: torch.Tensor, first: int, count: int
+) -> None:
+    """Launch the kernel for `count` queries of each sequence, from `first` on."""
+    _, num_heads, head_dim = q.shape
     quantized = kv.k_scales is not None
     k_cache, v_cache = (as_pairs(x) if quantized else x for x in (kv.k_cache, kv.v_cache))
     _, block_size, num_kv_heads, width = k_cache.shape  # the width is half of head_dim, of codes
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     group = num_heads // num_kv_heads
-    parts = len(plan.starts) * num_kv_heads * 2 * group
-    out = rows_with_room(len(q), num_heads * head_dim, q).view(q.shape)
+    parts = len(plan.starts) * num_kv_heads * 2 * count * group
     partial = q.new_empty(parts, head_dim, dtype=torch.float32)
     lse = q.new_empty(parts, dtype=torch.float32)
-    block_d, block_g = next_power_of_2(head_dim), next_power_of_2(group)
+    block_d, block_g = next_power_of_2(head_dim), next_power_of_2(count * group)
     block_n = tile_keys(block_d, q.dtype)
     narrow = block_n == TILE  # heads of at most 256 bytes
     copied = (
@@ -232,8 +272,8 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
         for cache in (k_cache, v_cache)
     ]
     options = dict(
-        G=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_G=max(16, block_g), BLOCK_D=block_d,
-        BLOCK_N=block_n, TILE=TILE,
+        ROWS=plan.num_queries, FIRST=first, Q=count, G=group, D=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_G=max(16, block_g), BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
         MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
         WINDOW=kv.window or 0, COPIED=copied, num_stages=2,
         num_warps=2 if copied or (narrow and block_g < 16) else 4, **early(q.device),
@@ -251,7 +291,6 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
         ]
     kernel[(num_kv_heads, len(plan.starts))](
         q, *caches, plan.block_tables, plan.context_lens, plan.starts, plan.arrivals, out, partial,
-        lse, kv.scale * LOG2E, q.stride(0), q.stride(1), plan.block_tables.stride(0), batch_size,
-        num_kv_heads, **options,
+        lse, kv.scale * LOG2E, q.stride(0), q.stride(1), plan.block_tables.stride(0),
+        len(q) // plan.num_queries, num_kv_heads, **options,
     )  # fmt: skip
-    return out

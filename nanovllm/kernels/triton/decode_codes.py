@@ -12,6 +12,7 @@ import triton.language as tl
 from nanovllm.kernels.triton.attend_codes import attend_codes, halves_of_queries, interleave
 from nanovllm.kernels.triton.common import await_inputs, cache_offsets, let_next_begin
 from nanovllm.kernels.triton.merge import merge_if_last
+from nanovllm.kernels.triton.queries import NONE, lengths, longest, out_heads, sees
 
 
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
@@ -19,7 +20,8 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, k_scale_tiles,
     v_scale_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr, partial_ptr, lse_ptr,
     scale_log2, q_row_stride, q_head_stride, table_stride, batch_size, num_kv_heads,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, FIRST: tl.constexpr, Q: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
     MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
     CONVERTED: tl.constexpr, EARLY: tl.constexpr,
@@ -36,7 +38,7 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     pair = tl.arange(0, BLOCK_D // 2)
     n = tl.arange(0, BLOCK_N)
-    real = (g < G)[:, None] & (d < D)[None, :]
+    real = (g < Q * G)[:, None] & (d < D)[None, :]
     first = program * share
     last = first + share
     tile = first
@@ -44,20 +46,30 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
         row_end = row_begin + tl.maximum(tl.cdiv(length, TILE), 1)
         stop = tl.minimum(row_end, last)
         end_key = tl.minimum((stop - row_begin) * TILE, length)
+        lens, shortest = lengths(lens_ptr, row, length, g, ROWS, FIRST, Q, G)
+        asked = g < Q * G
+        if ROWS > 1:
+            asked &= lens > 0
+            lens = lens[None, :]
+        head = kv_head * G + (g % G if Q > 1 else g)
         wide_row = row.to(tl.int64)
-        q_at = q_ptr + wide_row * q_row_stride + (kv_head * G + g) * q_head_stride
-        q_even, q_odd, factor = halves_of_queries(q_at, g < G, D, BLOCK_D, CONVERTED)
+        first_row = wide_row * ROWS + FIRST if ROWS > 1 else wide_row
+        q_at = q_ptr + first_row * q_row_stride + head * q_head_stride
+        if Q > 1:
+            q_at += g // G * q_row_stride
+        q_even, q_odd, factor = halves_of_queries(q_at, asked, D, BLOCK_D, CONVERTED)
         factor *= scale_log2
-        top = tl.full([BLOCK_G], -float("inf"), tl.float32)
+        top = tl.full([BLOCK_G], -float("inf") if ROWS == 1 else NONE, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         even = tl.zeros([BLOCK_D // 2, BLOCK_G], tl.float32)
         odd = tl.zeros([BLOCK_D // 2, BLOCK_G], tl.float32)
         table = tables_ptr + wide_row * table_stride
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # tiles before it are skipped, maybe all of this share's tiles of the row
-            begin_key = tl.maximum(begin_key, (length - WINDOW) // BLOCK_N * BLOCK_N)
+            begin_key = tl.maximum(begin_key, (shortest - WINDOW) // BLOCK_N * BLOCK_N)
         if COPIED:  # whole tiles only: memory after a context's end may be NaN
-            whole_end = tl.maximum(begin_key, end_key // BLOCK_N * BLOCK_N)
+            common = tl.minimum(end_key, shortest) if ROWS > 1 else end_key
+            whole_end = tl.maximum(begin_key, common // BLOCK_N * BLOCK_N)
             for key in range(begin_key, whole_end, BLOCK_N):
                 block = tl.load(table + key // BLOCK_SIZE)
                 at = block * BLOCK_SIZE + key % BLOCK_SIZE
@@ -67,9 +79,9 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
                 scale_at = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
                 k_scale = k_scale_tiles.load([scale_at])
                 v_scale = v_scale_tiles.load([scale_at])
-                visible = key + n >= length - WINDOW
+                visible = (key + n)[:, None] >= lens - WINDOW
                 top, total, even, odd = attend_codes(
-                    q_even, q_odd, k, v, k_scale, v_scale, factor, visible[:, None], top, total,
+                    q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                     even, odd, WINDOW > 0, CONVERTED,
                 )  # fmt: skip
             begin_key = whole_end
@@ -77,35 +89,39 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
             at, scale_at = cache_offsets(
                 table, key, end_key, kv_head, num_kv_heads, D // 2, BLOCK_SIZE, BLOCK_N
             )
-            visible = key + n < end_key
+            inside = key + n < end_key
             if WINDOW:
-                visible &= key + n >= length - WINDOW
-            loaded = visible[:, None] & (pair < D // 2)[None, :]
+                inside &= key + n >= shortest - WINDOW
+            visible = sees(lens, (key + n)[:, None], WINDOW) if ROWS > 1 else inside[:, None]
+            loaded = inside[:, None] & (pair < D // 2)[None, :]
             k = tl.load(k_ptr + at[:, None] + pair[None, :], mask=loaded, other=0)
             v = tl.load(v_ptr + at[:, None] + pair[None, :], mask=loaded, other=0)
-            k_scale = tl.load(k_scales_ptr + scale_at, mask=visible, other=1.0)
-            v_scale = tl.load(v_scales_ptr + scale_at, mask=visible, other=1.0)
+            k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
+            v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)
             top, total, even, odd = attend_codes(
-                q_even, q_odd, k, v, k_scale, v_scale, factor, visible[:, None], top, total,
+                q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                 even, odd, True, CONVERTED,
             )  # fmt: skip
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = interleave(even, odd, CONVERTED) / safe_total[:, None]
-        out_row = wide_row * num_kv_heads * G + kv_head * G
+        if ROWS > 1:
+            acc = tl.where(asked[:, None], acc, 0.0)
+        out_row = first_row * num_kv_heads * G + kv_head * G
         if (tile == row_begin) & (stop == row_end):
-            out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
+            heads = out_heads(g, out_row, num_kv_heads, Q, G)
+            out_at = out_ptr + heads[:, None] * D + d[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
         else:
             # A share starts in at most one divided row, and ends in at most one other.
             slot = (program * num_kv_heads + kv_head) * 2 + (tile != first).to(tl.int32)
-            tl.store(lse_ptr + slot * G + g, top + tl.log2(safe_total), mask=g < G)
-            tl.store(partial_ptr + (slot * G + g)[:, None] * D + d[None, :], acc, mask=real)
+            tl.store(lse_ptr + slot * (Q * G) + g, top + tl.log2(safe_total), mask=g < Q * G)
+            tl.store(partial_ptr + (slot * (Q * G) + g)[:, None] * D + d[None, :], acc, mask=real)
             merge_if_last(
                 arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
-                kv_head, num_kv_heads, G, D, BLOCK_D, MERGED,
+                kv_head, num_kv_heads, Q, G, D, BLOCK_D, MERGED,
             )  # fmt: skip
         tile = stop
         row_begin = row_end
         row += 1
-        length = tl.load(lens_ptr + row, mask=row < batch_size, other=0)
+        length = longest(lens_ptr, row, row < batch_size, ROWS)
     let_next_begin(EARLY)

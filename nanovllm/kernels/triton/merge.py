@@ -3,12 +3,14 @@
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.queries import out_heads
+
 
 @triton.jit
 def merge_if_last(  # type: ignore[no-untyped-def]
     arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
-    kv_head, num_kv_heads, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    MERGED: tl.constexpr,
+    kv_head, num_kv_heads, Q: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Count a part of a row as written; the program of the last part merges all, MERGED at a time.
 
@@ -20,7 +22,7 @@ def merge_if_last(  # type: ignore[no-untyped-def]
     arrivals_at = arrivals_ptr + first_program * num_kv_heads + kv_head
     tl.debug_barrier()
     if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == last_program - first_program:
-        BLOCK_G: tl.constexpr = triton.next_power_of_2(G)  # noqa: N806
+        BLOCK_G: tl.constexpr = triton.next_power_of_2(Q * G)  # noqa: N806
         g = tl.arange(0, BLOCK_G)
         d = tl.arange(0, BLOCK_D)
         top = tl.full([BLOCK_G], -1e30, tl.float32)
@@ -30,8 +32,8 @@ def merge_if_last(  # type: ignore[no-untyped-def]
             program = start + tl.arange(0, MERGED)
             second = (program == first_program) & (row_begin != first_program * share)
             slot = (program * num_kv_heads + kv_head) * 2 + second.to(tl.int32)
-            at = slot[:, None] * G + g[None, :]
-            real = (program <= last_program)[:, None] & (g < G)[None, :]
+            at = slot[:, None] * (Q * G) + g[None, :]
+            real = (program <= last_program)[:, None] & (g < Q * G)[None, :]
             lse = tl.load(lse_ptr + at, mask=real, other=-float("inf"), cache_modifier=".cg")
             partial = tl.load(
                 partial_ptr + at[:, :, None] * D + d[None, None, :],
@@ -44,7 +46,8 @@ def merge_if_last(  # type: ignore[no-untyped-def]
             acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
             top = new_top
         total = tl.where(total == 0.0, 1.0, total)  # padding heads
-        out_at = out_ptr + (out_row + g)[:, None] * D + d[None, :]
-        inside = (g < G)[:, None] & (d < D)[None, :]
+        heads = out_heads(g, out_row, num_kv_heads, Q, G)
+        out_at = out_ptr + heads[:, None] * D + d[None, :]
+        inside = (g < Q * G)[:, None] & (d < D)[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
         tl.store(arrivals_at, 0)

@@ -53,7 +53,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(self, q: torch.Tensor, kv: KVLayer, context: Context) -> torch.Tensor:
-        """Attention of q [B, H, D], one token for each sequence."""
+        """Attention of q [B, H, D], one token or a few for each sequence."""
 
 
 class PlannedBackend(AttentionBackend):
@@ -69,7 +69,9 @@ class PlannedBackend(AttentionBackend):
         """The plan of a prefill step."""
 
     @abstractmethod
-    def plan_decode(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> Any:
+    def plan_decode(
+        self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
+    ) -> Any:
         """The plan of a decode step."""
 
     def plan(self, context: Context) -> None:
@@ -78,7 +80,9 @@ class PlannedBackend(AttentionBackend):
             context.plan = self.plan_prefill(context.cu_seqlens_q, context.cu_seqlens_k, context)
         else:
             assert context.context_lens is not None and context.block_tables is not None
-            context.plan = self.plan_decode(context.context_lens, context.block_tables)
+            context.plan = self.plan_decode(
+                context.context_lens, context.block_tables, context.num_queries
+            )
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, context: Context

@@ -31,6 +31,9 @@ class CpuBackend(PlannedBackend):
             cu_seqlens_q, cu_seqlens_k, context.block_tables, *self.heads
         )
 
-    def plan_decode(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> AttentionPlan:
+    def plan_decode(
+        self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
+    ) -> AttentionPlan:
         """Divide a layer's work into tasks for the threads."""
+        assert num_queries == 1, "drafts are in prefills"
         return decode_attention.plan_decode(context_lens, block_tables, *self.heads)

@@ -24,6 +24,11 @@ class FlashAttnBackend(AttentionBackend):
         self.varlen_func: Any = flash_attn_varlen_func
         self.kvcache_func: Any = flash_attn_with_kvcache
 
+    def plan(self, context: Context) -> None:
+        """Give each row of a decode step a block table, as if it were a sequence."""
+        if context.num_queries > 1 and context.block_tables is not None:
+            context.block_tables = context.block_tables.repeat_interleave(context.num_queries, 0)
+
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, context: Context
     ) -> torch.Tensor:

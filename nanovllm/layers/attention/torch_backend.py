@@ -28,7 +28,9 @@ class TorchBackend(PlannedBackend):
         )
 
     def plan_decode(
-        self, context_lens: torch.Tensor, block_tables: torch.Tensor
+        self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
     ) -> list[DecodeGroup]:
         """Group the sequences by their lengths."""
-        return decode_attention.plan_decode(context_lens, block_tables, self.block_size)
+        return decode_attention.plan_decode(
+            context_lens, block_tables, self.block_size, num_queries
+        )

@@ -34,6 +34,10 @@ class TritonBackend(PlannedBackend):
         num_tokens = len(context.slot_mapping)
         return self._plan_prefill(cu_seqlens_q, cu_seqlens_k, context.block_tables, num_tokens)
 
-    def plan_decode(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> Any:
+    def plan_decode(
+        self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
+    ) -> Any:
         """Divide a layer's work among its programs, on the device."""
-        return self._plan_decode(context_lens, block_tables, self.num_kv_heads, self.copies_tiles)
+        return self._plan_decode(
+            context_lens, block_tables, self.num_kv_heads, self.copies_tiles, num_queries
+        )

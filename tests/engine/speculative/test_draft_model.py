@@ -33,6 +33,7 @@ from nanovllm.engine.speculative.costs import Candidate, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.draft_model import DraftModelProposer
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.engine.step.device_table import BUFFERS
 from nanovllm.engine.step.size import Size
 from nanovllm.outputs import RequestOutput
 
@@ -235,6 +236,31 @@ def test_a_proposal_takes_as_many_steps_as_drafts(repeats: bool, model_dir: Path
         else:
             assert steps.prefills == [8] + [2] * 5
             assert steps.decodes == [1] * 6 * (NUM_DRAFTS - 1)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_no_more_steps_are_in_flight_than_the_device_table_has_buffers(
+    repeats: bool, model_dir: Path, near_dir: Path
+) -> None:
+    """A step's changes of the table may be read from the host's memory when it runs."""
+    with make(model_dir, near_dir, dict(num_speculative_tokens=9)) as llm:
+        if repeats:
+            repeat_steps(llm)
+        runner, numbers = proposer_of(llm)._runner, [0]
+        launch, wait = runner.launch, runner.wait
+
+        def counting_launch(batch: Batch) -> Any:
+            numbers.append(numbers[-1] + 1)
+            return launch(batch)
+
+        def counting_wait(launched: Any) -> list[int]:
+            numbers.append(numbers[-1] - 1)
+            return wait(launched)
+
+        runner.launch, runner.wait = counting_launch, counting_wait  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+        assert max(numbers) == BUFFERS - 1 and numbers[-1] == 0
 
 
 def test_no_token_is_computed_twice_except_wrong_drafts(model_dir: Path, near_dir: Path) -> None:
