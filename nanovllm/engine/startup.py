@@ -20,11 +20,11 @@ from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
 from nanovllm.engine.warm_up import compile_steps
 from nanovllm.engine.workers import Workers, threads_of_rank
-from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
+from nanovllm.models.held_bytes import held_bytes
 from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
 from nanovllm.models.windows import longest
 from nanovllm.utils.heap import trim_heap
@@ -92,7 +92,7 @@ def load_shard(
             load_dummy(model, whole, config.seed)
         else:
             load_model(model, path, use_tqdm=placement.ranks.rank == 0)
-        num_bytes = weight_bytes(model)
+        num_bytes = held_bytes(model)
         # Without graphs, launching few_rows takes the host longer than it saves the device.
         with errors_name(path):
             model.bind(placement.backend, few_rows=not config.enforce_eager)
@@ -111,24 +111,6 @@ def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> For
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
     reads = model_config.quantization.files != "plain" and config.load_format != "dummy"
     return Formats(model_config.quantization, read_types(path) if reads else None)
-
-
-def weight_bytes(model: CausalLM) -> int:
-    """The memory of the layers' tensors, before their layouts are changed.
-
-    It includes the quantized copy that a head makes of the embedding's table.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
-    tensors = {
-        id(tensor): tensor.nbytes
-        for layer in layers
-        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-        if not tensor.is_meta
-    }
-    head = model.lm_head
-    scheme, size_in = head.weight_format.scheme, head.held.in_features
-    copy = scheme.num_bytes(head.held.num_rows * size_in, size_in) if scheme and head.is_tied else 0
-    return sum(tensors.values()) + copy
 
 
 def build_model(
