@@ -22,9 +22,9 @@ def prepare(shards: list[Shard], settled: EngineConfig, config: Config) -> None:
         _complete(shard, settled, config)
     graphs = shards[0].graphs
     if graphs is not None and shards[0].placement.most_drafts:
-        most = max((size.num_seqs for size in graphs.sizes if size.num_queries > 1), default=0)
+        drafting = {size for size in graphs.sizes if size.num_queries > 1}
         for shard in shards:
-            shard.graph_seconds = time_graphs(shard, most)
+            shard.graph_seconds = time_graphs(shard, drafting)
 
 
 def _complete(shard: Shard, settled: EngineConfig, config: Config) -> None:

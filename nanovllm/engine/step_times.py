@@ -1,35 +1,42 @@
 """How long decode graphs take, measured when an engine that speculates starts."""
 
+import logging
 import time
+from collections.abc import Set
 
 import torch
 
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.step.size import Size
 
-REPEATS = 4
+REPEATS = 3
+
+logger = logging.getLogger("nanovllm")
 
 
-def time_graphs(shard: Shard, most: int) -> dict[Size, float]:
-    """Seconds of the graphs for steps of up to `most` sequences.
+def time_graphs(shard: Shard, drafting: Set[Size]) -> dict[Size, float]:
+    """Seconds of the graphs for steps with drafts, and of those for as many sequences without.
 
     All ranks do it at the same time, before anything is cached. Tokens differ, as the time of a
     layer of experts depends on them, and contexts are short.
     """
     graphs = shard.graphs
     assert graphs is not None
+    others = {graphs.fitting(Size(size.num_seqs)) for size in drafting}
     state, layout = shard.table.state, shard.table.layout
     some = torch.arange(layout.num_rows * (1 + layout.most_drafts), device=shard.device)
     tokens = (some * 7919 % shard.vocab_size).view(layout.num_rows, -1)
     state.tokens.copy_(tokens[:, 0])
     state.drafts.copy_(tokens[:, 1:])
     state.batch.copy_(some[: layout.num_rows])
+    start = time.perf_counter()
     seconds = {
         size: _seconds(shard, size)
         for size in graphs.sizes
-        if size.num_seqs <= most and size.num_queries <= shard.placement.max_positions
+        if size in drafting | others and size.num_queries <= shard.placement.max_positions
     }
     shard.table.clear()
+    logger.info("%d decode graphs timed in %.1f s", len(seconds), time.perf_counter() - start)
     return seconds
 
 

@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from nanovllm.kernels.triton.common import can_copy_tiles
 from nanovllm.layers import backend as backend_module
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.attention.cpu_backend import CpuBackend
+from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.attention.triton_backend import TritonBackend
 from nanovllm.layers.backend import Backend, choose_backend
@@ -126,6 +128,19 @@ def test_a_missing_flash_attn_is_explained(monkeypatch: pytest.MonkeyPatch) -> N
 def test_flash_attn_refuses_what_it_cannot_compute(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_backend("flash_attn", spec("cuda", **changes))
+
+
+def test_flash_attn_has_a_block_table_for_each_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel aligns the queries of a sequence at their end, where unused ones are."""
+    functions = SimpleNamespace(flash_attn_varlen_func=None, flash_attn_with_kvcache=None)
+    monkeypatch.setitem(sys.modules, "flash_attn", functions)  # type: ignore[arg-type]
+    context = Context(
+        is_prefill=False, slot_mapping=torch.arange(4), context_lens=torch.tensor([5, 6, 9, 0]),
+        block_tables=torch.tensor([[0, 1, 2], [3, 4, 5]]), num_queries=2,
+    )  # fmt: skip
+    FlashAttnBackend(spec()).plan(context)
+    assert context.block_tables is not None
+    assert context.block_tables.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
 
 
 def test_flash_attn_cannot_read_codes() -> None:
