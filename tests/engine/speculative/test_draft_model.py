@@ -564,6 +564,8 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near
     for draft in (model_dir, near_dir):
         with make(model_dir, draft, **gpu) as llm:
             speculator = speculator_of(llm)
+            natural = llm.generate(PROMPTS, params, use_tqdm=False)
+            assert ends_of(natural) == ends_of(expected)
             speculator.costs = TokenCosts()  # what is measured would not pay
             got = llm.generate(PROMPTS, params, use_tqdm=False)
             assert ends_of(got) == ends_of(expected)
