@@ -382,14 +382,19 @@ CALLS: dict[str, Callable[[], object]] = {
     **{
         f"few_rows, {name}, {rows} rows": partial(few_rows, *sizes, rows)
         for name, sizes, some in (
-            ("Qwen3-0.6B", (1024, 2048, 3072, 4096), (1, 8, 32, 64, 128, 256)),
+            ("Qwen3-0.6B", (1024, 2048, 3072, 4096), (1, 8, 16, 32, 64, 128, 256)),
             ("Qwen3-4B", (2560, 4096, 9728, 6144), (128,)),
             ("Qwen3-8B", (4096, 4096, 12288, 6144), (8, 32, 64)),
             ("Qwen3-14B", (5120, 5120, 17408, 7168), (8, 32, 64)),
         )
         for rows in some
     },
-    "few_rows, Qwen2.5-0.5B, biases": partial(few_rows, 896, 896, 4864, 1152, 8, bias=True),
+    **{
+        f"few_rows, Qwen2.5-0.5B, biases, {rows} rows": partial(
+            few_rows, 896, 896, 4864, 1152, rows, bias=True
+        )
+        for rows in (1, 8)
+    },
     **{
         f"quantized_rows, {name}, {rows} rows": partial(
             quantized_rows, 4096, 4096, form, rows, torch.bfloat16
@@ -501,9 +506,10 @@ SPILLS = {
     "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
     "decode_attention, head_dim 80, block size 64": 16,  # on an RTX 50
-    # 32 queries of a key head: outside of the loop over copied tiles.
+    # Many queries of a key head: outside of the loop over copied tiles.
+    "decode_attention, Qwen3-0.6B, 5 queries": 16,
     "decode_attention, Qwen3-8B, 5 queries": 48,
-    "decode_attention, G 7, 8 queries": 128,
+    "decode_attention, G 7, 8 queries": 160,
     "draw": 32,
     **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "G 16")},
     # Where products are of one warp, prefill holds a tile of codes in registers, as float16.

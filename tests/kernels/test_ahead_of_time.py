@@ -244,7 +244,6 @@ EARLY_CASES = {
     "_linear_kernel": "few_rows, Qwen3-0.6B, 64 rows",
     "_quantized_rows_kernel": "quantized_rows, int4, groups of 128, 16 rows",
     "_norm_rope_store_kernel": "norm_rope_store, Qwen3-0.6B, 64 tokens",
-    "_decode_kernel": "decode_attention, Qwen3-0.6B, block size 64",
     "_route_kernel": "few_experts, 64 rows",
     "_expert_rows_kernel": "few_experts, 64 rows",
     "_sum_kernel": "few_experts, 64 rows",
@@ -267,15 +266,37 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
         assert re.search(touched, ptx)
 
 
-HOLDING = "few_rows, Qwen3-0.6B, 1 rows"
+@pytest.mark.parametrize(
+    "name", ["block size 64", "codes, block size 64", "5 queries, block size 64"]
+)
+def test_attention_reads_its_plan_alone_before_it_waits(name: str, compiled: Compiled) -> None:
+    """An older kernel wrote the plan; the kernel before it writes the queries and the last keys."""
+    kernel = compiled[f"decode_attention, Qwen3-0.6B, {name}", HOPPER][-1]
+    ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()
+    assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dep") == 1
+    before, after = ptx.split("griddepcontrol.wait")
+    assert len(re.findall(r"ld\.global", before)) == 4  # a program's row, tiles, length and share
+    assert not re.search(r"\b(st|atom|red)\.global|cp\.async", before)
+    assert "griddepcontrol.launch_dep" in after and re.search(r"cp\.async\.bulk\.tensor", after)
 
 
-def test_weights_are_loaded_before_the_wait_and_nothing_is_written(compiled: Compiled) -> None:
+HOLDING = {
+    "few_rows, Qwen2.5-0.5B, biases, 1 rows": "_held_kernel",
+    "few_rows, Qwen3-0.6B, 1 rows": "_held_tiles_kernel",
+    "few_rows, Qwen3-0.6B, 8 rows": "_held_tiles_kernel",
+    "few_rows, Qwen3-0.6B, 16 rows": "_held_tiles_kernel",
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_weights_are_loaded_before_the_wait_and_nothing_is_written(
+    name: str, compiled: Compiled
+) -> None:
     """The kernel before it may still read what this one writes."""
-    found = [line for line in compiled[HOLDING, HOPPER] if line["kernel"] == "_held_kernel"]
+    found = [line for line in compiled[name, HOPPER] if line["kernel"] == HOLDING[name]]
     assert len(found) >= 3
     for line in found:
-        ptx = (Path(line["folder"]) / "_held_kernel.ptx").read_text()
+        ptx = (Path(line["folder"]) / f"{HOLDING[name]}.ptx").read_text()
         assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dep") == 1
         before, after = ptx.split("griddepcontrol.wait")
         assert len(re.findall(r"ld\.global\.v4", before)) >= 12 and "griddepcontrol" in after
@@ -283,8 +304,20 @@ def test_weights_are_loaded_before_the_wait_and_nothing_is_written(compiled: Com
         assert re.search(r"\bst\.global", after)
 
 
+@pytest.mark.parametrize("name", ["few_rows, Qwen3-0.6B, 8 rows", "few_rows, Qwen3-0.6B, 16 rows"])
+def test_weights_go_from_memory_to_the_tensor_cores_in_registers(
+    name: str, compiled: Compiled
+) -> None:
+    """A thread loads what it multiplies: nothing is exchanged between the wait and the products."""
+    for line in compiled[name, HOPPER]:
+        ptx = (Path(line["folder"]) / "_held_tiles_kernel.ptx").read_text()
+        before = ptx[: ptx.rindex("mma.sync")]
+        assert "ldmatrix" not in before
+        assert before.rfind("st.shared") < before.index("mma.sync")  # of sums of squares, if any
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name.startswith("few_rows") and name != HOLDING]
+    "name", [name for name in CASES if name.startswith("few_rows") and name not in HOLDING]
 )
 def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
     """By the tensor memory accelerator, into the memory that `wgmma` reads."""

@@ -48,8 +48,6 @@ class Shape:
 
     contexts: list[int]
     queries: list[int] | None = None
-    num_queries: int = 1
-    used: list[int] | None = None  # all, or as many as the context has tokens
     kv_heads: int = 2
     group: int = 2
     head_dim: int = 64
@@ -63,6 +61,8 @@ class Shape:
     quantized: bool = False
     converted: bool = False  # codes, by the GPU's own conversion
     seed: int = 0
+    num_queries: int = 1
+    used: list[int] | None = None  # all, or as many as the context has tokens
 
     @property
     def scale(self) -> float:
@@ -168,6 +168,7 @@ class Paged:
                 self.lens, self.tables, heads, self.shape.copies_tiles, self.shape.num_queries
             )
         assert len(plan.starts) == self.shape.programs
+        torch.zeros(1, device=self.device)  # as in a step, a kernel lies between
         outs = []
         for _ in range(2):
             with self.conversion(kernels):
@@ -554,6 +555,9 @@ def test_any_number_of_programs_covers_the_batch(kernel_device: str, kv_heads: i
         room = num_multiprocessors(lens.device) * PROGRAMS_PER_MULTIPROCESSOR
         assert len(plan.starts) == max(1, room // heads)
         assert plan.arrivals.shape == (len(plan.starts), heads) and not plan.arrivals.any()
+    for queries, group, halves in ((1, 64, 1), (3, 8, 1), (3, 11, 2)):  # what registers hold
+        plan = plan_decode(lens, torch.zeros(1, 1), kv_heads, False, queries, group)
+        assert len(plan.starts) == max(1, room // kv_heads // halves)
     paged = Paged(Shape([150, 0, 3, 321], kv_heads=kv_heads), kernel_device)
     plan = plan_decode(paged.lens, paged.tables, kv_heads, True)
     out = decode_attention(paged.q, paged.layer(*paged.caches), plan)
@@ -728,6 +732,7 @@ def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     def step() -> tuple[torch.Tensor, ...]:
         shape = static.shape
         plan = plan_decode(static.lens, static.tables, shape.kv_heads, True, shape.num_queries)
+        torch.zeros(1, device=static.device)  # as in a step, a kernel lies between
         outs = [decode_attention(static.q, static.kernel_layer(), plan) for _ in range(2)]
         return *outs, plan.arrivals
 

@@ -29,6 +29,7 @@ from nanovllm.kernels.triton import few_rows as module
 from nanovllm.kernels.triton import held_weights
 from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
+from nanovllm.kernels.triton.held_weights import can_hold_tiles
 from nanovllm.kernels.triton.route import Router
 from nanovllm.layers.weights import matrix
 from nanovllm.models.decoder import Decoder, SparseMLP
@@ -100,6 +101,7 @@ def test_few_enough_rows_of_small_weights_hold_them(
     size_in: int, size_out: int, gated: bool, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the results of the other kernel, up to the order of sums."""
+    monkeypatch.setattr(held_weights, "can_hold_tiles", lambda *_: False)
     launched: list[int] = []
     launch = held_weights.launch
     monkeypatch.setattr(
@@ -121,6 +123,59 @@ def test_few_enough_rows_of_small_weights_hold_them(
     for rows, result in enumerate(held, 1):
         assert_close(result, computed(rows))
     assert launched == [1, 2]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("size_in", "size_out"), [(1024, 256), (1024, 48), (2048, 64), (3072, 32), (4096, 16)]
+)
+def test_up_to_16_rows_of_small_weights_take_tensor_cores(
+    size_in: int, size_out: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the results of the twin; Gluon has no interpreter."""
+    from nanovllm.kernels.triton import held_tiles
+
+    used = can_hold_tiles(16, torch.zeros(size_out * (1 + gated), size_in, dtype=bf16), gated)
+    launched: list[int] = []
+    launch = held_tiles.launch
+    monkeypatch.setattr(
+        held_tiles, "launch", lambda x, *rest: launched.append(len(x)) or launch(x, *rest)
+    )
+    for rows in (1, 2, 3, 8, 9, 16, 17):
+        shape = Shape(rows, size_in, size_out, bias=True, parts=3, seed=rows)
+        x = scaled_of(shape, "cuda")
+        weight, bias = weight_of(shape, size_out * (1 + gated), "cuda")
+        if gated:
+            assert_close(made(weight).gated(x, weight, bias), scaled_gated(x, weight, bias))
+            continue
+        assert_close(made(weight).linear(x, weight, bias), scaled_linear(x, weight, bias))
+        residual, norm = random(1, rows, size_out).to(weight), random(2, size_out).to(weight)
+        torch.cuda.synchronize()
+        total, scaled = made(weight).add(x.product, weight, bias, residual, norm, EPS)
+        expected, _ = add_linear(x.product, weight, bias, residual, norm, EPS)
+        assert_close(total, expected)
+        assert torch.equal(scaled.product, total * norm)
+        squares = scaled.squares.sum(dim=1)
+        torch.testing.assert_close(squares, total.float().square().sum(dim=1))
+    calls = 1 if gated else 2
+    assert launched == [rows for rows in (1, 2, 3, 8, 9, 16) for _ in range(calls)] * used
+
+
+@pytest.mark.parametrize(
+    ("rows", "size_out", "size_in", "gated", "can"),
+    [
+        (1, 4096, 1024, False, True), (16, 4096, 1024, False, True), (17, 4096, 1024, False, False),
+        (8, 6144, 1024, True, True), (8, 1024, 3072, False, True), (8, 1024, 4096, False, True),
+        (8, 1024, 4096, True, False), (8, 1024, 8192, False, False), (8, 16, 896, False, False),
+        (8, 24, 1024, False, False), (8, 16, 1024, True, False), (8, 4096, 4096, False, False),
+    ],
+)  # fmt: skip
+def test_registers_hold_the_weights_that_they_have_room_for(
+    rows: int, size_out: int, size_in: int, gated: bool, can: bool
+) -> None:
+    weight = torch.zeros(size_out, size_in, dtype=bf16, device="meta")
+    assert can_hold_tiles(rows, weight, gated) == can
 
 
 def scaled_of(shape: Shape, device: str) -> Scaled:

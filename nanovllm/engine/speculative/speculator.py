@@ -13,6 +13,7 @@ from nanovllm.engine.step.size import MOST_DRAFTS
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
+# After a no, `wants` says no in so many steps without looking: a look takes 1 us a sequence.
 QUIET_STEPS = 3
 
 

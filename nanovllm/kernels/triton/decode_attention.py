@@ -50,7 +50,9 @@ from nanovllm.kernels.triton.queries import NONE, lengths, longest, out_heads, s
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
 MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
 BLOCK_B = 512  # sequences that the plan reads together
-MOST_QUERIES = 32  # of a key head and a program: what registers hold
+MOST_QUERIES = 64  # of a key head and a program: what registers hold
+HALF = 32  # of the queries: with more, half as many programs run at the same time
+NEXT_FIRST_ROWS = 16  # up to which the next kernel begins at the start of this one
 CODES_STAGES = 5  # of codes: two tiles are in flight
 
 
@@ -115,16 +117,19 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, FIRST: tl.constexpr, Q: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
+    MERGED: tl.constexpr, UNROLLED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
+    NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    await_inputs(EARLY)
     row = tl.load(starts_ptr + program * 4)
     row_begin = tl.load(starts_ptr + program * 4 + 1)
     length = tl.load(starts_ptr + program * 4 + 2)
     share = tl.load(starts_ptr + program * 4 + 3)
+    await_inputs(EARLY)
+    if NEXT_FIRST:
+        let_next_begin(EARLY)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
@@ -194,13 +199,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_ptr + (slot * (Q * G) + g)[:, None] * D + d[None, :], acc, mask=real)
             merge_if_last(
                 arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
-                kv_head, num_kv_heads, Q, G, D, BLOCK_D, MERGED,
+                kv_head, num_kv_heads, Q, G, D, BLOCK_D, MERGED, UNROLLED,
             )  # fmt: skip
         tile = stop
         row_begin = row_end
         row += 1
         length = longest(lens_ptr, row, row < batch_size, ROWS)
-    let_next_begin(EARLY)
+    if not NEXT_FIRST:
+        let_next_begin(EARLY)
 
 
 def plan_decode(
@@ -209,15 +215,20 @@ def plan_decode(
     num_kv_heads: int,
     copies_tiles: bool,
     num_queries: int = 1,
+    group: int = 1,
 ) -> DecodePlan:
     """Divide a batch's contexts among programs, on the device. Reads lengths, writes a few KiB.
 
+    The attention reads the plan while the kernel before it ends: that must be another one.
+
     A sequence has `num_queries` rows, at consecutive positions, and one row of `block_tables`.
     `context_lens` [B * num_queries] has the keys that each row sees, itself included: 0 for rows
-    that are not used, which are the last ones of a sequence or all.
+    that are not used, which are the last ones of a sequence or all. `group` heads share a key head.
     """
     device = context_lens.device
     programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
+    if num_queries > 1 and num_queries * group > HALF:
+        programs //= 2
     programs = max(1, programs)
     starts = torch.empty(programs, 4, dtype=torch.int32, device=device)
     arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
@@ -240,7 +251,8 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     are unequal work, so its layers are less well balanced.
     """
     out = rows_with_room(len(q), q.shape[1] * q.shape[2], q).view(q.shape)
-    most = max(1, MOST_QUERIES // (q.shape[1] // kv.k_cache.shape[2]))
+    limit = MOST_QUERIES if kv.k_scales is None else HALF
+    most = max(1, limit // (q.shape[1] // kv.k_cache.shape[2]))
     count = cdiv(plan.num_queries, cdiv(plan.num_queries, most))
     for first in range(0, plan.num_queries, count):
         _attend(q, kv, plan, out, first, min(count, plan.num_queries - first))
@@ -265,18 +277,22 @@ def _attend(
     narrow = block_n == TILE  # heads of at most 256 bytes
     copied = (
         plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
-        and q.dtype.itemsize == 2 and block_g <= 32
+        and q.dtype.itemsize == 2 and block_g <= MOST_QUERIES
     )  # fmt: skip
     tiles = [
         tiles_of(cache.view(-1, num_kv_heads * width), block_n, width) if copied else None
         for cache in (k_cache, v_cache)
     ]
+    warps = 2 if (copied and block_g <= HALF) or (narrow and block_g < 16) else 4
+    merged = min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d))))
+    unrolled = 1
+    if plan.num_queries > 1:  # two parts are in flight, as rounds of the loop
+        merged, unrolled = 1, 1 if block_g > HALF else 2
     options = dict(
         ROWS=plan.num_queries, FIRST=first, Q=count, G=group, D=head_dim, BLOCK_SIZE=block_size,
         BLOCK_G=max(16, block_g), BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
-        MERGED=min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d)))),
-        WINDOW=kv.window or 0, COPIED=copied, num_stages=2,
-        num_warps=2 if copied or (narrow and block_g < 16) else 4, **early(q.device),
+        MERGED=merged, UNROLLED=unrolled, WINDOW=kv.window or 0, COPIED=copied,
+        NEXT_FIRST=len(q) <= NEXT_FIRST_ROWS, num_stages=2, num_warps=warps, **early(q.device),
     )  # fmt: skip
     kernel = _decode_kernel
     caches: list[Any] = [k_cache, v_cache, *tiles]

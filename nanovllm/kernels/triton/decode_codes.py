@@ -23,17 +23,19 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, FIRST: tl.constexpr, Q: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
-    MERGED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
-    CONVERTED: tl.constexpr, EARLY: tl.constexpr,
+    MERGED: tl.constexpr, UNROLLED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
+    CONVERTED: tl.constexpr, NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    await_inputs(EARLY)
     row = tl.load(starts_ptr + program * 4)
     row_begin = tl.load(starts_ptr + program * 4 + 1)
     length = tl.load(starts_ptr + program * 4 + 2)
     share = tl.load(starts_ptr + program * 4 + 3)
+    await_inputs(EARLY)
+    if NEXT_FIRST:
+        let_next_begin(EARLY)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     pair = tl.arange(0, BLOCK_D // 2)
@@ -118,10 +120,11 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_ptr + (slot * (Q * G) + g)[:, None] * D + d[None, :], acc, mask=real)
             merge_if_last(
                 arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
-                kv_head, num_kv_heads, Q, G, D, BLOCK_D, MERGED,
+                kv_head, num_kv_heads, Q, G, D, BLOCK_D, MERGED, UNROLLED,
             )  # fmt: skip
         tile = stop
         row_begin = row_end
         row += 1
         length = longest(lens_ptr, row, row < batch_size, ROWS)
-    let_next_begin(EARLY)
+    if not NEXT_FIRST:
+        let_next_begin(EARLY)

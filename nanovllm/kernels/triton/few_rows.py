@@ -9,8 +9,8 @@ and its sums of squares; the next linear layer computes each row's factor from t
 to its outputs.
 
 A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
-Hopper's tensor memory accelerator. One row or two take another kernel, if the weights are small:
-`held_weights`.
+Hopper's tensor memory accelerator. Up to 32 rows take another kernel, if the weights are small:
+one row or two `held_weights`, more `held_tiles`.
 """
 
 import functools
@@ -29,6 +29,7 @@ from nanovllm.kernels.triton.common import (
     ROOM,
     await_inputs,
     can_copy_tiles,
+    can_overlap,
     dot,
     early,
     let_next_begin,
@@ -162,6 +163,10 @@ def _launch(
     (num_rows, size_in), size_out = x.shape, out.shape[1]
     squares = x.new_empty(num_rows, 0, dtype=torch.float32)
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
+    if held_weights.can_hold_tiles(num_rows, weight, gated) and can_overlap(x.device):
+        from nanovllm.kernels.triton import held_tiles  # Gluon may be absent, or have changed
+
+        return held_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends)
     if held_weights.can_hold(num_rows, weight):
         return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
     tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))

@@ -20,6 +20,9 @@ MOST_ROWS = 2
 MOST_BYTES = 16 << 20  # of a matrix: what the programs that run at the same time hold
 WARPS = 4
 HELD = WARPS * 32 * 128  # weights of a program: 128 of a thread, in 64 registers
+MOST_TILE_ROWS = 16
+TILE = 16  # outputs of a program of `held_tiles`, which has 4 times as many warps at most
+TILE_INPUTS = 16 * 64  # 64 for each of its warps are two loads of 16 bytes of 4 threads
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -67,6 +70,15 @@ def can_hold(num_rows: int, weight: torch.Tensor) -> bool:
     """Whether the kernel is faster than that of `few_rows`, for a weight [N, K]."""
     size_in = next_power_of_2(weight.shape[1])
     return num_rows <= MOST_ROWS and weight.nbytes <= MOST_BYTES and 2 * size_in <= HELD
+
+
+def can_hold_tiles(num_rows: int, weight: torch.Tensor, gated: bool) -> bool:
+    """Whether the kernel of `held_tiles` is, for a weight [N, K] of outputs or of gate and up."""
+    size_out, size_in = weight.shape
+    return (
+        num_rows <= MOST_TILE_ROWS and weight.nbytes <= MOST_BYTES and size_in % TILE_INPUTS == 0
+        and size_out % (TILE * (1 + gated)) == 0 and TILE * size_in * (1 + gated) <= 4 * HELD
+    )  # fmt: skip
 
 
 def launch(

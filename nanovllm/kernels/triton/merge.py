@@ -10,7 +10,7 @@ from nanovllm.kernels.triton.queries import out_heads
 def merge_if_last(  # type: ignore[no-untyped-def]
     arrivals_ptr, lse_ptr, partial_ptr, out_ptr, out_row, row_begin, row_end, share,
     kv_head, num_kv_heads, Q: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
+    BLOCK_D: tl.constexpr, MERGED: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Count a part of a row as written; the program of the last part merges all, MERGED at a time.
 
@@ -28,7 +28,7 @@ def merge_if_last(  # type: ignore[no-untyped-def]
         top = tl.full([BLOCK_G], -1e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for start in range(first_program, last_program + 1, MERGED):
+        for start in tl.range(first_program, last_program + 1, MERGED, loop_unroll_factor=UNROLLED):
             program = start + tl.arange(0, MERGED)
             second = (program == first_program) & (row_begin != first_program * share)
             slot = (program * num_kv_heads + kv_head) * 2 + second.to(tl.int32)

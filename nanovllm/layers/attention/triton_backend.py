@@ -21,6 +21,7 @@ class TritonBackend(PlannedBackend):
         from nanovllm.kernels.triton import decode_attention, prefill_attention, prefill_plan
 
         self.num_kv_heads = spec.num_kv_heads
+        self.group = spec.num_heads // spec.num_kv_heads
         self.copies_tiles = spec.in_graphs
         self._plan_prefill = prefill_plan.plan_prefill
         self._plan_decode = decode_attention.plan_decode
@@ -39,5 +40,6 @@ class TritonBackend(PlannedBackend):
     ) -> Any:
         """Divide a layer's work among its programs, on the device."""
         return self._plan_decode(
-            context_lens, block_tables, self.num_kv_heads, self.copies_tiles, num_queries
-        )
+            context_lens, block_tables, self.num_kv_heads, self.copies_tiles, num_queries,
+            self.group,
+        )  # fmt: skip
