@@ -35,8 +35,8 @@ def make_plan(
     """Check everything, and draw the requests.
 
     `options` are the engine's. A shape replaces their model, and its files are in `scratch`. The
-    default of `max_model_len` is 4096, or the model's if that is less. With a shape, the name of the
-    draft model may be a shape's, too.
+    default of `max_model_len` is 4096, or the model's if that is less. With a shape, the draft
+    model may be the name of one, too.
     """
     if shape is not None:
         options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}
