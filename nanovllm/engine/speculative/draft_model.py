@@ -49,8 +49,7 @@ class Shadow:
         self.seq = own = copy.copy(seq)
         own.token_ids, own.block_hashes = list(seq.token_ids), list(seq.block_hashes)
         own.release_cache()
-        own.siblings, own.followers, own.text, own.logprobs = [], (), None, None
-        own.num_reported_tokens = own.num_prompt_tokens
+        own.logprobs = None  # nothing of a draft is reported
         self.num_known = own.num_tokens
         self.num_noted = 0
 
