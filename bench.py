@@ -58,6 +58,8 @@ def find_peers(args: argparse.Namespace) -> list[peers.Engine]:
         return []
     if args.profile:
         raise UsageError("--profile and --peers exclude each other")
+    if getattr(args, "acceptance", None) is not None:
+        raise UsageError("--acceptance and --peers exclude each other")
     with usage_errors():
         return peers.find_engines(args.peers, args.peer_python, args.peer_path)
 

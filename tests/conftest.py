@@ -180,14 +180,14 @@ class SamplerInputs(NamedTuple):
 
 
 def sampler_inputs(
-    seqs: list[Sequence], vocab_size: int, device: torch.device | None = None
+    seqs: list[Sequence], vocab_size: int, device: torch.device | None = None, **drafts: Any
 ) -> SamplerInputs:
     """The sampler's inputs for the next tokens of `seqs`, as the engine makes and uploads them."""
     device = device or torch.device("cpu")
     for seq in seqs:
         if seq.params.penalizes and seq.counts is None:
             seq.counts = TokenCounts()
-    host = draw_inputs(seqs, vocab_size, device.type)
+    host = draw_inputs(seqs, vocab_size, device.type, **drafts)
     filters = upload_all(host.filters, device)
     if host.temperatures is None or host.keys is None:
         return SamplerInputs(None, None, filters)

@@ -17,7 +17,10 @@ class Eager(Pace):
 
 
 class RandomProposer:
-    """Random tokens, of random lengths: more than asked for at times, or none."""
+    """Random tokens, of random lengths: more than asked for at times, or none.
+
+    For a sequence that may have few tokens they are of those.
+    """
 
     def __init__(self, seed: int, num_tokens: int) -> None:
         self.rng, self.num_tokens = random.Random(seed), num_tokens
@@ -29,7 +32,7 @@ class RandomProposer:
 
     def guess(self, seq: Sequence, most: int) -> list[int]:
         length = self.rng.choice([0, 1, most, most + 3, self.rng.randint(0, most)])
-        return self.rng.choices(range(self.num_tokens), k=length)
+        return self.rng.choices(seq.params.allowed_token_ids or range(self.num_tokens), k=length)
 
     def reset(self) -> None:
         pass

@@ -11,6 +11,7 @@ import torch
 
 from nanovllm import __version__
 from nanovllm.bench import roofline, trace
+from nanovllm.bench.acceptance import accept_by_chance
 from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
 from nanovllm.bench.workload import Workload
@@ -125,12 +126,14 @@ def print_floor(result: dict[str, Any]) -> None:
     load, floor = result["workload"], result["roofline"]
     on_cpu = result["device"] == "cpu"
     ranks = f", {result['num_ranks']} ranks" if result["num_ranks"] > 1 else ""
+    chance = load["acceptance"]
+    drafts = "" if chance is None else f"; a draft is right with probability {chance:g}"
     types = "; ".join([result["dtype"], *result["quantization"], f"KV in {result['kv_dtype']}"])
     print(
         f"{result['model']}: {result['num_params'] / 1e6:,.0f}M parameters, {types},"
         f" on {result['machine' if on_cpu else 'device']}{ranks}\n"
         f"  workload: {load['num_seqs']} requests, {load['input_tokens']:,} tokens in,"
-        f" {load['output_tokens']:,} out\n"
+        f" {load['output_tokens']:,} out{drafts}\n"
         f"  measured: copy {floor['copy_bytes_per_second'] / 1e9:,.1f} GB/s,"
         f" matmul {floor['matmul_flops_per_second'] / 1e12:,.2f} TFLOP/s\n"
         f"  roofline: {floor['seconds']:.2f} s = {floor['decode_kv_seconds']:.2f} decode KV reads"
@@ -168,7 +171,10 @@ def run_alone(
     plan: Plan, result: dict[str, Any], repeats: int | None, profile: Path | None
 ) -> None:
     """Measure this engine, print the figures, and write a trace to `profile` if it is given."""
+    lengths = plan.lengths
     with LLM(**dataclasses.asdict(plan.config)) as llm:
+        if lengths.acceptance is not None:
+            accept_by_chance(llm, lengths.acceptance, lengths.seed)
         result |= measure(llm, plan, repeats)
         result["roofline_percent"] = 100 * result["roofline"]["seconds"] / result["median_seconds"]
         if plan.device.type == "cuda":  # the KV pool counts too
@@ -176,6 +182,6 @@ def run_alone(
         print_result(result)
         if profile:
             print(
-                trace.write_trace(llm, plan.workload.prompts, plan.lengths.temperature, profile),
+                trace.write_trace(llm, plan.workload.prompts, lengths.temperature, profile),
                 flush=True,
             )

@@ -3,7 +3,14 @@
 import random
 from dataclasses import dataclass
 
-from nanovllm.utils.option import TRUE_OR_FALSE, check_options, int_range, option
+from nanovllm.utils.option import (
+    NOTHING,
+    TRUE_OR_FALSE,
+    check_options,
+    float_range,
+    int_range,
+    option,
+)
 
 MAX_TOKEN_ID = 10_000
 MAX_MODEL_LEN = 4096  # where neither the options nor the model set less
@@ -27,9 +34,21 @@ class Lengths:
         " for n-grams to guess",
         TRUE_OR_FALSE,
     )
+    acceptance: float | None = option(
+        None,
+        "probability that a draft is right if those before it are, in place of what the model"
+        " draws: for the speed of speculation with random weights; needs --speculative-config",
+        float_range(0, 1),
+        none=NOTHING,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.repetitive and self.acceptance is not None:
+            raise ValueError(
+                "repetitive and acceptance exclude each other: with acceptance, drafts are right by"
+                " chance, whatever the prompts are"
+            )
         for kind in ("input", "output"):
             low, high = getattr(self, f"min_{kind}_len"), getattr(self, f"max_{kind}_len")
             if high < low:

@@ -119,6 +119,11 @@ def _check(args: argparse.Namespace, shape: str | None) -> None:
         raise UsageError(
             f"a shape has random weights; --load-format {args.load_format} needs --model"
         )
+    given = {name: getattr(args, name, None) for name in ("acceptance", "speculative_config")}
+    if given["acceptance"] is not None and given["speculative_config"] is None:
+        raise UsageError(
+            '--acceptance needs drafts to accept: add --speculative-config \'{"method": "ngram"}\''
+        )
     if args.json is not None and args.json == args.profile:
         raise UsageError("--json and --profile must be different files")
 

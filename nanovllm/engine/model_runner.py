@@ -47,7 +47,8 @@ class ModelRunner:
         inputs = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
         with self._on_other_ranks(inputs), shard.computing():
             computed = shard.compute(inputs)
-            draws = draw_inputs(seqs, shard.vocab_size, shard.device.type, computed, offsets)
+            size, kind = shard.vocab_size, shard.device.type
+            draws = draw_inputs(seqs, size, kind, computed, offsets, batch.drafts)
             token_ids, columns = shard.draw(computed, draws)
             reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
             return Launched(batch, token_ids, reports, computed.prompt_logprobs + columns)

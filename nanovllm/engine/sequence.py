@@ -204,17 +204,20 @@ class Sequence:
         """Whether the next token is chosen otherwise than from the model's own distribution."""
         return self.narrows or len(self.token_ids) < self.min_num_tokens
 
-    def forbidden_token_ids(self, offset: int = 0) -> set[int]:
-        """Tokens that may not come next: the last ones of bad words; before `min_tokens` all stops.
+    def forbidden_token_ids(self, drafts: list[int]) -> set[int]:
+        """Tokens that may not come after the `drafts`, or next if there are none.
 
-        Bad words are looked for in the output: the prompt's last tokens are no part of one. With an
-        `offset`, tokens that may not come after that many others, which may complete no bad word.
+        The last ones of bad words; before `min_tokens` all stops. Bad words are looked for in the
+        output: the prompt's last tokens are no part of one.
         """
-        is_early = len(self.token_ids) + offset < self.min_num_tokens
-        forbidden = set(self.stop_token_ids) if is_early else set()
+        num_tokens = len(self.token_ids) + len(drafts)
+        forbidden = set(self.stop_token_ids) if num_tokens < self.min_num_tokens else set()
+        if not self.bad_words:
+            return forbidden
+        start = len(self.token_ids) - max(map(len, self.bad_words))
+        output = self.token_ids[max(start, self.num_prompt_tokens) :] + drafts  # its last tokens
         for *before, last in self.bad_words:
-            start = len(self.token_ids) - len(before)
-            if start >= self.num_prompt_tokens and self.token_ids[start:] == before:
+            if output[len(output) - len(before) :] == before:
                 forbidden.add(last)
         return forbidden
 

@@ -518,6 +518,7 @@ class TestCommandLine:
             (["--json=/nowhere/result.json"], 1, "/nowhere"),
             (["--profile=/nowhere/trace.json"], 1, "/nowhere"),
             (["--profile=trace.json", "--peers"], 2, "--profile and --peers exclude each other"),
+            (["--acceptance=0.5", "--peers"], 2, "--acceptance and --peers exclude each other"),
             (["--peer-path=vllm=."], 2, "need --peers"),
             (["--peers", "sglang"], 2, "nano-vllm, vllm, transformers; got sglang"),
             (["--peers", "--peer-python=vllm"], 2, "NAME=PATH with a NAME of nano-vllm"),

@@ -419,6 +419,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "stop_token_ids": st.sampled_from([None, [STOP]]),
                 "n": st.sampled_from([1, 1, 2, 4]),
                 "priority": st.sampled_from([0, 0, 0, 1, -1]),
+                "presence_penalty": st.sampled_from([0.0, 0.0, 1.0]),  # waits for its tokens
             }
         ),
     )
@@ -502,6 +503,7 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
                 ignore_eos=rng.random() < 0.5,
                 stop_token_ids=rng.choice([None, [STOP]]),
                 n=rng.choice(samples),
+                presence_penalty=rng.choice([0.0, 0.0, 1.0]),
                 priority=rng.choice(priorities),
             )
             prompts.append(simulation.tokens[simulation.live[-1]])

@@ -163,7 +163,7 @@ def twin(logits: np.ndarray, seq: Sequence) -> tuple[np.ndarray, bool]:
     x = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
         x[[i for i in range(size) if i not in params.allowed_token_ids]] = -np.inf
-    x[sorted(seq.forbidden_token_ids())] = -np.inf
+    x[sorted(seq.forbidden_token_ids([]))] = -np.inf
     for token_id, bias in (params.logit_bias or {}).items():
         x[token_id] += bias
     times = Counter(seq.output_token_ids)
@@ -239,6 +239,41 @@ def test_filters_equal_their_twin(rows: list[Any], data: st.DataObject) -> None:
         torch.testing.assert_close(
             got[row][~forbidden], torch.tensor(expected[~forbidden.numpy()], dtype=torch.float32)
         )
+
+
+FEW = st.integers(0, 3)  # so few tokens that they repeat, and make bad words
+DRAFTED = st.tuples(
+    FIELDS,
+    st.lists(FEW, min_size=1, max_size=5),  # prompt
+    st.lists(FEW, max_size=5),  # output
+    st.lists(st.lists(FEW, min_size=1, max_size=4).map(tuple), max_size=3),
+    st.lists(FEW, max_size=5),  # drafts
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DRAFTED, min_size=1, max_size=4))
+def test_a_draw_after_drafts_is_as_if_they_had_come(rows: list[Any]) -> None:
+    """Each draft is followed by a draw of its own. The sequences do not change."""
+    drafts, samples, after = {}, [], []
+    for fields, prompt, output, words, guessed in rows:
+        seq = make_seq(SamplingParams(**fields), prompt, output, words)
+        drafts[seq] = guessed
+        for offset in range(1 + len(guessed)):
+            samples.append((seq, offset))
+            after.append(make_seq(seq.params, prompt, output + guessed[:offset], words))
+    seqs, offsets = [seq for seq, _ in samples], [offset for _, offset in samples]
+    logits = torch.linspace(-2.0, 2.0, 31).roll(len(rows)).repeat(len(seqs), 1)
+    expected, got, again = logits.clone(), logits.clone(), logits.clone()
+    as_come, alone = sampler_inputs(after, 31), sampler_inputs([*drafts], 31)
+    narrow_all(expected, as_come)
+    inputs = sampler_inputs(seqs, 31, offsets=offsets, drafts=drafts)
+    narrow_all(got, inputs)
+    assert torch.equal(got, expected)
+    assert inputs.keys is None or torch.equal(inputs.keys, as_come.keys)  # type: ignore[arg-type]
+    narrow_all(got := logits.clone(), alone)
+    narrow_all(again, sampler_inputs([*drafts], 31))
+    assert torch.equal(again, got)
 
 
 # Drawn from what is left

@@ -15,18 +15,22 @@ class TokenCounts:
     def __init__(self) -> None:
         self.reset()
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def after(self, drafts: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """The distinct tokens, and how often each would be in the output if `drafts` came next.
 
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens, in the order in which they first came."""
-        return self._ids[: len(self)]
-
-    @property
-    def counts(self) -> npt.NDArray[np.int32]:
-        """How often each of `ids` is in the output; 0 for one that only the prompt has."""
-        return self._counts[: len(self)]
+        0 for a token that only the prompt has. These drafts may be wrong, so nothing changes here.
+        """
+        number = len(self._places)
+        ids, counts = self._ids[:number], self._counts[:number]
+        if not drafts:
+            return ids, counts
+        new = [token_id for token_id in dict.fromkeys(drafts) if token_id not in self._places]
+        ids = np.append(ids, np.array(new, np.int64))
+        counts = np.append(counts, np.zeros(len(new), np.int32))
+        for token_id in drafts:
+            place = self._places.get(token_id)
+            counts[number + new.index(token_id) if place is None else place] += 1
+        return ids, counts
 
     def update(self, seq: Sequence) -> None:
         """Count the tokens that are new."""

@@ -1,25 +1,45 @@
 """Pace: how many drafts of a sequence are worth their cost, by how many were right lately."""
 
-# What each verified draft leaves of the earlier ones' weight.
-MEMORY = 0.75
+# What a verified step's drafts leave of the earlier ones' weight: a sequence's own, and all.
+MEMORY, OUTLOOK_MEMORY = 0.85, 0.95
 # Before anything is known: this share of drafts is right, with the weight of so many drafts.
 FIRST_CHANCE, FIRST_WEIGHT = 0.8, 1.5
+# The outlook counts as much as so many of a sequence's own drafts.
+OUTLOOK_WEIGHT = 2
 # Tokens after a wrong draft until another one is tried: doubled for each, up to the last.
 PAUSES = (8, 256)
 # Above it a step's time is mostly arithmetic, where a draft only to try costs too much.
 TRIES_UP_TO = 0.5
 
 
+class Outlook:
+    """The chance that a draft is right if those before it are, of all sequences: from the latest.
+
+    A new sequence starts from it, as an engine's texts are often of a kind.
+    """
+
+    def __init__(self, chance: float = FIRST_CHANCE) -> None:
+        self.chance = chance
+        self._right, self._weight = chance * FIRST_WEIGHT, FIRST_WEIGHT
+
+    def learn(self, num_accepted: int, is_wrong: bool) -> None:
+        """Count the right drafts of a step, and whether one was wrong."""
+        self._right = OUTLOOK_MEMORY * self._right + num_accepted
+        self._weight = OUTLOOK_MEMORY * self._weight + num_accepted + is_wrong
+        self.chance = self._right / self._weight
+
+
 class Pace:
-    """The chance that a draft is right if those before it are, estimated from the latest ones.
+    """The same chance for one sequence: from its own latest drafts, and the outlook.
 
     If the chance is p, the i-th of a step's drafts counts with probability p^i: so many are worth
     it for which that is at least `worth`, the least probability that pays for a draft. If none is,
     a single draft is tried now and then, at growing intervals.
     """
 
-    def __init__(self) -> None:
-        self._right, self._weight = FIRST_CHANCE * FIRST_WEIGHT, FIRST_WEIGHT
+    def __init__(self, outlook: Outlook | None = None) -> None:
+        self._outlook = Outlook() if outlook is None else outlook
+        self._right = self._weight = 0.0
         self._gains = [0.0]
         self._pause = PAUSES[0]
         self._next_try = 0  # in tokens of the sequence
@@ -27,7 +47,8 @@ class Pace:
     @property
     def chance(self) -> float:
         """The estimate."""
-        return self._right / self._weight
+        expected = OUTLOOK_WEIGHT * self._outlook.chance
+        return (self._right + expected) / (self._weight + OUTLOOK_WEIGHT)
 
     def gains(self, number: int) -> list[float]:
         """How many of 0, 1, 2, ... drafts are right, on average: up to `number`, or more."""
@@ -59,6 +80,7 @@ class Pace:
         self._right = MEMORY * self._right + num_accepted
         self._weight = MEMORY * self._weight + num_accepted + is_wrong
         self._gains = [0.0]
+        self._outlook.learn(num_accepted, is_wrong)
         if num_accepted:
             self._pause, self._next_try = PAUSES[0], 0
         else:

@@ -7,7 +7,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
-from nanovllm.engine.speculative.pace import Pace
+from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.proposer import Proposer
 from nanovllm.engine.step.size import MOST_DRAFTS
 from nanovllm.metrics import Metric, draft_metrics
@@ -18,16 +18,13 @@ QUIET_STEPS = 3
 
 
 class Speculator:
-    """Asks a proposer for drafts where they are worth their cost, and counts those that were right.
-
-    A sequence whose next draw depends on the tokens before it (`reads_tokens`) gets no drafts.
-    """
+    """Asks a proposer for drafts where they are worth their cost; counts those that were right."""
 
     def __init__(
         self,
         proposer: Proposer,
         most_drafts: int,
-        make_pace: Callable[[], Pace] = Pace,
+        make_pace: Callable[[Outlook], Pace] = Pace,
         costs: Costs | None = None,
     ) -> None:
         self.proposer = proposer
@@ -36,7 +33,7 @@ class Speculator:
         self.num_drafts = 0  # of sequences and steps
         self.num_drafted = 0  # tokens
         self.accepted_at = [0] * most_drafts  # tokens, by place
-        self._make_pace = make_pace
+        self._make_pace, self._outlook = make_pace, Outlook()
         self._quiet = 0  # steps in which no sequence will want drafts
 
     def wants(self, seqs: list[Sequence]) -> bool:
@@ -130,13 +127,13 @@ class Speculator:
         """What decides about its drafts; one more token always comes after them."""
         num_tokens = len(seq.token_ids)
         limit = min(self.most_drafts, seq.max_num_tokens - num_tokens - 1)
-        if limit < 0 or not may_draft or seq.reads_tokens:
+        if limit < 0 or not may_draft:
             limit = 0
         return Candidate(seq.pace or self._pace(seq), num_tokens, limit)
 
     def _pace(self, seq: Sequence) -> Pace:
         if seq.pace is None:
-            seq.pace = self._make_pace()
+            seq.pace = self._make_pace(self._outlook)
         pace: Pace = seq.pace
         return pace
 

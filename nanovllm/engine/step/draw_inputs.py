@@ -1,6 +1,6 @@
 """DrawInputs: what the sampler needs for a step's samples, on the host. Only rank 0 makes it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,8 @@ from nanovllm.sampling_params import SamplingParams
 NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copied in float32
 COLDEST = 1e-30  # below it any difference of logits decides
 HOTTEST = 1e37  # above it the sampler's products overflow, and logits no longer matter
+
+Draw = tuple[Sequence, list[int]]  # a sequence, and the drafts that come before the token
 
 
 @dataclass(slots=True)
@@ -47,16 +49,22 @@ def draw_inputs(
     device_type: str,
     computed: Computed | None = None,
     offsets: list[int] | None = None,
+    drafts: Mapping[Sequence, list[int]] = {},
 ) -> DrawInputs:
     """What the sampler needs for the next token of each of `seqs`, or one that comes later.
 
-    `offsets` say how many tokens come before each, after those that the sequence has.
-    What the step has `computed` is left out: temperatures and keys that it read from the device
-    table, or everything but the filters if it drew the tokens.
+    `offsets` say how many of a sequence's `drafts` come before each, after the tokens that it has:
+    the draw is as if these were right. What the step has `computed` is left out: temperatures and
+    keys that it read from the device table, or everything but the filters if it drew the tokens.
     """
     inputs = DrawInputs(len(seqs), report=drawn_report_inputs(seqs))
     offsets = offsets or [0] * len(seqs)
-    inputs.filters = _parts(seqs, offsets, vocab_size, device_type)
+    narrowed = {
+        row: (seq, drafts.get(seq, [])[: offsets[row]])
+        for row, seq in enumerate(seqs)
+        if seq.is_narrowed
+    }
+    inputs.filters = _parts(narrowed, vocab_size, device_type) if narrowed else []
     if computed is not None and computed.num_queries > 1:
         inputs.samples = _samples(offsets, computed.num_queries)
     if computed is not None and computed.token_ids is not None and not inputs.filters:
@@ -80,24 +88,16 @@ def needs_logits(seqs: list[Sequence]) -> bool:
     return any(seq.is_narrowed or reports_next(seq) for seq in seqs)
 
 
-def _parts(
-    seqs: list[Sequence], offsets: list[int], vocab_size: int, device_type: str
-) -> list[Filters]:
-    """The filters of the rows that are narrowed, rows with the same kinds together."""
-    narrowed = [row for row, seq in enumerate(seqs) if seq.is_narrowed]
-    if not narrowed:
-        return []
+def _parts(draws: dict[int, Draw], vocab_size: int, device_type: str) -> list[Filters]:
+    """The filters of narrowed rows, rows with the same kinds together."""
     alike: dict[tuple[bool, ...], list[int]] = {}
-    for row in narrowed:
-        alike.setdefault(_kind(seqs[row].params, vocab_size), []).append(row)
+    for row, (seq, _) in draws.items():
+        alike.setdefault(_kind(seq.params, vocab_size), []).append(row)
     size = rows_narrowed_together(vocab_size, device_type)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
     ]
-    return [
-        _filters(part, [seqs[row] for row in part], [offsets[row] for row in part], vocab_size)
-        for part in parts
-    ]
+    return [_filters(part, [draws[row] for row in part], vocab_size) for part in parts]
 
 
 def rows_narrowed_together(vocab_size: int, device_type: str) -> int:
@@ -121,14 +121,14 @@ def noise_key(seq: Sequence, offset: int = 0) -> int:
     return digest - (1 << 63)
 
 
-def _filters(rows: list[int], seqs: list[Sequence], offsets: list[int], vocab_size: int) -> Filters:
+def _filters(rows: list[int], draws: list[Draw], vocab_size: int) -> Filters:
+    seqs = [seq for seq, _ in draws]
     filters = Filters(torch.from_numpy(np.array(rows)))
     allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
     if allowed:
         rows_with_list = np.array([row for row, _ in allowed])
         filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
-    draws = enumerate(zip(seqs, offsets, strict=True))
-    forbidden = [(row, ids) for row, draw in draws if (ids := _forbidden(*draw))]
+    forbidden = [(row, ids) for row, draw in enumerate(draws) if (ids := _forbidden(*draw))]
     if forbidden:
         filters.forbidden = _entries(forbidden)
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
@@ -136,15 +136,15 @@ def _filters(rows: list[int], seqs: list[Sequence], offsets: list[int], vocab_si
         values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
         filters.biases = _entries(biased), torch.from_numpy(values)
     if any(seq.params.penalizes for seq in seqs):
-        filters.penalties = _penalties(seqs)
+        filters.penalties = _penalties(draws)
     if seqs[0].params.cuts:
         filters.cuts = _cuts([seq.params for seq in seqs], vocab_size)
     return filters
 
 
-def _forbidden(seq: Sequence, offset: int) -> set[int]:
+def _forbidden(seq: Sequence, drafts: list[int]) -> set[int]:
     """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
-    forbidden, allowed = seq.forbidden_token_ids(offset), seq.params.allowed_token_ids
+    forbidden, allowed = seq.forbidden_token_ids(drafts), seq.params.allowed_token_ids
     return set() if allowed and forbidden.issuperset(allowed) else forbidden
 
 
@@ -154,22 +154,22 @@ def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> Entries:
     return torch.from_numpy(rows), torch.from_numpy(ids)
 
 
-def _penalties(seqs: list[Sequence]) -> Penalties:
+def _penalties(draws: list[Draw]) -> Penalties:
     """Each row's distinct tokens and their counts, filled up with its first token."""
-    counts = [seq.counts if seq.params.penalizes else None for seq in seqs]
-    for seq, counted in zip(seqs, counts, strict=True):
-        if counted is not None:
-            counted.update(seq)
-    shape = len(seqs), max(len(counted) for counted in counts if counted is not None)
-    ids, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
-    for row, counted in enumerate(counts):
-        if counted is not None:
-            size = len(counted)
-            ids[row], numbers[row] = counted.ids[0], counted.counts[0]
-            ids[row, :size], numbers[row, :size] = counted.ids, counted.counts
+    counted: dict[int, tuple[Array, Array]] = {}
+    for row, (seq, drafts) in enumerate(draws):
+        if seq.params.penalizes:
+            seq.counts.update(seq)
+            counted[row] = seq.counts.after(drafts)
+    shape = len(draws), max(len(ids) for ids, _ in counted.values())
+    columns: tuple[Array, Array] = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
+    for row, parts in counted.items():
+        for column, part in zip(columns, parts, strict=True):
+            column[row] = part[0]
+            column[row, : len(part)] = part
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    columns = (_column(getattr(seq.params, name) for seq in seqs) for name in names)
-    return Penalties(torch.from_numpy(ids), torch.from_numpy(numbers), *columns)
+    weights = (_column(getattr(seq.params, name) for seq, _ in draws) for name in names)
+    return Penalties(*map(torch.from_numpy, columns), *weights)
 
 
 def _kind(params: SamplingParams, vocab_size: int) -> tuple[bool, ...]:

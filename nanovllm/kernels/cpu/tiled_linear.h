@@ -94,15 +94,16 @@ inline void add_rows(const Product& p, const Codes& codes, int64_t tile, int64_t
     if constexpr (R > 1) add_rows<R - 1>(p, codes, tile, block, row, totals);
 }
 
+// Codes whose decoded weights are kept, for rows that come later.
 template <typename Codes>
-__attribute__((noinline)) void decode_block(const Codes& codes, int64_t depth,
-                                            float (*weights)[WIDTH]) {
-    for (int64_t k = 0; k < depth; k += STEP)
-        for (int column = 0; column < WIDTH; column += COLUMNS)
-            decode_step(codes, k, column, [&](int64_t input, const Vec* w) {
-                for (int v = 0; v < VECS; v++) vec(weights[input] + column + v * LANES) = w[v];
-            });
-}
+struct Kept : Codes {
+    float (*weights)[WIDTH];
+
+    void decode(typename Codes::Held& held, int64_t k, int i, int column, Vec* w) const {
+        Codes::decode(held, k, i, column, w);
+        for (int v = 0; v < VECS; v++) vec(weights[k + i] + column + v * LANES) = w[v];
+    }
+};
 
 // totals [rows, WIDTH] of a tile.
 template <typename Codes>
@@ -112,12 +113,14 @@ void multiply_tile(const Product& p, int64_t tile, float (*totals)[WIDTH]) {
     for (int64_t block = 0; block < p.blocks; block++) {
         Codes codes;
         codes.from = p.codes + (tile * p.blocks + block) * block_bytes;
-        if (p.rows <= ROWS) {  // decode while multiplying
+        if (p.rows <= ROWS) {
             add_rows<ROWS>(p, codes, tile, block, 0, totals);
-        } else {
+        } else {  // the first rows decode
             alignas(CACHE_LINE) float weights[MAX_DEPTH][WIDTH];
-            decode_block(codes, p.depth, weights);
-            add_rows<ROWS>(p, Floats{{(const int8_t*)weights[0]}}, tile, block, 0, totals);
+            Kept<Codes> kept;
+            kept.from = codes.from, kept.weights = weights;
+            add_block<ROWS>(p, kept, tile, block, 0, totals);
+            add_rows<ROWS>(p, Floats{{(const int8_t*)weights[0]}}, tile, block, ROWS, totals);
         }
     }
 }

@@ -1,4 +1,4 @@
-"""A linear layer of 3 to 32 rows, with what surrounds it: registers hold weights for tensor cores.
+"""A linear layer of up to 16 rows, with what surrounds it: registers hold weights for tensor cores.
 
 T rows, K inputs, N outputs.
 

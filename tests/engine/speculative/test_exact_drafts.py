@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from drafts import Adversary, RandomProposer, speculate
+from drafts import Adversary, speculate
 from reference import (
     HARD,
     SMALL_POOL,
@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
     ),
 }  # fmt: skip
-# One request after the other has these; the last one may have no drafts.
+# One request after the other has these.
 PARAMS: list[dict[str, Any]] = [
     dict(temperature=1.0), dict(temperature=3.0, top_k=20), dict(top_p=0.9), dict(min_p=0.02),
     dict(temperature=0, min_tokens=9, stop_token_ids=list(range(200))),
@@ -73,12 +73,29 @@ PARAMS: list[dict[str, Any]] = [
     dict(allowed_token_ids=list(range(40, 90)), stop=["a", "PQ"]),
     dict(repetition_penalty=1.3, bad_words=["zz"]),
 ]  # fmt: skip
+A, B, C = 64, 65, 66  # as tokens
+# What may be drawn depends on the tokens before. Where few are allowed, drafts begin and complete
+# bad words all the time.
+READERS: list[dict[str, Any]] = [
+    dict(temperature=0, repetition_penalty=1.5), dict(temperature=0, frequency_penalty=1.0, n=2),
+    dict(presence_penalty=1.5, frequency_penalty=-0.4, top_k=30),
+    dict(temperature=0, allowed_token_ids=[A, B, C], frequency_penalty=0.7, logprobs=2),
+    dict(temperature=2.0, allowed_token_ids=range(A, A + 12), presence_penalty=2.0),
+    dict(temperature=0, bad_words=["a", "zz"], min_tokens=20, stop_token_ids=list(range(30, 250))),
+    dict(temperature=0, allowed_token_ids=[A, B, C], bad_words=["a", "bb", "cbc"]),
+    dict(temperature=0, allowed_token_ids=[A, B], bad_words=["aaa", "bbb", "baba"]),
+    dict(allowed_token_ids=[A, B, C], bad_words=["ab", "bca", "ccc"], logit_bias={C: 2.0}, n=2),
+    dict(allowed_token_ids=[A, B, C], bad_words=["aa", "acc"], repetition_penalty=0.8, stop="bcb"),
+]  # fmt: skip
 
 
-def sampled_params() -> list[SamplingParams]:
+def sampled_params(choices: list[dict[str, Any]] = PARAMS) -> list[SamplingParams]:
+    """Parameters for each of the prompts: every one of `choices`, with a seed."""
     shared: dict[str, Any] = dict(max_tokens=24)
     return [
-        SamplingParams(**{**shared, **PARAMS[i % 10], "seed": i, "ignore_eos": i % 2 == 0})
+        SamplingParams(
+            **{**shared, **choices[i % len(choices)], "seed": i, "ignore_eos": i % 2 == 0}
+        )
         for i in range(len(PROMPTS))
     ]
 
@@ -176,10 +193,29 @@ def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Pa
         audit_at_rest(llm)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, HARD, dict(SMALL_POOL, overlap=True), dict(HARD, scheduling="mixed", overlap=True), ROWS],
+)
+def test_penalties_and_bad_words_count_right_drafts(
+    options: dict[str, Any], model_dir: Path
+) -> None:
+    """Each token is drawn as after the drafts before it; wrong drafts leave no counts behind."""
+    params = sampled_params(READERS)
+    with make_llm(model_dir, **options) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        speculator = speculate(llm, Adversary(7, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(got) == all_samples(expected)
+        assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        audit_at_rest(llm)
+
+
 @pytest.mark.parametrize("max_num_seqs", [3, 48])
 def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
     """Steps are padded, in sequences and in drafts; larger ones run without graphs."""
-    params = sampled_params()
+    params = sampled_params(PARAMS + READERS)
     with make_llm(model_dir, **ROWS, max_num_seqs=max_num_seqs) as llm:
         llm.scheduler.speculator = None
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -193,7 +229,7 @@ def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
             return step(size, out)
 
         graphs.step = recording
-        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        speculator = speculate(llm, Adversary(7, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
         got = llm.generate(PROMPTS, params, use_tqdm=False)
         assert all_samples(got) == all_samples(expected)
         assert sum(speculator.accepted_at) > 100
@@ -203,7 +239,7 @@ def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, ROWS])
 def test_two_ranks_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
-    params = sampled_params()
+    params = sampled_params(PARAMS + READERS)
     with make_llm(model_dir, tensor_parallel_size=2, **options) as llm:
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         ids = [[one.token_ids for one in output.outputs] for output in expected]
@@ -316,17 +352,6 @@ def test_aborts_between_steps_leave_the_others_alone(standard: Case) -> None:
         audit_at_rest(llm)
 
 
-def test_sequences_that_read_their_tokens_get_no_drafts(model_dir: Path) -> None:
-    """What a penalty does to a draw depends on tokens that may be wrong."""
-    with make_llm(model_dir) as llm:
-        speculator = speculate(llm, RandomProposer(1, VOCAB_SIZE))
-        params = SamplingParams(max_tokens=9, frequency_penalty=0.5, ignore_eos=True)
-        llm.generate([[1, 2]], params, use_tqdm=False)
-        assert speculator.num_drafted == 0
-        llm.generate([[1, 2]], SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
-        assert speculator.num_drafted > 0
-
-
 def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
     """Before anything runs; the table is as new afterwards."""
     params = SamplingParams(max_tokens=9, temperature=0)
@@ -352,7 +377,7 @@ def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> None:
     gpu: dict[str, Any] = dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
     gpu |= dict(options, speculative_config=ROWS["speculative_config"])
-    params = sampled_params()
+    params = sampled_params(PARAMS + READERS)
     with make_llm(model_dir, **gpu) as llm:
         speculator, llm.scheduler.speculator = llm.scheduler.speculator, None
         assert speculator is not None

@@ -9,7 +9,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts
-from nanovllm.engine.speculative.pace import Pace
+from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.engine.step.size import Size
 
@@ -58,6 +58,29 @@ def test_drafts_come_back_when_they_are_right_again() -> None:
         tokens += 1 + number
         steps += 1
     assert steps < 100 + 256 + 10
+
+
+def outlook_after(num_accepted: int) -> Outlook:
+    """Of an engine whose sequences had four drafts in each of 30 steps, so many of them right."""
+    outlook = Outlook()
+    for _ in range(30):
+        Pace(outlook).learn(10, 4, num_accepted)
+    return outlook
+
+
+def test_a_new_sequence_starts_from_what_the_others_had() -> None:
+    """Where no draft was right, it has one to try; where all were, as many as are allowed."""
+    assert Pace(outlook_after(0)).most(10, WORTH, 4) == 1
+    assert Pace(outlook_after(4)).most(10, 0.8, 4) == 4
+    assert Pace().most(10, 0.8, 4) == 1
+
+
+def test_its_own_drafts_soon_count_more() -> None:
+    pace, other = Pace(outlook_after(0)), Pace(outlook_after(4))
+    for tokens in range(0, 20, 5):
+        pace.learn(tokens, 4, 4)
+        other.learn(tokens, 4, 0)
+    assert pace.chance > 0.8 and other.chance < 0.4
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.3, 0.5, 0.7, 0.9])
@@ -129,8 +152,8 @@ def test_sequences_that_cannot_have_drafts_are_not_asked() -> None:
     pending, reads = make_seq(), make_seq(presence_penalty=1.0)
     pending.token_ids.append(PENDING)
     pending.num_pending_tokens = 1
-    assert numbers(speculator, [pending, reads], 2, 100) == {}
-    assert not speculator.wants([reads])
+    assert numbers(speculator, [pending, reads], 2, 100) == {reads: 4}
+    assert speculator.wants([reads])
 
 
 def test_drafts_are_counted_by_place() -> None:
@@ -155,8 +178,8 @@ def graph_costs() -> GraphCosts:
 def candidates(*chances: float, limit: int = 4, num_tokens: int = 9) -> list[Candidate]:
     found = []
     for chance in chances:
-        pace = Pace()
-        pace._right, pace._weight, pace._next_try = chance, 1.0, 100
+        pace = Pace(Outlook(chance))
+        pace._next_try = 100
         found.append(Candidate(pace, num_tokens, limit))
     return found
 

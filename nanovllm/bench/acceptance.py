@@ -1,0 +1,70 @@
+"""Drafts that are right by chance: the speed of speculation at a given acceptance.
+
+With random weights no text is there to guess. Here a seeded generator decides which drafts are
+right, whatever the model draws, and the output has no meaning. All else is as in any run: how many
+drafts a sequence gets, what a step with them computes and draws, and what becomes of its blocks.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculative.proposer import Proposer
+from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.llm import LLM
+
+
+class Filled:
+    """A proposer that always has as many drafts as it is asked for.
+
+    The engine's own proposer is asked first, as its time is a part of what is measured; random
+    tokens stand for those that it does not have.
+    """
+
+    def __init__(self, proposer: Proposer, vocab_size: int, rng: random.Random) -> None:
+        self._proposer, self._vocab_size, self._rng = proposer, vocab_size, rng
+
+    def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
+        """Exactly `most` drafts for each sequence."""
+        proposed = zip(self._proposer.propose(seqs, most), most, strict=True)
+        tokens = range(self._vocab_size)
+        return [
+            drafts[:n] + self._rng.choices(tokens, k=max(0, n - len(drafts)))
+            for drafts, n in proposed
+        ]
+
+    def reset(self) -> None:
+        """Drop what an interrupt may have left half done."""
+        self._proposer.reset()
+
+
+class Lottery(Speculator):
+    """A speculator that accepts a draft with a given chance if those before it are accepted.
+
+    An accepted draft becomes the sequence's token, in place of the one that was drawn.
+    """
+
+    def __init__(self, engines: Speculator, chance: float, vocab_size: int, seed: int) -> None:
+        self._chance, self._rng = chance, random.Random(seed)
+        proposer = Filled(engines.proposer, vocab_size, random.Random(seed))
+        super().__init__(proposer, engines.most_drafts, costs=engines.costs)
+
+    def accepted(
+        self, batch: Batch, drawn: Iterable[tuple[Sequence, int]]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """The accepted drafts of each sequence, and the token that was drawn after them."""
+        counts = True
+        for (seq, token_id), offset in zip(drawn, batch.offsets, strict=True):
+            if not (counts or offset == 0):
+                continue
+            drafts = batch.drafts.get(seq, [])[offset:]
+            counts = bool(drafts) and self._rng.random() < self._chance
+            yield seq, drafts[0] if counts else token_id
+
+
+def accept_by_chance(llm: LLM, chance: float, seed: int) -> None:
+    """Let this engine accept drafts with the probability `chance`. It must speculate."""
+    engines = llm.scheduler.speculator
+    assert engines is not None
+    llm.scheduler.speculator = Lottery(engines, chance, llm.model_config.vocab_size, seed)
