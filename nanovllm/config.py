@@ -4,7 +4,6 @@ It knows nothing about models or devices: what depends on the checkpoint or the 
 length, the pool's size) is settled by the engine.
 """
 
-import os
 import re
 import secrets
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import SPECULATION, SpeculativeConfig
-from nanovllm.utils.checks import allowed_choices, check_choice, shorten
 from nanovllm.utils.option import (
     TRUE_OR_FALSE,
     OtherName,
@@ -26,21 +24,13 @@ from nanovllm.utils.option import (
     options_of,
     required,
 )
+from nanovllm.utils.rules import PATH, QUANTIZATION, REVISION, type_of
 from nanovllm.vllm_names import ENGINE
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
-A_PATH = "a path or a hub id"
-A_REVISION = "a branch, a tag or a commit"
-
-
-def _check_path(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise TypeError(f"{name} must be {A_PATH}, got {shorten(value)}")
-    return str(os.fspath(value))
 
 
 def _check_device(name: str, value: Any) -> str:
@@ -50,28 +40,9 @@ def _check_device(name: str, value: Any) -> str:
     return str(value)
 
 
-def _type_of(choices: tuple[str, ...], others: dict[str, str]) -> Rule:
-    """One of the `choices`, or another name of one; torch.dtype objects too."""
-
-    def check(name: str, value: Any) -> str:
-        text = str(value).removeprefix("torch.")
-        return check_choice(name, others.get(text, text), choices)
-
-    return Rule(check, allowed_choices(choices), choices)
-
-
-def _check_revision(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{name} must be {A_REVISION}, got {shorten(value)}")
-    return value
-
-
-PATH = Rule(_check_path, A_PATH)
 DEVICE = Rule(_check_device, DEVICES)
-DTYPE = _type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
-QUANTIZATION = _type_of(QUANTIZATIONS, {"awq_marlin": "awq", "gptq_marlin": "gptq"})  # vLLM's
-KV_DTYPE = _type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
-REVISION = Rule(_check_revision, A_REVISION)
+DTYPE = type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
+KV_DTYPE = type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
 # Callers may give them to the engine by mistake.
 SAMPLING_FIELDS = {
     name: OtherName(why="it is a field of SamplingParams")

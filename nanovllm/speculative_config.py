@@ -1,5 +1,6 @@
 """SpeculativeConfig: the option that makes an engine guess tokens, by vLLM's names, validated."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,24 +15,43 @@ from nanovllm.utils.option import (
     option,
     required,
 )
+from nanovllm.utils.rules import PATH, QUANTIZATION, REVISION
 
-METHODS = ("ngram",)
+# The keys of each method, beside those of all.
+METHODS = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("model", "revision", "quantization", "max_model_len"),
+}
 AN_OBJECT = 'a dict such as {"method": "ngram", "num_speculative_tokens": 4}'
 
 
 @by_name("key", {})
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How tokens are guessed; docs/speculation.md explains it."""
+    """How tokens are guessed; docs/speculation.md explains it.
+
+    A key of another method than `method` has its default.
+    """
 
     method: str = required(
-        "what guesses: `ngram` looks in the sequence's own text", one_of(*METHODS)
+        "what guesses: `ngram` looks in the sequence's own text, `draft_model` is a smaller model",
+        one_of(*METHODS),
     )
     num_speculative_tokens: int = option(4, "most drafts of a sequence and step", int_range(1, 64))
     prompt_lookup_max: int = option(
         4, "tokens at the end of the text that are looked for in it", int_range(1, 32)
     )
     prompt_lookup_min: int = option(1, "fewest tokens that must be found", int_range(1, 32))
+    model: str | None = option(None, "the draft model's directory or hub id", PATH, none="no model")
+    revision: str | None = option(
+        None, "which revision of a hub model to use", REVISION, none="the main branch"
+    )
+    quantization: str | None = option(
+        None, "as the engine's option of that name", QUANTIZATION, none="as the checkpoint is"
+    )
+    max_model_len: int | None = option(
+        None, "longer sequences get no drafts", int_range(2), none="the draft model's own limit"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -40,14 +60,34 @@ class SpeculativeConfig:
             raise ValueError(
                 f"prompt_lookup_min must be at most prompt_lookup_max, got {low} and {high}"
             )
+        self._refuse_others()
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError('method "draft_model" needs "model", a path or a hub id')
+
+    def _refuse_others(self) -> None:
+        """Raise for a key of another method; its default may be given, as copies have it."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for method, names in METHODS.items():
+            for name in names:
+                value = getattr(self, name)
+                if method != self.method and value != defaults[name]:
+                    raise ValueError(
+                        f"{name}={shorten(value)} is a key of method {method!r}, not of"
+                        f" {self.method!r}"
+                    )
 
 
 def check_speculation(name: str, value: Any) -> SpeculativeConfig:
-    """Return the config of a dict, whose errors name the option; a config is returned as it is."""
+    """Return the config of a dict, whose errors name the option; a config is returned as it is.
+
+    A dict with a model and without a method is of `draft_model`, as in vLLM.
+    """
     if isinstance(value, SpeculativeConfig):
         return value
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be {AN_OBJECT}, got {shorten(value)}")
+    if "method" not in value and "model" in value:
+        value = {"method": "draft_model", **value}
     if "method" not in value:
         raise ValueError(
             f'{name} must have a "method" of {", ".join(METHODS)}, got {shorten(value)}'

@@ -11,6 +11,7 @@ from nanovllm.config import Config
 from nanovllm.speculative_config import SpeculativeConfig
 
 NGRAM = {"method": "ngram"}
+DRAFT = {"method": "draft_model", "model": "m"}
 
 
 def config(**keys: Any) -> Any:
@@ -18,13 +19,19 @@ def config(**keys: Any) -> Any:
 
 
 def test_keys_have_defaults() -> None:
-    assert config(**NGRAM) == SpeculativeConfig("ngram", 4, 4, 1)
+    assert config(**NGRAM) == SpeculativeConfig("ngram", 4, 4, 1, None)
     assert Config("m").speculative_config is None
 
 
-def test_a_config_survives_copies() -> None:
+def test_a_model_without_a_method_is_a_draft_model() -> None:
+    assert config(model="m") == config(**DRAFT) == SpeculativeConfig("draft_model", model="m")
+    assert config(**DRAFT, quantization="awq_marlin", revision="main").quantization == "awq"
+
+
+@pytest.mark.parametrize("keys", [NGRAM, DRAFT])
+def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
     """Workers get it pickled, benchmarks as a dict."""
-    made = Config("m", speculative_config=dict(NGRAM, num_speculative_tokens=3))  # type: ignore[arg-type]
+    made = Config("m", speculative_config=dict(keys, num_speculative_tokens=3))  # type: ignore[arg-type]
     assert pickle.loads(pickle.dumps(made)) == made
     assert Config(**dataclasses.asdict(made)) == made
     assert dataclasses.replace(made, seed=1).speculative_config == made.speculative_config
@@ -33,9 +40,22 @@ def test_a_config_survives_copies() -> None:
 @pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
-        (dict(method="eagle3"), ValueError, "method must be one of 'ngram', got 'eagle3'"),
-        (dict(method=None), ValueError, "method must be one of 'ngram', got None"),
-        (dict(model="m"), ValueError, 'must have a "method" of ngram, got'),
+        (dict(method="eagle3"), ValueError, "one of 'ngram', 'draft_model', got 'eagle3'"),
+        (dict(method=None), ValueError, "method must be one of 'ngram', 'draft_model', got None"),
+        ({}, ValueError, 'must have a "method" of ngram, draft_model, got'),
+        (dict(method="draft_model"), ValueError, 'needs "model", a path or a hub id'),
+        (dict(DRAFT, model=5), TypeError, "model must be a path or a hub id, got 5"),
+        (
+            dict(DRAFT, prompt_lookup_max=3), ValueError,
+            "prompt_lookup_max=3 is a key of method 'ngram', not of 'draft_model'",
+        ),
+        (
+            dict(NGRAM, model="m"), ValueError,
+            "model='m' is a key of method 'draft_model', not of 'ngram'",
+        ),
+        (dict(NGRAM, max_model_len=50), ValueError, "is a key of method 'draft_model'"),
+        (dict(DRAFT, quantization="int3"), ValueError, "quantization must be one of"),
+        (dict(DRAFT, max_model_len=1), ValueError, "max_model_len must be >= 2, got 1"),
         (dict(NGRAM, num_tokens=1), TypeError, "unknown key 'num_tokens'; did you mean"),
         (dict(NGRAM, draft_tensor_parallel_size=1), TypeError, "there are method, num_spec"),
         (dict(NGRAM, num_speculative_tokens=0), ValueError, "must be in [1, 64], got 0"),
@@ -62,7 +82,7 @@ def test_bad_keys_are_refused_by_name(
     [
         ("{", "cannot read '{' as JSON"),
         ('"ngram"', "speculative_config must be a dict such as"),
-        ('{"method": "mtp"}', "method must be one of 'ngram', got 'mtp'"),
+        ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', got 'mtp'"),
     ],
 )
 def test_the_command_line_takes_json(

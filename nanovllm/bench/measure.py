@@ -20,6 +20,7 @@ from nanovllm.kernels.kv_layer import head_bytes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.weights.choice import format_of
 from nanovllm.llm import LLM
+from nanovllm.models import model_size
 from nanovllm.models.weight_bytes import WeightBytes
 from nanovllm.sampling_params import SamplingParams
 
@@ -41,7 +42,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "model": plan.name,
-        "num_params": roofline.num_params(model),
+        "num_params": model_size.num_params(model),
         "dtype": str(placement.dtype).removeprefix("torch."),
         "quantization": model.quantization.descriptions,
         "kv_dtype": str(placement.kv_dtype).removeprefix("torch."),
@@ -61,7 +62,7 @@ def _roofline(plan: Plan, placement: Placement) -> dict[str, Any]:
     input_lens, output_lens = list(map(len, plan.workload.prompts)), plan.workload.output_lens
     sizes = WeightBytes(placement.dtype.itemsize, plan.model.quantization)
     # The format of most weights decides how fast they are multiplied.
-    machine = measure_machine(placement, format_of(roofline.main_scheme(plan.model)))
+    machine = measure_machine(placement, format_of(model_size.main_scheme(plan.model)))
     floor = roofline.floor(
         plan.model, sizes, input_lens, output_lens, machine,
         head_bytes(plan.model.head_dim, placement.kv_dtype),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.shapes import write_shape
+from nanovllm.bench.shapes import SHAPES, write_shape
 from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths, Workload, draw_workload
 from nanovllm.config import Config
 from nanovllm.engine.device import resolve_device
@@ -35,10 +35,12 @@ def make_plan(
     """Check everything, and draw the requests.
 
     `options` are the engine's. A shape replaces their model, and its files are in `scratch`. The
-    default of `max_model_len` is 4096, or the model's if that is less.
+    default of `max_model_len` is 4096, or the model's if that is less. With a shape, the draft
+    model may be the name of one, too.
     """
     if shape is not None:
         options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}
+        options |= _draft_shape(options, scratch / "draft")
     asked = Config(**options)
     path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
     model = ModelConfig.from_dir(path, asked.quantization)
@@ -50,3 +52,12 @@ def make_plan(
     device = resolve_device(config.device, Ranks(0, config.tensor_parallel_size))
     workload = draw_workload(lengths, model.vocab_size)
     return Plan(shape, shape or options["model"], config, model, device, lengths, workload)
+
+
+def _draft_shape(options: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The option `speculative_config` with a directory where it names a shape."""
+    asked = options.get("speculative_config")
+    if not isinstance(asked, Mapping) or asked.get("model") not in SHAPES:
+        return {}
+    path.mkdir()
+    return {"speculative_config": {**asked, "model": write_shape(asked["model"], path)}}

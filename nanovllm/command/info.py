@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
     """Describe a model from its config and this machine; figures are for the whole model."""
-    from nanovllm.bench import roofline
     from nanovllm.config import Config
     from nanovllm.engine.device import resolve_device, resolve_dtype, resolve_kv_dtype
     from nanovllm.kernels.kv_layer import head_bytes
+    from nanovllm.models import model_size
     from nanovllm.models.config import ModelConfig
     from nanovllm.models.loader import CONFIG_FILES, resolve_model
 
@@ -61,7 +61,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "refusal": refusal,
         "attention_backend": backend,
         "device": str(device),
-        "num_parameters": roofline.num_params(model),
+        "num_parameters": model_size.num_params(model),
         "num_layers": model.num_hidden_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
@@ -81,11 +81,12 @@ def _memory(
 ) -> dict[str, Any]:
     """Bytes of weights and KV, and the KV tokens that fit beside the weights by size of memory."""
     from nanovllm.bench import roofline
+    from nanovllm.models import model_size
     from nanovllm.models.weight_bytes import WeightBytes
 
     kv_bytes = roofline.kv_bytes_per_token(model, kv_head_bytes)
     sizes = WeightBytes(itemsize, model.quantization)
-    weight_bytes = roofline.model_bytes(model, sizes)
+    weight_bytes = model_size.model_bytes(model, sizes)
     return {
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": kv_bytes,

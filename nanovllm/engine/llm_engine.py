@@ -9,6 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.draft import find_draft
+from nanovllm.engine.draft_runner import draft_costs
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -76,12 +78,12 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(
             asked.tokenizer, path, download_dir=asked.download_dir, warns=has_meaning
         )
-        self.model_runner = start_runner(asked, self.model_config, path)
+        draft = find_draft(asked, self.model_config, self.tokenizer)
+        self.model_runner = runner = start_runner(asked, self.model_config, path, draft)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
-        seconds = self.model_runner.shard.graph_seconds
-        speculator = speculator_of(asked.speculative_config, seconds)
-        self.scheduler = Scheduler(self.config, self.model_config.longest_window, speculator)
+        speculator = speculator_of(asked.speculative_config, *draft_costs(runner))
+        self.scheduler = Scheduler(self.config, runner.longest_window, speculator)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)

@@ -15,17 +15,22 @@ from nanovllm.engine.step.launched import Launched
 from nanovllm.engine.step.ledger import Ledger
 from nanovllm.engine.step.reports import drawn_reports, prompt_reports
 from nanovllm.engine.workers import Workers
+from nanovllm.models.windows import longest
 
 
 class ModelRunner:
-    """Drives a started shard, and the workers if there are other ranks.
+    """Drives the first of the started shards, and the workers if there are other ranks.
 
-    They belong to the process `owner`: a forked one has copies of handles, and must not use them.
+    A second shard is a draft model's, which another runner drives. They belong to the process
+    `owner`: a forked one has copies of handles, and must not use them.
     """
 
-    def __init__(self, shard: Shard, config: EngineConfig, workers: Workers | None = None) -> None:
+    def __init__(
+        self, shards: list[Shard], config: EngineConfig, workers: Workers | None = None
+    ) -> None:
         self.owner = os.getpid()
-        self.shard = shard
+        self.shards = shards
+        self.shard = shard = shards[0]
         self.config = config
         self.workers = workers
         self.ledger = Ledger(shard.table.layout)
@@ -59,6 +64,11 @@ class ModelRunner:
         self.ledger.reset()
 
     @property
+    def longest_window(self) -> int | None:
+        """How far back the shards' models attend; None if a layer attends to all tokens."""
+        return longest(shard.model_config.longest_window for shard in self.shards)
+
+    @property
     def failure(self) -> str | None:
         """Why this runner cannot go on, if a rank has ended."""
         return self.workers.failure if self.workers else None
@@ -74,20 +84,20 @@ class ModelRunner:
         In a forked process it does nothing.
         """
         if os.getpid() == self.owner:
-            close_ranks(self.shard, self.workers)
+            close_ranks(self.shards, self.workers)
 
     def _on_other_ranks(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """Let the other ranks compute the step that rank 0 computes in the block."""
         return self.workers.step(inputs) if self.workers else nullcontext()
 
 
-def close_ranks(shard: Shard | None, workers: Workers | None) -> None:
-    """Free rank 0's shard, and end the other ranks even if the device has failed."""
+def close_ranks(shards: list[Shard], workers: Workers | None) -> None:
+    """Free rank 0's shards, and end the other ranks even if the device has failed."""
     try:
-        if shard is not None:
+        for shard in shards:
             shard.close(device_works=workers is None or workers.failure is None)
     finally:
         if workers is not None:
             workers.close()
-    if shard is not None:
+    for shard in shards:
         shard.return_memory()

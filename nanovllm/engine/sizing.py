@@ -12,31 +12,46 @@ from nanovllm.utils.sizes import GIB, MIB
 MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a finite integer
 
 
-def fit_kv_blocks(shard: Shard, config: Config) -> int:
-    """How many blocks fit in memory beside everything else: the least of any rank."""
+def fit_kv_blocks(shards: list[Shard], config: Config) -> int:
+    """How many blocks of each shard fit in memory beside all else: the least of any rank."""
+    shard, block_bytes = shards[0], sum(one.pool.block_bytes for one in shards)
     if shard.device.type == "cpu":
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
         option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
     else:
-        budget = _free_device_bytes(shard, config)
+        budget = _free_device_bytes(shards, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
-    num_blocks = shard.ranks.minimum(budget // shard.pool.block_bytes)
+    num_blocks = shard.ranks.minimum(budget // block_bytes)
     if num_blocks < 1:
         raise ValueError(
             f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
-            f" {shard.pool.block_bytes / MIB:.3f} MiB; {hint}"
+            f" {block_bytes / MIB:.3f} MiB; {hint}"
         )
     return num_blocks
 
 
-def _free_device_bytes(shard: Shard, config: Config) -> int:
+def _free_device_bytes(shards: list[Shard], config: Config) -> int:
     """Device memory left for KV beside weights, activations, sampler and decode graphs.
 
     The largest prefill and the largest sampling batch are run, and all graphs are captured on a
-    placeholder cache, so that every amount that is subtracted was measured.
+    placeholder cache, so that every amount that is subtracted was measured. The shards' steps come
+    one after the other, so that their activations use the same memory.
     """
-    num_running = most_running(config)
+    device, num_running = shards[0].device, most_running(config)
+    activations = max(_activation_bytes(shard, config, num_running) for shard in shards)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = sum(_graph_bytes(shard, num_running) for shard in shards)
+    others = total - free
+    budget = total * config.gpu_memory_utilization - others - activations - graphs
+    sizes = [shard.pool.block_bytes for shard in shards]
+    copied = sum(size * _copies(shard) for size, shard in zip(sizes, shards, strict=True))
+    return int(budget / (1 + copied / sum(sizes)))
+
+
+def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
+    """The most memory that a step takes and gives back."""
     shard.make_table(num_running, shard.placement.max_positions)
     shard.pool.allocate(num_blocks=1)  # without any, steps have kernels that are not used later
     torch.cuda.reset_peak_memory_stats(shard.device)
@@ -44,19 +59,21 @@ def _free_device_bytes(shard: Shard, config: Config) -> int:
     warm_up(shard, config, num_running)
     activations = torch.cuda.max_memory_allocated(shard.device) - resident
     shard.pool.release()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(shard.device)
-    graphs = _graph_bytes(shard, num_running) if shard.placement.uses_graphs else 0
-    others = total - free
-    budget = total * config.gpu_memory_utilization - others - activations - graphs
+    return activations
+
+
+def _copies(shard: Shard) -> float:
+    """The memory of the copies that attention makes of KV, in sizes of the pool."""
     copied = shard.backend.attention.copied_layers / shard.model_config.num_hidden_layers
     if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
         copied *= 1 + 2 * shard.placement.dtype.itemsize
-    return int(budget / (1 + copied))
+    return copied
 
 
 def _graph_bytes(shard: Shard, num_running: int) -> int:
     """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
+    if not shard.placement.uses_graphs:
+        return 0
     shard.pool.allocate(num_blocks=1)
     before, _ = torch.cuda.mem_get_info(shard.device)
     shard.capture_graphs(num_running)

@@ -10,48 +10,67 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.draft import DraftSource
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.kv_pool import settle_length
 from nanovllm.engine.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.placement import Placement, resolve_placement
+from nanovllm.engine.prepare import prepare
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
-from nanovllm.engine.step.size import Size
-from nanovllm.engine.step_times import time_graphs
-from nanovllm.engine.warm_up import compile_steps, warm_up
+from nanovllm.engine.warm_up import compile_steps
 from nanovllm.engine.workers import Workers, threads_of_rank
-from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
+from nanovllm.models.held_bytes import held_bytes
 from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
+from nanovllm.models.windows import longest
 from nanovllm.utils.heap import trim_heap
 from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")
 
 
-def start_runner(config: Config, model_config: ModelConfig, path: Path) -> ModelRunner:
+def start_runner(
+    config: Config, model_config: ModelConfig, path: Path, draft: DraftSource | None = None
+) -> ModelRunner:
     """Rank 0's runner, ready to run, and the workers that it drives."""
     if config.tensor_parallel_size == 1:
         placement = resolve_placement(config, model_config, ALONE)
         config = placement.settle(config)
-        alone = load_shard(config, model_config, path, placement, threads_of_rank(1))
-        return ModelRunner(alone, start_shard(alone, config))
+        alone = load_shards(config, model_config, path, placement, threads_of_rank(1), draft)
+        return ModelRunner(alone, start_shards(alone, config))
     workers = Workers(config.tensor_parallel_size, config.device)
-    shard: Shard | None = None
+    shards: list[Shard] = []
     try:
         with workers.together():
             placement = resolve_placement(config, model_config, workers.ranks)
             config = placement.settle(config)
-            workers.start(config, model_config, path)
-            shard = load_shard(config, model_config, path, placement, workers.num_threads)
+            workers.start(config, model_config, path, draft)
+            shards = load_shards(config, model_config, path, placement, workers.num_threads, draft)
             workers.connect()
-            return ModelRunner(shard, start_shard(shard, config), workers)
+            return ModelRunner(shards, start_shards(shards, config), workers)
     except BaseException:
-        close_ranks(shard, workers)
+        close_ranks(shards, workers)
         raise
+
+
+def load_shards(
+    config: Config,
+    model_config: ModelConfig,
+    path: Path,
+    placement: Placement,
+    num_threads: int | None = None,
+    draft: DraftSource | None = None,
+) -> list[Shard]:
+    """Load this rank's part of the model, and of the draft model if there is one."""
+    shards = [load_shard(config, model_config, path, placement, num_threads)]
+    if draft is not None:
+        with draft.errors_name_it():
+            shards.append(load_shard(*draft.placed(config, placement), num_threads))
+    return shards
 
 
 def load_shard(
@@ -73,7 +92,7 @@ def load_shard(
             load_dummy(model, whole, config.seed)
         else:
             load_model(model, path, use_tqdm=placement.ranks.rank == 0)
-        num_bytes = weight_bytes(model)
+        num_bytes = held_bytes(model)
         # Without graphs, launching few_rows takes the host longer than it saves the device.
         with errors_name(path):
             model.bind(placement.backend, few_rows=not config.enforce_eager)
@@ -92,24 +111,6 @@ def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> For
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
     reads = model_config.quantization.files != "plain" and config.load_format != "dummy"
     return Formats(model_config.quantization, read_types(path) if reads else None)
-
-
-def weight_bytes(model: CausalLM) -> int:
-    """The memory of the layers' tensors, before their layouts are changed.
-
-    It includes the quantized copy that a head makes of the embedding's table.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
-    tensors = {
-        id(tensor): tensor.nbytes
-        for layer in layers
-        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-        if not tensor.is_meta
-    }
-    head = model.lm_head
-    scheme, size_in = head.weight_format.scheme, head.held.in_features
-    copy = scheme.num_bytes(head.held.num_rows * size_in, size_in) if scheme and head.is_tied else 0
-    return sum(tensors.values()) + copy
 
 
 def build_model(
@@ -137,31 +138,22 @@ def build_model(
         torch.set_default_dtype(previous)
 
 
-def start_shard(shard: Shard, config: Config) -> EngineConfig:
-    """Size the KV pool, compile and capture. All ranks do it at the same time."""
-    on_gpu = shard.device.type == "cuda"
+def start_shards(shards: list[Shard], config: Config) -> EngineConfig:
+    """Size the KV pools, compile and capture. All ranks do it at the same time.
+
+    The first shard is the model's. The pools have the same blocks, by the same numbers.
+    """
+    shard = shards[0]
     with shard.computing():
         shard.ranks.connect_peers(shard.backend.kernels.peers)
-        shard.model.model.agree_on_few_rows()
-        compile_steps(shard, config)
-        num_blocks = config.num_kvcache_blocks or fit_kv_blocks(shard, config)
+        for one in shards:
+            one.model.model.agree_on_few_rows()
+            compile_steps(one, config)
+        num_blocks = config.num_kvcache_blocks or fit_kv_blocks(shards, config)
         max_model_len = settle_length(
             config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions,
-            shard.model_config.longest_window,
+            longest(one.model_config.longest_window for one in shards),
         )  # fmt: skip
         settled = EngineConfig.settle(config, num_blocks, max_model_len)
-        num_running = settled.max_num_running
-        shard.make_table(num_running, max_model_len)
-        shard.pool.allocate(num_blocks)
-        if on_gpu:
-            warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
-        if shard.placement.uses_graphs:
-            start = time.perf_counter()
-            num_graphs = shard.capture_graphs(num_running)
-            seconds = time.perf_counter() - start
-            logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
-            if shard.placement.most_drafts:
-                shard.graph_seconds = time_graphs(shard)
-        elif on_gpu:
-            shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
+        prepare(shards, settled, config)
     return settled

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Set
 
 import torch
 
@@ -13,15 +14,14 @@ REPEATS = 3
 logger = logging.getLogger("nanovllm")
 
 
-def time_graphs(shard: Shard) -> dict[Size, float]:
-    """Seconds of the graphs for steps with drafts, and of those that they compete with.
+def time_graphs(shard: Shard, drafting: Set[Size]) -> dict[Size, float]:
+    """Seconds of the graphs for steps with drafts, and of those for as many sequences without.
 
     All ranks do it at the same time, before anything is cached. Tokens differ, as the time of a
     layer of experts depends on them, and contexts are short.
     """
     graphs = shard.graphs
     assert graphs is not None
-    drafting = {size for size in graphs.sizes if size.num_queries > 1}
     others = {graphs.fitting(Size(size.num_seqs)) for size in drafting}
     state, layout = shard.table.state, shard.table.layout
     some = torch.arange(layout.num_rows * (1 + layout.most_drafts), device=shard.device)

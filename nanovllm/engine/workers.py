@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.draft import DraftSource
 from nanovllm.engine.ranks.channel import Writer
 from nanovllm.engine.ranks.codec import encode
 from nanovllm.engine.ranks.errors import ExchangeError, RankError
@@ -141,9 +142,11 @@ class Workers:
             stack.callback(self._stop_watching)
             self._resources = stack.pop_all()  # from here on close() closes them
 
-    def start(self, config: Config, model_config: ModelConfig, path: Path) -> None:
-        """Make every rank load its part of the model."""
-        self._writer.send(pickle.dumps((config, model_config, path, self.num_threads)))
+    def start(
+        self, config: Config, model_config: ModelConfig, path: Path, draft: DraftSource | None
+    ) -> None:
+        """Make every rank load its part of the model, and of the draft model if there is one."""
+        self._writer.send(pickle.dumps((config, model_config, path, self.num_threads, draft)))
 
     def connect(self) -> None:
         """Wait until every rank has loaded its part, and connect to them."""

@@ -17,7 +17,7 @@ from nanovllm.models.quantization.choice import choose_quantization
 from nanovllm.models.quantization.rules import NOT_QUANTIZED, Quantization
 from nanovllm.models.registry import DEFAULTS, get_architecture
 from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
-from nanovllm.models.windows import rotated_layers, sliding_windows
+from nanovllm.models.windows import longest, rotated_layers, sliding_windows
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
 MAX_LAYERS = 10_000
@@ -69,8 +69,7 @@ class ModelConfig:
     @property
     def longest_window(self) -> int | None:
         """The largest window of all layers; None if some layer attends to all tokens."""
-        windows = [window for window in self.sliding_windows if window is not None]
-        return max(windows) if len(windows) == self.num_hidden_layers else None
+        return longest(self.sliding_windows)
 
     @classmethod
     def from_dir(cls, path: Path, quantization: str | None = None) -> "ModelConfig":

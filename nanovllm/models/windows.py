@@ -3,7 +3,7 @@
 Plain data: no PyTorch. A list that does not fit the number of layers is an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nanovllm.models.registry import Architecture
@@ -33,6 +33,12 @@ def sliding_windows(
             f" layers: {shorten(list(windows))}"
         )
     return windows
+
+
+def longest(windows: Iterable[int | None]) -> int | None:
+    """The largest window; None if one of them is unlimited."""
+    known = list(windows)
+    return None if None in known else max(window for window in known if window is not None)
 
 
 def _windows(raw: Mapping[str, Any], architecture: Architecture) -> Windows:

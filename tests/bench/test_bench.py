@@ -31,6 +31,7 @@ from nanovllm.layers.ranks import ALONE
 from nanovllm.layers.weights.choice import format_of
 from nanovllm.layers.weights.format import WeightFormat
 from nanovllm.layers.weights.scheme import INT8
+from nanovllm.models import model_size
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.models.quantization.choice import choose_quantization
 from nanovllm.models.weight_bytes import WeightBytes
@@ -85,16 +86,16 @@ class TestCounts:
 
     def test_parameters_are_counted_by_part(self) -> None:
         # qkv 4 x (4 + 2 + 2), o 4 x 4, gate, up and down 4 x 6 each
-        assert roofline.decoder_params(self.config) == 3 * (32 + 16 + 72)
-        assert roofline.head_params(self.config) == 40
+        assert model_size.decoder_params(self.config) == 3 * (32 + 16 + 72)
+        assert model_size.head_params(self.config) == 40
         # one table; two norms of 4 and two of 2 in each layer; the last norm
-        assert roofline.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
+        assert model_size.num_params(self.config) == 360 + 40 + 3 * (8 + 4) + 4
 
     def test_bytes_count_weights_and_kv(self) -> None:
-        assert roofline.step_weight_bytes(self.config, PLAIN, rows=1) == 2 * (360 + 40)
+        assert model_size.step_weight_bytes(self.config, PLAIN, rows=1) == 2 * (360 + 40)
         # K and V of one head of two, in three layers, two bytes each
-        assert roofline.head_bytes(self.config, PLAIN) == 2 * 40
-        assert roofline.model_bytes(self.config, PLAIN) == 2 * roofline.num_params(self.config)
+        assert model_size.head_bytes(self.config, PLAIN) == 2 * 40
+        assert model_size.model_bytes(self.config, PLAIN) == 2 * model_size.num_params(self.config)
         assert roofline.kv_bytes_per_token(self.config, head_bytes=4) == 2 * 3 * 1 * 2 * 2
         assert [head_bytes(128, x) for x in (torch.float32, CODES)] == [512, 128 + 2]
 
@@ -163,15 +164,15 @@ class TestExperts:
 
     def test_parameters_are_counted_by_part(self) -> None:
         others = 3 * self.attention + 2 * self.dense + self.router
-        assert roofline.decoder_params(self.config) == others + 2 * self.expert
-        assert roofline.num_params(self.config) == others + 5 * self.expert + 40 + 3 * 12 + 4
+        assert model_size.decoder_params(self.config) == others + 2 * self.expert
+        assert model_size.num_params(self.config) == others + 5 * self.expert + 40 + 3 * 12 + 4
 
     def test_only_used_experts_are_read(self) -> None:
         """One row uses two of five; three rows miss a given one in 0.6 x 0.6 x 0.6 of cases."""
         rest = 3 * self.attention + 2 * self.dense + self.router + 40
         for rows, touched in ((1, 2.0), (3, 5 * (1 - 0.6**3)), (1000, 5.0)):
             expected = 2 * (rest + touched * self.expert)
-            assert roofline.step_weight_bytes(self.config, PLAIN, rows) == pytest.approx(expected)
+            assert model_size.step_weight_bytes(self.config, PLAIN, rows) == pytest.approx(expected)
         # Two steps of decode: with two rows, and with one.
         floor = roofline.floor(self.config, PLAIN, [5, 9], [3, 2], Machine(1.0, 1e12), 4)
         touched = 2.0 + 5 * (1 - 0.6**2)
@@ -180,8 +181,8 @@ class TestExperts:
 
     def test_three_of_thirty_billion_are_active(self, tmp_path: Path) -> None:
         config = shape("qwen3-30b-a3b", tmp_path)
-        active = roofline.decoder_params(config) + roofline.head_params(config)
-        assert roofline.num_params(config) == 30_532_122_624
+        active = model_size.decoder_params(config) + model_size.head_params(config)
+        assert model_size.num_params(config) == 30_532_122_624
         assert active == pytest.approx(3.04e9, rel=0.01)  # 3.35 with the embedding, as published
 
 
@@ -194,7 +195,7 @@ def test_params_are_those_of_the_real_model(name: str, bias: bool, tmp_path: Pat
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     params = sum(param.numel() for param in model.parameters())
-    assert roofline.num_params(ModelConfig.from_dir(tmp_path)) == params
+    assert model_size.num_params(ModelConfig.from_dir(tmp_path)) == params
 
 
 class TestWorkload:
@@ -266,11 +267,11 @@ class TestQuantizedCounts:
     ) -> None:
         model = shape("qwen3-0.6b", tmp_path)
         sizes = WeightBytes(2, choose_quantization({}, online))
-        assert roofline.decoder_bytes(model, sizes) == pytest.approx(linear, rel=1e-3)
-        assert roofline.head_bytes(model, sizes) == head
+        assert model_size.decoder_bytes(model, sizes) == pytest.approx(linear, rel=1e-3)
+        assert model_size.head_bytes(model, sizes) == head
         # A quantized head has a table of its own, as the embedding's stays plain.
-        others = roofline.num_params(model) - self.LINEAR - (self.HEAD if online == "fp8" else 0)
-        total = roofline.model_bytes(model, sizes)
+        others = model_size.num_params(model) - self.LINEAR - (self.HEAD if online == "fp8" else 0)
+        total = model_size.model_bytes(model, sizes)
         assert total == pytest.approx(linear + head + 2 * others, rel=1e-3)
 
     def test_the_config_of_a_checkpoint_decides_layer_by_layer(self, tmp_path: Path) -> None:
@@ -284,8 +285,8 @@ class TestQuantizedCounts:
         plain = 28 * 1024 * 3072
         quantized = self.LINEAR - plain
         expected = 2 * plain + quantized // 2 + 3 * quantized // 128
-        assert roofline.decoder_bytes(model, sizes) == pytest.approx(expected, rel=1e-6)
-        assert roofline.head_bytes(model, sizes) == 2 * self.HEAD
+        assert model_size.decoder_bytes(model, sizes) == pytest.approx(expected, rel=1e-6)
+        assert model_size.head_bytes(model, sizes) == 2 * self.HEAD
 
 
 class TestMatmulRate:
@@ -383,6 +384,22 @@ class TestCommandLine:
         )  # fmt: skip
         assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]) == 3
         assert cached == [0] * 7  # the warm-up's, and two in each of three runs
+
+    def test_a_shape_may_be_the_draft_model(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Random weights are never right, but they are asked."""
+        monkeypatch.setitem(SHAPES, "qwen3-0.6b", (64, 960, 4, 4, 2, 16, 259, True))
+        monkeypatch.setitem(SHAPES, "qwen3-42m", (64, 96, 1, 4, 2, 16, 259, True))
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
+        bench.main(
+            ["--shape=qwen3-0.6b", "--num-seqs=2", "--min-input-len=4", "--max-input-len=5",
+             "--min-output-len=40", "--max-output-len=40", "--num-kvcache-blocks=300",
+             "--repeats=1", "--device=cpu", '--speculative-config={"model": "qwen3-42m"}']
+        )  # fmt: skip
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["drafted_tokens"] > 0
+        assert result["options"]["speculative_config"]["method"] == "draft_model"
 
     def test_a_shape_needs_no_files(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

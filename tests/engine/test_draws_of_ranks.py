@@ -96,12 +96,12 @@ class ThreadWorkers:
         self.thread = threading.Thread(target=self.serve, args=arguments, daemon=True)
         self.thread.start()
 
-    def serve(self, config: Any, model_config: Any, path: Path) -> None:
+    def serve(self, config: Any, model_config: Any, path: Path, _: None) -> None:
         ranks = ThreadRanks(1, self.meeting, self.draws_together)
         placement = resolve_placement(config, model_config, ranks)
         shard = startup.load_shard(config, model_config, path, placement)
         self.connected.wait()
-        startup.start_shard(shard, config)
+        startup.start_shards([shard], config)
         shard.graphs = shard.decode_graphs(len(PROMPTS))
         self.shard = shard
         while message := self.messages.get():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from nanovllm.bench import roofline
+from nanovllm.models import model_size
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.registry import ARCHITECTURES
@@ -139,7 +139,7 @@ def test_published_models_have_their_number_of_parameters(tmp_path: Path, name: 
     with torch.device("meta"):
         model = CausalLM(config, max_positions=16)
     assert sum(param.numel() for param in model.parameters()) == count
-    assert roofline.num_params(config) == count
+    assert model_size.num_params(config) == count
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -14,7 +14,6 @@ from quantized_checkpoints import write_quantized
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
-from nanovllm.config import QUANTIZATIONS
 from nanovllm.layers.weights.format import DENSE
 from nanovllm.layers.weights.scheme import ONLINE
 from nanovllm.models.config import ModelConfig
@@ -22,6 +21,7 @@ from nanovllm.models.formats import Formats
 from nanovllm.models.quantization.choice import choose_quantization, read_quantization
 from nanovllm.models.quantization.methods import METHODS
 from nanovllm.models.quantization.rules import Quantization
+from nanovllm.utils.rules import QUANTIZATIONS
 
 AWQ = VARIANTS["awq"].config
 GPTQ = VARIANTS["gptq"].config

@@ -23,7 +23,7 @@ LAYOUT: dict[str, Any] = {
     "words": np.int32,
 }  # fmt: skip
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
-NUMBERS = ("num_seqs", "width", "num_queries", "whole_logits")
+NUMBERS = ("num_seqs", "width", "num_queries", "whole_logits", "shard")
 HEADER = struct.Struct(f"{len(LAYOUT) + len(NUMBERS)}q")  # the arrays' lengths, then these
 NONE = -1  # the length of an array that is None
 

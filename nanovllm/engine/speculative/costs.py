@@ -41,15 +41,20 @@ class TokenCosts:
 
     So a token takes (FREE_TOKENS + B) / B units and a draft 1: it is worth that if it is right with
     the probability of B / (FREE_TOKENS + B) at least. With few sequences nearly every draft is,
-    with many nearly none.
+    with many nearly none. `guess` is the time in which a draft of each sequence is guessed, in
+    steps: it adds to that probability.
     """
 
     waits = False
 
+    def __init__(self, guess: float = 0.0) -> None:
+        self._guess = guess
+
     def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
         """Some for each sequence by its own chance; the drafts of one make those of others dear."""
         for pace, length, limit in candidates:
-            number = pace.most(length, num_tokens / (FREE_TOKENS + num_tokens), limit)
+            worth = num_tokens / (FREE_TOKENS + num_tokens) + self._guess
+            number = pace.most(length, worth, limit)
             num_tokens += number
             yield number
 
@@ -58,13 +63,17 @@ class GraphCosts:
     """A step takes as long as the decode graph of its size, which was measured.
 
     All sequences have the drafts that the graph has room for: as many as give the most tokens a
-    second, by the chances of all of them.
+    second, by the chances of all of them. `guesses` are the seconds in which a draft of each
+    sequence is guessed, if that takes graphs too.
     """
 
     waits = True
 
-    def __init__(self, seconds: Mapping[Size, float]) -> None:
+    def __init__(
+        self, seconds: Mapping[Size, float], guesses: Mapping[Size, float] | None = None
+    ) -> None:
         self._seconds = seconds
+        self._guesses = guesses or {}
         self._by_number: dict[int, dict[int, float]] = {}
 
     def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
@@ -98,8 +107,12 @@ class GraphCosts:
             sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
             nearest = {size.num_queries: size for size in reversed(sizes)}
             host = HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE
+            if self._guesses:  # whose tokens the host waits for, too
+                host *= 2
+            fits = (size for size in sorted(self._guesses) if size.num_seqs >= num_seqs)
+            guess = self._guesses.get(next(fits, Size(0)), 0.0)
             self._by_number[num_seqs] = {
-                queries - 1: self._seconds[size] + (host if queries > 1 else 0)
+                queries - 1: self._seconds[size] + (host + (queries - 1) * guess) * (queries > 1)
                 for queries, size in nearest.items()
             }
         return self._by_number[num_seqs]

@@ -1,15 +1,15 @@
 """Speculator: which sequences get drafts, how many, and what becomes of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
-from nanovllm.engine.speculative.costs import Candidate, Costs, GraphCosts, TokenCosts
+from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.proposer import Proposer
-from nanovllm.engine.step.size import MOST_DRAFTS, Size
+from nanovllm.engine.step.size import MOST_DRAFTS
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
@@ -139,11 +139,10 @@ class Speculator:
 
 
 def speculator_of(
-    config: SpeculativeConfig | None, seconds: Mapping[Size, float]
+    config: SpeculativeConfig | None, costs: Costs, draft_model: Proposer | None
 ) -> Speculator | None:
-    """The speculator that the option asks for, if it does; steps take so many `seconds`."""
+    """The speculator that the option asks for, if it does. `draft_model` is None for n-grams."""
     if config is None:
         return None
-    proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    costs = GraphCosts(seconds) if seconds else None
-    return Speculator(proposer, config.num_speculative_tokens, costs=costs)
+    ngrams = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    return Speculator(draft_model or ngrams, config.num_speculative_tokens, costs=costs)

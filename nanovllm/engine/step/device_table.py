@@ -15,7 +15,7 @@ from nanovllm.engine.step.transfer import Array, upload_ahead
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, TableState
 
 FEW = 1024  # changes that a device reads from the host's memory
-BUFFERS = 4  # two steps are in flight at most
+BUFFERS = 4  # two steps are in flight at most; of a draft model three, and one is launched
 
 
 class TableLayout:

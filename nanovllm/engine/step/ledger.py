@@ -95,6 +95,10 @@ class Ledger:
             sample_table_rows[lost] = self.layout.unused_row
         return rows, sample_table_rows, width, self._take_changes()
 
+    def rewrite_tokens(self, seqs: list[Sequence]) -> None:
+        """Let the next decode step write the last tokens of `seqs`: the rows may hold others."""
+        self._num_tokens[self._rows_of(seqs)] = UNKNOWN
+
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
         tables = [seq.block_table for seq in seqs]

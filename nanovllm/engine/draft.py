@@ -1,0 +1,108 @@
+"""DraftSource: the smaller model that guesses tokens, found and checked before it is loaded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.placement import Placement, resolve_placement
+from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.layers.rotary_embedding import max_rope_positions
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.loader import resolve_model
+from nanovllm.utils.checks import shorten
+
+ERRORS = (FileNotFoundError, ValueError, TypeError, MemoryError, OSError)
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """What every rank needs to load its part of the draft model.
+
+    The options are those of the engine, except what `speculative_config` says.
+    """
+
+    config: Config
+    model_config: ModelConfig
+    path: Path
+
+    def placed(
+        self, config: Config, placement: Placement
+    ) -> tuple[Config, ModelConfig, Path, Placement]:
+        """What `load_shard` takes, for a rank that places the model so: by the settled `config`.
+
+        Both models have KV blocks of the same size.
+        """
+        assert self.config.max_model_len is not None
+        own = replace(
+            self.config, device=config.device, kvcache_block_size=placement.block_size,
+            max_model_len=min(self.config.max_model_len, placement.max_positions),
+        )  # fmt: skip
+        placement = resolve_placement(own, self.model_config, placement.ranks)
+        return own, self.model_config, self.path, placement
+
+    def errors_name_it(self) -> Any:
+        """A block whose errors are given the model's name."""
+        return _errors_name(self.config.model)
+
+
+def find_draft(config: Config, model_config: ModelConfig, tokenizer: Any) -> DraftSource | None:
+    """The draft model that the options name, if they do; one that does not fit is an error."""
+    asked = config.speculative_config
+    if asked is None or asked.model is None:
+        return None
+    with _errors_name(asked.model):
+        path = resolve_model(asked.model, revision=asked.revision, download_dir=config.download_dir)
+        draft = ModelConfig.from_dir(path, asked.quantization)
+        by_experts = config.enable_expert_parallel and draft.experts is not None
+        draft.check_parallel_size(config.tensor_parallel_size, by_experts)
+        if config.load_format != "dummy":  # random weights generate no text to read
+            _check_vocabularies(model_config, draft, tokenizer, path)
+        own = replace(
+            config, model=asked.model, quantization=asked.quantization,
+            max_model_len=_longest(draft, asked.max_model_len), enable_expert_parallel=by_experts,
+            speculative_config=None,
+        )  # fmt: skip
+    return DraftSource(own, draft, path)
+
+
+def _longest(model: ModelConfig, asked: int | None) -> int:
+    """How many tokens of a sequence the model may see; what is `asked` may not be more."""
+    longest = max_rope_positions(model.rope_parameters, model.max_position_embeddings)
+    if asked is not None and asked > longest:
+        raise ValueError(f"max_model_len must be at most {longest}, its limit, got {asked}")
+    return asked or longest
+
+
+def _check_vocabularies(model: ModelConfig, draft: ModelConfig, tokenizer: Any, path: Path) -> None:
+    """Raise a ValueError if an id is not the same token in both.
+
+    Each may have ids that the other has not, and more padding after the last one. Without both
+    tokenizers the sizes must be equal.
+    """
+    other = None if tokenizer is None else load_tokenizer(None, path, warns=False)
+    if other is None:
+        if model.vocab_size != draft.vocab_size:
+            raise ValueError(
+                f"vocab_size must be the model's, {model.vocab_size}, where a tokenizer is missing"
+                f" to compare; got {draft.vocab_size}"
+            )
+        return
+    own, others = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
+    for token_id in sorted(own.keys() & others.keys()):
+        if own[token_id] != others[token_id]:
+            raise ValueError(
+                f"the draft model must have the model's tokenizer, but token {token_id} is"
+                f" {shorten(others[token_id])}, and the model's is {shorten(own[token_id])}"
+            )
+
+
+@contextmanager
+def _errors_name(model: str) -> Iterator[None]:
+    try:
+        yield
+    except ERRORS as error:
+        kind = next(kind for kind in ERRORS if isinstance(error, kind))
+        raise kind(f"speculative_config, draft model {model!r}: {error}") from error

@@ -1,0 +1,52 @@
+"""DraftRunner: rank 0's driver of the draft model, on all ranks."""
+
+from contextlib import AbstractContextManager
+
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.speculative.costs import Costs, GraphCosts, TokenCosts
+from nanovllm.engine.speculative.draft_model import DraftModelProposer
+from nanovllm.engine.step.inputs import StepInputs
+from nanovllm.models.model_size import step_weight_bytes
+from nanovllm.models.weight_bytes import WeightBytes
+
+
+class DraftRunner(ModelRunner):
+    """Drives the second shard of each rank; the model's runner owns shards and workers."""
+
+    def __init__(self, owner: ModelRunner) -> None:
+        super().__init__(owner.shards[1:], owner.config, owner.workers)
+
+    def rewrite_tokens(self, seqs: list[Sequence]) -> None:
+        """Let the next decode step read the last tokens of `seqs` from the host."""
+        self.ledger.rewrite_tokens(seqs)
+
+    def _on_other_ranks(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        inputs.shard = 1
+        return super()._on_other_ranks(inputs)
+
+
+def _step_bytes(shard: Shard) -> float:
+    """What a step of one token reads of the weights, on all ranks together."""
+    sizes = WeightBytes(shard.placement.dtype.itemsize, shard.model_config.quantization)
+    return step_weight_bytes(shard.model_config, sizes, rows=1)
+
+
+def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
+    """What drafts cost on these ranks, and the proposer that asks their draft model, if any."""
+    model, *drafts = runner.shards
+    if not drafts:
+        seconds = model.graph_seconds
+        return GraphCosts(seconds) if seconds else TokenCosts(), None
+    (draft,) = drafts
+    proposer = DraftModelProposer(
+        DraftRunner(runner),
+        runner.config,
+        vocab_sizes=(model.vocab_size, draft.vocab_size),
+        longest=draft.placement.max_positions,
+        repeats_steps=draft.placement.uses_graphs,
+    )
+    if model.graph_seconds:
+        return GraphCosts(model.graph_seconds, draft.graph_seconds), proposer
+    return TokenCosts(_step_bytes(draft) / _step_bytes(model)), proposer
