@@ -45,7 +45,7 @@ from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.read_table import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 
 
 class DecodeGraphs:

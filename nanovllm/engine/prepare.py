@@ -6,7 +6,7 @@ import time
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 from nanovllm.engine.step_times import time_graphs
 from nanovllm.engine.warm_up import warm_up
 

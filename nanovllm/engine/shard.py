@@ -19,8 +19,8 @@ from nanovllm.engine.step.draw_inputs import DrawInputs
 from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
 from nanovllm.engine.step.logprobs import drawn_columns, prompt_columns, rows_at_a_time
 from nanovllm.engine.step.reports import Columns, ReportInputs
-from nanovllm.engine.step.size import Size, batch_ladder, draft_sizes
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
+from nanovllm.engine.step_size import Size, batch_ladder, draft_sizes
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.sampler import Sampler

@@ -7,7 +7,7 @@ from collections.abc import Set
 import torch
 
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 
 REPEATS = 3
 

@@ -17,8 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import PENDING
 from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.size import Size, batch_ladder
 from nanovllm.engine.step.transfer import upload_ahead
+from nanovllm.engine.step_size import Size, batch_ladder
 from nanovllm.layers.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.engine import warm_up
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.step.inputs import PrefillInputs
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from nanovllm.engine.speculative.pace import Pace
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 
 # How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
 # takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.

@@ -34,7 +34,7 @@ from nanovllm.engine.speculative.draft_model import DraftModelProposer
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.engine.step.device_table import BUFFERS
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

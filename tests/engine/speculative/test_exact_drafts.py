@@ -23,7 +23,7 @@ from reference import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.speculative.costs import GraphCosts, TokenCosts
 from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 from nanovllm.engine.step_times import time_graphs
 from nanovllm.outputs import RequestOutput
 

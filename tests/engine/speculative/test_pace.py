@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts
 from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.speculator import Speculator
-from nanovllm.engine.step.size import Size
+from nanovllm.engine.step_size import Size
 
 WORTH = 1 / (FREE_TOKENS + 1)  # with one sequence
 
