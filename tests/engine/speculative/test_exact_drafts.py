@@ -372,9 +372,11 @@ def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3),
-     dict(attention_backend="torch")],
+     dict(attention_backend="torch"), dict(tensor_parallel_size=2)],
 )  # fmt: skip
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> None:
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
     gpu: dict[str, Any] = dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
     gpu |= dict(options, speculative_config=ROWS["speculative_config"])
     params = sampled_params(PARAMS + READERS)
