@@ -11,7 +11,7 @@ from nanovllm.engine.step_size import Size
 FREE_TOKENS = 10
 # A step with drafts does not overlap with the next one, so that the host's part adds to the
 # device's: seconds of a step, and of each sequence in it.
-HOST_SECONDS, HOST_SECONDS_OF_SEQUENCE = 120e-6, 5e-6
+HOST_SECONDS, HOST_SECONDS_OF_SEQUENCE = 120e-6, 20e-6
 # A step with drafts only to try them may take so much longer than one without.
 TRIED_AT = 1.5
 
