@@ -112,6 +112,12 @@ def test_pages_that_all_read_first_are_short(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").split()) <= MAX_WORDS[page]
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=page_name)
+def test_pages_have_no_marks_of_merges(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if line.startswith(("<<<<<<< ", ">>>>>>> "))]
+
+
 @pytest.mark.parametrize("file", RESULTS, ids=page_name)
 def test_every_line_of_results_is_a_figure_with_all_fields(file: Path, plot: ModuleType) -> None:
     lines = file.read_text(encoding="utf-8").splitlines()

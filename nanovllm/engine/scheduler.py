@@ -100,7 +100,16 @@ class Scheduler:
         seqs = batch.sampling_seqs
         if batch.drafts or any(seq.reads_tokens for seq in seqs):
             return True
-        return self.speculator is not None and self.speculator.wants(seqs)
+        return self.speculator is not None and self.speculator.wants(
+            self.running, self._has_prompts()
+        )
+
+    def _has_prompts(self) -> bool:
+        """Whether the next step is likely to compute prompts."""
+        is_full = len(self.running) >= self.max_num_running
+        if self.waiting and self.waiting[0] is not self.refused and not is_full:
+            return True
+        return any(seq.num_uncached_tokens > 1 or seq.siblings for seq in self.running)
 
     def advance(self, batch: Batch) -> None:
         """Account for a launched step, so that the next one can be scheduled before it ends.

@@ -115,10 +115,12 @@ class Shard:
         """The token ids of a step's samples, and their reports. On rank 0."""
         if not inputs.num_samples:
             return torch.empty(0, dtype=torch.long, device=self.device), ()
-        if inputs.samples is None:
-            computed = computed.at(slice(inputs.num_samples))
-        else:
-            computed = computed.at(upload(inputs.samples, self.device))
+        samples: slice | torch.Tensor = slice(inputs.num_samples)
+        if inputs.samples is not None:
+            samples = upload(inputs.samples, self.device)
+        if computed.token_ids is not None and not inputs.filters and inputs.report is None:
+            return computed.token_ids[samples], ()
+        computed = computed.at(samples)
         token_ids = computed.token_ids
         if inputs.filters or inputs.report is not None:
             assert computed.logits.shape[1] == self.vocab_size, "a part of the vocabulary"

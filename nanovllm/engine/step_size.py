@@ -38,12 +38,21 @@ def batch_ladder(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+def numbers_of_drafts(most_drafts: int) -> list[int]:
+    """How many drafts a step has room for: all, half, a quarter, ... of `most_drafts`."""
+    return [most_drafts >> exponent for exponent in range(most_drafts.bit_length())]
+
+
+def room_for(num_drafts: int, most_drafts: int) -> int:
+    """The least such number that is not below `num_drafts`."""
+    return min(number for number in numbers_of_drafts(most_drafts) if number >= num_drafts)
+
+
 def draft_sizes(most_drafts: int, largest: int) -> list[Size]:
-    """Sizes to capture for steps with drafts: all, half, a quarter, ... of `most_drafts`."""
+    """Sizes to capture for steps with drafts."""
     sizes = []
-    while most_drafts > 0:
-        top = min(largest, MOST_DRAFTS // most_drafts)
+    for number in numbers_of_drafts(most_drafts):
+        top = min(largest, MOST_DRAFTS // number)
         powers = [1 << exponent for exponent in range(top.bit_length())]
-        sizes += [Size(num_seqs, 1 + most_drafts) for num_seqs in sorted({*powers, top})]
-        most_drafts //= 2
+        sizes += [Size(num_seqs, 1 + number) for num_seqs in sorted({*powers, top})]
     return sizes

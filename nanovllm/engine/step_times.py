@@ -22,7 +22,7 @@ def time_graphs(shard: Shard, drafting: Set[Size]) -> dict[Size, float]:
     """
     graphs = shard.graphs
     assert graphs is not None
-    others = {graphs.fitting(Size(size.num_seqs)) for size in drafting}
+    most = max((size.num_seqs for size in drafting), default=0)
     state, layout = shard.table.state, shard.table.layout
     some = torch.arange(layout.num_rows * (1 + layout.most_drafts), device=shard.device)
     tokens = (some * 7919 % shard.vocab_size).view(layout.num_rows, -1)
@@ -33,7 +33,9 @@ def time_graphs(shard: Shard, drafting: Set[Size]) -> dict[Size, float]:
     seconds = {
         size: _seconds(shard, size)
         for size in graphs.sizes
-        if size in drafting | others and size.num_queries <= shard.placement.max_positions
+        if (size in drafting or size.num_queries == 1)
+        and size.num_seqs <= most
+        and size.num_queries <= layout.max_blocks * shard.block_size
     }
     shard.table.clear()
     logger.info("%d decode graphs timed in %.1f s", len(seconds), time.perf_counter() - start)

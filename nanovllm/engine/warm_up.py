@@ -20,6 +20,7 @@ from nanovllm.engine.step.draw_inputs import draw_inputs, rows_narrowed_together
 from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.step.transfer import upload_all
+from nanovllm.engine.step_size import MOST_DRAFTS
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.filters import Filters
 from nanovllm.sampling_params import SamplingParams
@@ -42,8 +43,9 @@ def compile_steps(shard: Shard, config: Config) -> None:
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
         _run_prefills(shard, config.max_num_batched_tokens)
         graphs = shard.decode_graphs(num_running)
-        for size in graphs.sizes if shard.placement.uses_graphs else graphs.sizes[:1]:
-            graphs.run(size)
+        for size in graphs.sizes:
+            if shard.placement.uses_graphs or size.num_seqs == 1:
+                graphs.run(size)
 
     with _errors_name_options(shard, config), _two_layers_of_each_kind(shard):
         compile_ahead(steps, shard.device)
@@ -111,7 +113,8 @@ def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
     if shard.ranks.rank == 0:
         warm_up_logprobs(reported)
     del reported
-    logits = shard.model.compute_logits(hidden[:num_running])
+    drafts = 2 * MOST_DRAFTS if shard.placement.most_drafts else 0  # padded without graphs
+    logits = shard.model.compute_logits(hidden[: num_running + drafts])
     ones = torch.ones(len(logits), device=shard.device)
     shard.sampler(logits, ones, ones.long())
     shard.sampler(logits, None, None)

@@ -51,7 +51,7 @@ class TokenCosts:
         self._guess = guess
 
     def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
-        """Some for each sequence by its own chance; the drafts of one make those of others dear."""
+        """By each sequence's own chance; its drafts raise the cost of the next one's."""
         for pace, length, limit in candidates:
             worth = num_tokens / (FREE_TOKENS + num_tokens) + self._guess
             number = pace.most(length, worth, limit)
@@ -95,9 +95,8 @@ class GraphCosts:
 
         best = max(seconds, key=speed)
         tried = min(number for number in seconds if number)
-        if best == 0 and seconds[tried] <= TRIED_AT * seconds[0] and any(
-            limit > 0 and pace.is_due(length) for pace, length, limit in candidates
-        ):  # fmt: skip
+        due = [limit > 0 and pace.is_due(length) for pace, length, limit in candidates]
+        if best == 0 and seconds[tried] <= TRIED_AT * seconds[0] and 4 * sum(due) >= len(due):
             return tried
         return best
 

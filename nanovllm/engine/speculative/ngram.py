@@ -6,13 +6,14 @@ from weakref import WeakKeyDictionary
 from nanovllm.engine.sequence import Sequence
 
 ITEM = array("i").itemsize
+MOST_ROUNDS = 16  # of a search that finds bytes in the middle of tokens
 
 
 class NgramText:
     """A follower that has a sequence's tokens as bytes, in which n-grams are found fast.
 
-    All except the last one: an n-gram that ends with that has no token after it yet. A search takes
-    a microsecond or two for each n, 20 to 70 in 32,000 tokens without the n-gram.
+    The last token is left out: nothing follows it yet. A search takes a microsecond or two for
+    each n, 20 to 70 in 32,000 tokens without the n-gram.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -48,9 +49,13 @@ class NgramText:
     def _find(self, ngram: bytes) -> int:
         """The index after its last occurrence, 0 if there is none."""
         found = self._text.rfind(ngram)
-        while found % ITEM and found > 0:  # the end of one token and the start of the next
+        for _ in range(MOST_ROUNDS):
+            if found < 0:
+                break
+            if found % ITEM == 0:
+                return (found + len(ngram)) // ITEM
             found = self._text.rfind(ngram, 0, found + len(ngram) - 1)
-        return (found + len(ngram)) // ITEM if found >= 0 else 0
+        return 0  # only in the middle of tokens
 
 
 class NgramProposer:

@@ -13,7 +13,7 @@ from nanovllm.engine.step_size import MOST_DRAFTS
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
-# After a no, `wants` says no in so many steps without looking: a look takes 1 us a sequence.
+# After `wants` returned False it returns False for so many steps: to look costs 1 us a sequence.
 QUIET_STEPS = 3
 
 
@@ -36,15 +36,16 @@ class Speculator:
         self._make_pace, self._outlook = make_pace, Outlook()
         self._quiet = 0  # steps in which no sequence will want drafts
 
-    def wants(self, seqs: list[Sequence]) -> bool:
+    def wants(self, seqs: Iterable[Sequence], has_prompts: bool = False) -> bool:
         """Whether any of these should have drafts as soon as its tokens are known.
 
-        Called in each step, which should not wait for it: a no holds for some steps.
+        `has_prompts`: whether prompts are computed in the same step. A False holds for some steps.
         """
         if self._quiet:
             self._quiet -= 1
             return False
-        wants = any(self.costs.worthwhile([*map(self._candidate, seqs)], len(seqs)))
+        candidates = [*map(self._candidate, seqs)]
+        wants = any(self.costs.worthwhile(candidates, len(candidates) + has_prompts))
         if self.costs.waits and not wants:
             self._quiet = QUIET_STEPS
         return wants
@@ -59,10 +60,9 @@ class Speculator:
         """
         asked: list[Sequence] = []
         most: list[int] = []
-        budget = min(budget, MOST_DRAFTS)
         candidates = [self._candidate(seq, not seq.num_pending_tokens) for seq in seqs]
         for seq, number in zip(seqs, self.costs.worthwhile(candidates, num_tokens), strict=True):
-            number = min(number, budget)
+            number = min(number, budget, MOST_DRAFTS // len(seqs))  # others may be padded to it
             room = number and blocks.grow(seq, seq.num_tokens + number) - seq.num_tokens
             if room > 0:
                 asked.append(seq)
@@ -101,7 +101,9 @@ class Speculator:
             end = seq.num_tokens - 1
             num_accepted = end - seq.num_cached_tokens
             batch.num_accepted += num_accepted
-            self._learn(seq, len(drafts), num_accepted)
+            self._count(len(drafts), num_accepted)
+            num_judged = len(drafts) if seq.finish_reason is None else num_accepted
+            self._pace(seq).learn(seq.num_tokens, num_judged, num_accepted)
             seq.num_cached_tokens = end
             blocks.publish(seq, end)
             blocks.shrink(seq, end)
@@ -115,13 +117,12 @@ class Speculator:
         """Drop what an interrupt may have left half done."""
         self.proposer.reset()
 
-    def _learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a step: the first `num_accepted` were right."""
+    def _count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a sequence's drafts in a step: the first `num_accepted` were right."""
         self.num_drafts += 1
         self.num_drafted += num_drafts
         for place in range(num_accepted):
             self.accepted_at[place] += 1
-        self._pace(seq).learn(seq.num_tokens, num_drafts, num_accepted)
 
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
         """What decides about its drafts; one more token always comes after them."""

@@ -10,6 +10,7 @@ from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.ledger import Ledger
 from nanovllm.engine.step.reports import Report, ReportInputs, prompt_report_inputs
 from nanovllm.engine.step.transfer import Array
+from nanovllm.engine.step_size import room_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ def step_inputs(
     """
     if not batch.is_prefill and (not batch.drafts or ledger.layout.most_drafts):
         changed = ledger.decode(batch.seqs, batch.drafts)
-        queries = 1 + max(map(len, batch.drafts.values()), default=0)
+        longest = max(map(len, batch.drafts.values()), default=0)
+        queries = 1 + room_for(longest, ledger.layout.most_drafts) if longest else 1
         return StepInputs(len(batch.seqs), *changed, num_queries=queries, whole_logits=whole_logits)
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])

@@ -21,6 +21,7 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.speculative.costs import GraphCosts, TokenCosts
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step_size import Size
@@ -366,6 +367,37 @@ def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
         assert all(0 < value < 1 for value in seconds.values())
         again = llm.generate(PROMPTS, params, use_tqdm=False)
         assert all_samples(again) == all_samples(expected)
+
+
+@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed"])
+def test_few_steps_wait_for_drafts_in_vain(scheduling: str, model_dir: Path) -> None:
+    """Where steps overlap, and prompts are computed in most steps, which have no drafts."""
+    options: dict[str, Any] = dict(ROWS, overlap=True, max_num_seqs=8, max_num_batched_tokens=16)
+    with make_llm(model_dir, **options, scheduling=scheduling) as llm:
+        scheduler = llm.scheduler
+        assert scheduler.speculator is not None
+        times = {Size(n, q): 1 + 0.01 * q for n in (1, 2, 4, 8) for q in (1, 2, 3, 6)}
+        scheduler.speculator.costs = GraphCosts(times)
+        must_wait, schedule = scheduler.must_wait, scheduler.schedule
+        steps: list[tuple[bool, bool]] = []  # waited for drafts, has some
+        waits: list[bool] = []
+
+        def noted(batch: Batch) -> bool:
+            waits_for_it = must_wait(batch)
+            waits.append(waits_for_it and not batch.drafts)
+            return waits_for_it
+
+        def scheduled() -> Batch | None:
+            batch = schedule()
+            steps.append((bool(waits) and waits.pop(), bool(batch and batch.drafts)))
+            return batch
+
+        scheduler.must_wait, scheduler.schedule = noted, scheduled  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        prompts = [[i] * 3 + list(range(90)) for i in range(40)]
+        llm.generate(prompts, params, use_tqdm=False)
+        in_vain = sum(waited and not drafts for waited, drafts in steps)
+        assert in_vain < 0.1 * len(steps), (in_vain, len(steps))
 
 
 @pytest.mark.cuda

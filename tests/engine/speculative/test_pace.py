@@ -6,12 +6,13 @@ import pytest
 from drafts import RandomProposer
 
 from nanovllm import SamplingParams
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts
 from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.speculator import Speculator
-from nanovllm.engine.step_size import Size
+from nanovllm.engine.step_size import MOST_DRAFTS, Size
 
 WORTH = 1 / (FREE_TOKENS + 1)  # with one sequence
 
@@ -156,10 +157,34 @@ def test_sequences_that_cannot_have_drafts_are_not_asked() -> None:
     assert speculator.wants([reads])
 
 
+def test_padding_to_the_longest_drafts_is_bounded() -> None:
+    """A step may compute as many queries for each sequence as one of them has."""
+    speculator = Speculator(Known(0, 2), 64)
+    seqs = [make_seq(max_tokens=200) for _ in range(60)]
+    for seq in seqs[1:]:
+        seq.pace = Pace()
+        seq.pace._right, seq.pace._weight, seq.pace._next_try = 0.0, 9.0, 1000
+    seqs[0].pace = Pace()
+    seqs[0].pace._right = seqs[0].pace._weight = 1e9
+    assert numbers(speculator, seqs, 60, 10_000) == {seqs[0]: MOST_DRAFTS // 60}
+
+
+def test_a_stop_that_was_guessed_is_no_wrong_draft() -> None:
+    speculator = Speculator(Known(0, 2), 4)
+    before = speculator._outlook.chance
+    seq, blocks = make_seq(max_tokens=50), BlockManager(99, 4, False)
+    blocks.grow(seq, 9)
+    seq.num_cached_tokens = seq.num_tokens
+    seq.token_ids += [1, 1, 1]
+    seq.finish_reason = "stop"
+    speculator.settle(Batch([seq], is_prefill=False, drafts={seq: [1, 1, 1, 1]}), blocks)
+    assert speculator._outlook.chance > before
+
+
 def test_drafts_are_counted_by_place() -> None:
     speculator = Speculator(Known(0, 2), 4)
     for num_accepted in (0, 2, 4):
-        speculator._learn(make_seq(), 4, num_accepted)
+        speculator._count(4, num_accepted)
     assert (speculator.num_drafts, speculator.num_drafted) == (3, 12)
     assert speculator.accepted_at == [2, 2, 1, 1]
 
@@ -208,12 +233,13 @@ def test_limits_of_sequences_bound_their_drafts() -> None:
     assert [*graph_costs().worthwhile(some, 3)] == [4, 1, 0]
 
 
-def test_one_that_is_due_lets_all_try() -> None:
+def test_a_quarter_that_is_due_lets_all_try() -> None:
     """In one step: another step is as long for each of them."""
     some = candidates(0.01, 0.01)
     assert [*graph_costs().worthwhile(some, 2)] == [0, 0]
     late = [some[0], some[1]._replace(num_tokens=100)]
     assert [*graph_costs().worthwhile(late, 2)] == [2, 2]
+    assert [*graph_costs().worthwhile([*candidates(*[0.01] * 6), late[1]], 7)] == [0] * 7
     dear = GraphCosts({Size(2, 1): 0.001, Size(2, 3): 0.0016})
     assert [*dear.worthwhile(late, 2)] == [0, 0]
 
