@@ -81,6 +81,7 @@ def test_bad_keys_are_refused_by_name(
     ("text", "message"),
     [
         ("{", "cannot read '{' as JSON"),
+        ("{'method': 'ngram'}", "as JSON, whose texts are in double quotes"),
         ('"ngram"', "speculative_config must be a dict such as"),
         ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', got 'mtp'"),
     ],

@@ -165,6 +165,8 @@ def print_result(result: dict[str, Any]) -> None:
             f"  drafts: {result['accepted_tokens']:,} of {drafted:,} were right,"
             f" {result['tokens_per_step']:.2f} tokens a sequence and step"
         )
+    elif result["workload"]["acceptance"] is not None:
+        print("  drafts: none, as none was worth its cost")
 
 
 def run_alone(

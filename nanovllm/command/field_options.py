@@ -128,6 +128,8 @@ def _reader(read: Callable[[str], Any], none_fits: bool, metavar: str) -> Callab
         try:
             return read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"cannot read {text!r} as {metavar}") from None
+            hint = ", whose texts are in double quotes" if metavar == "JSON" else ""
+            message = f"cannot read {text!r} as {metavar}{hint}"
+            raise argparse.ArgumentTypeError(message) from None
 
     return value

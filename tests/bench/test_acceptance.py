@@ -14,6 +14,7 @@ from nanovllm.bench import measure
 from nanovllm.bench.acceptance import accept_by_chance
 from nanovllm.bench.roofline import Machine
 from nanovllm.command.main import main
+from nanovllm.engine.speculative.costs import TokenCosts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,6 +138,19 @@ def test_the_command_reports_drafts(
     assert result["tokens_per_step"] == 5.0
     assert "a draft is right with probability 1\n" in out
     assert "drafts: 64 of 64 were right, 5.00 tokens a sequence and step" in out
+
+
+def test_the_command_reports_that_there_were_no_drafts(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the figures would look like those of right drafts."""
+    monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(4e12, 8e14))
+    monkeypatch.setattr(
+        TokenCosts, "worthwhile", lambda _, candidates, __: iter([0] * len(candidates))
+    )
+    options = (*SHORT, f"--model={model_dir}", DRAFTS, "--dtype=float32", "--acceptance=1")
+    assert main(["bench", *options]) == 0
+    assert "drafts: none, as none was worth its cost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
