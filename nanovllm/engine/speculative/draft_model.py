@@ -141,7 +141,7 @@ class DraftModelProposer:
         params, shadow = seq.params, self._shadows.get(seq)
         start = shadow.num_known if shadow else 0
         named = (params.allowed_token_ids or (), params.logit_bias or (), seq.stop_token_ids)
-        groups: list[Iterable[int]] = [seq.token_ids[start:], *named]
+        groups: list[Iterable[int]] = [seq.token_ids[start:], *named, *seq.bad_words]
         return all(i < self._own_vocab_size for group in groups for i in group)
 
     def _drop_others(self) -> None:

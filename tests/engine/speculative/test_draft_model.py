@@ -444,12 +444,19 @@ def test_a_draft_model_may_be_padded_more(model_dir: Path, padded: Path) -> None
     [
         ([1, 270, 3], {}), ([1], dict(allowed_token_ids=[1, 280])),
         ([1], dict(logit_bias={260: 1})), ([1], dict(stop_token_ids=[287], min_tokens=5)),
+        ([1], dict(bad_words=["a"])),
     ],
 )  # fmt: skip
 def test_sequences_with_ids_that_the_draft_model_lacks_get_no_drafts(
-    prompt: list[int], params: dict[str, Any], model_dir: Path, padded: Path
+    prompt: list[int],
+    params: dict[str, Any],
+    model_dir: Path,
+    padded: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with make(padded, model_dir) as llm:
+        # As the ids of a tokenizer that has more tokens than the draft model's.
+        monkeypatch.setattr(llm._intake, "_bad_words", lambda p: ((270,),) if p.bad_words else ())
         some = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **params)
         llm.generate([prompt], some, use_tqdm=False)
         assert speculator_of(llm).num_drafted == 0
