@@ -28,9 +28,10 @@ from test_exact_drafts import MODELS, PROMPTS, REGIMES, ROWS, all_samples, sampl
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.requests.token_counts import TokenCounts
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, GraphCosts, TokenCosts
-from nanovllm.engine.speculative.draft_model import DraftModelProposer
+from nanovllm.engine.speculative.draft_model import DraftModelProposer, Shadow
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.engine.step.device_table import BUFFERS
@@ -236,6 +237,50 @@ def test_a_proposal_takes_as_many_steps_as_drafts(repeats: bool, model_dir: Path
         else:
             assert steps.prefills == [8] + [2] * 5
             assert steps.decodes == [1] * 6 * (NUM_DRAFTS - 1)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_drafts_leave_the_counts_of_tokens_alone(
+    repeats: bool, model_dir: Path, near_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is counted once, in spite of wrong drafts."""
+    counted, place_of = [0], TokenCounts._place_of
+
+    def counting(self: TokenCounts, token_id: int) -> int:
+        counted[0] += 1
+        return place_of(self, token_id)
+
+    monkeypatch.setattr(TokenCounts, "_place_of", counting)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, presence_penalty=0.5)
+    with make(model_dir, near_dir) as llm:
+        if repeats:
+            repeat_steps(llm)
+        llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        accepted = sum(speculator_of(llm).accepted_at)
+        assert 0 < accepted < speculator_of(llm).num_drafted
+        assert counted[0] <= 3 + 30
+
+
+def test_penalties_of_a_draft_count_the_drafts_before_it() -> None:
+    """Those that are known; the text is not kept for drafts."""
+    counts = TokenCounts()
+    seq = Sequence([7, 8], SamplingParams(presence_penalty=1), counts=counts, text=counts)
+    shadow = Shadow(seq)
+    for known, drafts, expected in (
+        ([], [7, 9], {7: 1, 8: 0, 9: 1}),
+        ([9], [9, PENDING], {7: 0, 8: 0, 9: 2}),
+        ([8], [5], {7: 0, 8: 1, 9: 1, 5: 1}),
+    ):
+        seq.token_ids += known
+        seq.follow()
+        shadow.follow(seq)
+        shadow.seq.token_ids += drafts
+        shadow.seq.num_pending_tokens = drafts.count(PENDING)
+        shadow.seq.counts.update(shadow.seq)
+        assert dict(zip(*shadow.seq.counts.after([]), strict=True)) == expected
+        shadow.seq.num_pending_tokens = 0
+    assert dict(zip(*counts.after([]), strict=True)) == {7: 0, 8: 1, 9: 1}
+    assert shadow.seq.text is None and not shadow.seq.followers
 
 
 @pytest.mark.parametrize("repeats", [False, True])
