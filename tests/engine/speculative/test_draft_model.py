@@ -24,7 +24,15 @@ from reference import (
     make_prompts,
 )
 from safetensors.torch import load_file, save_file
-from test_exact_drafts import MODELS, PROMPTS, REGIMES, ROWS, all_samples, sampled_params
+from test_exact_drafts import (
+    MODELS,
+    PROMPTS,
+    READERS,
+    REGIMES,
+    ROWS,
+    all_samples,
+    sampled_params,
+)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
@@ -186,6 +194,23 @@ def test_sampled_drafts_keep_every_output(
         if is_own:
             assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
         assert sum(speculator.accepted_at) > 50
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("options", [{}, dict(HARD, overlap=True), dict(SMALL_POOL, **ROWS)])
+def test_penalties_and_bad_words_keep_every_output(
+    options: dict[str, Any], is_own: bool, model_dir: Path, near_dir: Path
+) -> None:
+    """The large model's draws count all drafts, the draft model's those that are not in flight."""
+    params = sampled_params(READERS)
+    with make_llm(model_dir, **options) as plain:
+        plain.scheduler.speculator = None
+        expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    with make(model_dir, model_dir if is_own else near_dir, **options) as llm:
+        assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == all_samples(expected)
+        speculator = speculator_of(llm)
+        assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
         audit_at_rest(llm)
 
 
@@ -626,10 +651,13 @@ def ends_of(outputs: list[RequestOutput]) -> list[Any]:
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3)],
-)
+    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3),
+     dict(tensor_parallel_size=2)],
+)  # fmt: skip
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near_dir: Path) -> None:
     """Draft steps are decode graphs, and so is what a few missing tokens take."""
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
     gpu: dict[str, Any] = options | dict(
         device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16
     )
