@@ -197,6 +197,17 @@ def test_sampled_drafts_keep_every_output(
         audit_at_rest(llm)
 
 
+def test_the_draft_models_runner_does_not_end_the_ranks(model_dir: Path) -> None:
+    """The model's runner owns all shards, and the workers."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with make(model_dir, model_dir, tensor_parallel_size=2) as llm:
+        (expected,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        proposer_of(llm)._runner.close()  # type: ignore[attr-defined]
+        (got,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert got.token_ids == expected.token_ids
+        assert llm.model_runner.failure is None
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("options", [{}, dict(HARD, overlap=True), dict(SMALL_POOL, **ROWS)])
 def test_penalties_and_bad_words_keep_every_output(
