@@ -15,7 +15,7 @@ from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.llm import LLM
 
 
-class Filled:
+class PaddedProposer:
     """A proposer that always has as many drafts as it is asked for.
 
     The engine's own proposer is asked first, as its time is a part of what is measured; random
@@ -39,7 +39,7 @@ class Filled:
         self._proposer.reset()
 
 
-class Lottery(Speculator):
+class AcceptByChance(Speculator):
     """A speculator that accepts a draft with a given chance if those before it are accepted.
 
     An accepted draft becomes the sequence's token, in place of the one that was drawn.
@@ -47,7 +47,7 @@ class Lottery(Speculator):
 
     def __init__(self, engines: Speculator, chance: float, vocab_size: int, seed: int) -> None:
         self._chance, self._rng = chance, random.Random(seed)
-        proposer = Filled(engines.proposer, vocab_size, random.Random(seed))
+        proposer = PaddedProposer(engines.proposer, vocab_size, random.Random(seed))
         super().__init__(proposer, engines.most_drafts, costs=engines.costs)
 
     def accepted(
@@ -67,4 +67,4 @@ def accept_by_chance(llm: LLM, chance: float, seed: int) -> None:
     """Let this engine accept drafts with the probability `chance`. It must speculate."""
     engines = llm.scheduler.speculator
     assert engines is not None
-    llm.scheduler.speculator = Lottery(engines, chance, llm.model_config.vocab_size, seed)
+    llm.scheduler.speculator = AcceptByChance(engines, chance, llm.model_config.vocab_size, seed)

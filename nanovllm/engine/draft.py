@@ -1,7 +1,7 @@
 """DraftSource: the smaller model that guesses tokens, found and checked before it is loaded."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class DraftSource:
         placement = resolve_placement(own, self.model_config, placement.ranks)
         return own, self.model_config, self.path, placement
 
-    def errors_name_it(self) -> Any:
+    def errors_name_it(self) -> AbstractContextManager[None]:
         """A block whose errors are given the model's name."""
         return _errors_name(self.config.model)
 

@@ -1,13 +1,10 @@
 """DraftRunner: rank 0's driver of the draft model, on all ranks."""
 
-from contextlib import AbstractContextManager
-
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.speculative.costs import Costs, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.draft_model import DraftModelProposer
-from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.models.model_size import step_weight_bytes
 from nanovllm.models.weight_bytes import WeightBytes
 
@@ -16,15 +13,11 @@ class DraftRunner(ModelRunner):
     """Drives the second shard of each rank; the model's runner owns shards and workers."""
 
     def __init__(self, owner: ModelRunner) -> None:
-        super().__init__(owner.shards[1:], owner.config, owner.workers)
+        super().__init__(owner.shards, owner.config, owner.workers, index=1)
 
     def rewrite_tokens(self, seqs: list[Sequence]) -> None:
         """Let the next decode step read the last tokens of `seqs` from the host."""
         self.ledger.rewrite_tokens(seqs)
-
-    def _on_other_ranks(self, inputs: StepInputs) -> AbstractContextManager[None]:
-        inputs.shard = 1
-        return super()._on_other_ranks(inputs)
 
 
 def _step_bytes(shard: Shard) -> float:

@@ -4,13 +4,13 @@ Its own shard computes beside the workers' shards; nothing else knows that there
 """
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.step.draw_inputs import draw_inputs, needs_logits
-from nanovllm.engine.step.inputs import StepInputs, step_inputs
+from nanovllm.engine.step.inputs import step_inputs
 from nanovllm.engine.step.launched import Launched
 from nanovllm.engine.step.ledger import Ledger
 from nanovllm.engine.step.reports import drawn_reports, prompt_reports
@@ -19,18 +19,23 @@ from nanovllm.models.windows import longest
 
 
 class ModelRunner:
-    """Drives the first of the started shards, and the workers if there are other ranks.
+    """Drives one of the started shards, and the workers if there are other ranks.
 
-    A second shard is a draft model's, which another runner drives. They belong to the process
-    `owner`: a forked one has copies of handles, and must not use them.
+    The first shard's runner owns all of them, and the workers. A second shard is a draft model's,
+    which another runner drives. They belong to the process `owner`: a forked one has copies of
+    handles, and must not use them.
     """
 
     def __init__(
-        self, shards: list[Shard], config: EngineConfig, workers: Workers | None = None
+        self,
+        shards: list[Shard],
+        config: EngineConfig,
+        workers: Workers | None = None,
+        index: int = 0,
     ) -> None:
         self.owner = os.getpid()
-        self.shards = shards
-        self.shard = shard = shards[0]
+        self.shards, self.index = shards, index
+        self.shard = shard = shards[index]
         self.config = config
         self.workers = workers
         self.ledger = Ledger(shard.table.layout)
@@ -45,7 +50,9 @@ class ModelRunner:
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
         whole = self.workers is None or needs_logits(seqs)
         inputs = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
-        with self._on_other_ranks(inputs), shard.computing():
+        inputs.shard = self.index
+        on_others = self.workers.step(inputs) if self.workers else nullcontext()
+        with on_others, shard.computing():
             computed = shard.compute(inputs)
             size, kind = shard.vocab_size, shard.device.type
             draws = draw_inputs(seqs, size, kind, computed, offsets, batch.drafts)
@@ -81,14 +88,10 @@ class ModelRunner:
     def close(self) -> None:
         """Free the device's memory and end the other ranks; the runner cannot be used again.
 
-        In a forked process it does nothing.
+        In a forked process, and for a draft model, it does nothing.
         """
-        if os.getpid() == self.owner:
+        if os.getpid() == self.owner and self.index == 0:
             close_ranks(self.shards, self.workers)
-
-    def _on_other_ranks(self, inputs: StepInputs) -> AbstractContextManager[None]:
-        """Let the other ranks compute the step that rank 0 computes in the block."""
-        return self.workers.step(inputs) if self.workers else nullcontext()
 
 
 def close_ranks(shards: list[Shard], workers: Workers | None) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger("nanovllm")
 def prepare(shards: list[Shard], settled: EngineConfig, config: Config) -> None:
     """Give each shard its table, its pool and its graphs. All ranks do it at the same time.
 
-    If the first one's steps may have drafts, what decides about these is measured.
+    If the model's steps may have drafts, their graphs are timed; costs.py decides by that.
     """
     for shard in shards:
         _complete(shard, settled, config)

@@ -1,6 +1,6 @@
 """Draft model: a smaller model continues sequences, a token a step, with the keys of their draws.
 
-It knows what the draft model has computed of each sequence, and no tensors.
+It tracks what the draft model has computed of each sequence; it has no tensors.
 """
 
 import copy
@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import hash_block
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.step.transfer import Array
 
 # So many missing tokens are computed by decode steps, where these are graphs.
 MOST_REPEATED = 4
@@ -37,6 +39,22 @@ class Runner(Protocol):
         """Let the next decode step read the last tokens of `seqs` from the host."""
 
 
+class DraftCounts:
+    """The counts of a sequence's tokens, and of the drafts after them, which may be wrong."""
+
+    def __init__(self, counts: TokenCounts, num_known: int) -> None:
+        self._counts, self._num_known = counts, num_known
+        self._drafts: list[int] = []
+
+    def update(self, own: Sequence) -> None:
+        """Count the drafts that are not in flight."""
+        self._drafts = own.token_ids[self._num_known : own.num_known_tokens]
+
+    def after(self, drafts: list[int]) -> tuple[Array, Array]:
+        """As the sequence's counts, if those drafts and then these came next."""
+        return self._counts.after(self._drafts + drafts)
+
+
 class Shadow:
     """What the draft model computes of a sequence: a copy with cached tokens of its own.
 
@@ -49,19 +67,22 @@ class Shadow:
         self.seq = own = copy.copy(seq)
         own.token_ids, own.block_hashes = list(seq.token_ids), list(seq.block_hashes)
         own.release_cache()
-        own.logprobs = None  # nothing of a draft is reported
+        own.logprobs = own.text = None  # nothing of a draft is reported
+        own.followers = ()
         self.num_known = own.num_tokens
         self.num_noted = 0
 
-    def follow(self, token_ids: list[int]) -> None:
+    def follow(self, seq: Sequence) -> None:
         """Take over the sequence's tokens; drafts that were not accepted are not cached."""
-        own, known = self.seq, self.num_known
+        own, known, token_ids = self.seq, self.num_known, seq.token_ids
         end = min(own.num_cached_tokens, len(token_ids) - 1)
         while known < end and own.token_ids[known] == token_ids[known]:
             known += 1
         own.num_cached_tokens = min(known, end)
         own.token_ids[self.num_known :] = token_ids[self.num_known :]
         self.num_known = len(token_ids)
+        if seq.counts is not None:
+            own.counts = DraftCounts(seq.counts, self.num_known)
 
 
 class DraftModelProposer:
@@ -124,7 +145,7 @@ class DraftModelProposer:
         if shadow is None:
             self._drop_others()
             shadow = self._shadows[seq] = Shadow(seq)
-        shadow.follow(seq.token_ids)
+        shadow.follow(seq)
         if shadow.seq.block_table is not seq.block_table:
             self._change_table(shadow, seq)
         shadow.seq.num_cached_tokens = max(
@@ -141,7 +162,7 @@ class DraftModelProposer:
         params, shadow = seq.params, self._shadows.get(seq)
         start = shadow.num_known if shadow else 0
         named = (params.allowed_token_ids or (), params.logit_bias or (), seq.stop_token_ids)
-        groups: list[Iterable[int]] = [seq.token_ids[start:], *named]
+        groups: list[Iterable[int]] = [seq.token_ids[start:], *named, *seq.bad_words]
         return all(i < self._own_vocab_size for group in groups for i in group)
 
     def _drop_others(self) -> None:

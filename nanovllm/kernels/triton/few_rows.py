@@ -9,8 +9,8 @@ and its sums of squares; the next linear layer computes each row's factor from t
 to its outputs.
 
 A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
-Hopper's tensor memory accelerator. Up to 32 rows take another kernel, if the weights are small:
-one row or two `held_weights`, more `held_tiles`.
+Hopper's tensor memory accelerator. Up to 16 rows of small weights take `held_tiles`; one or two
+rows of small weights whose sizes it does not take, `held_weights`.
 """
 
 import functools
@@ -164,7 +164,7 @@ def _launch(
     squares = x.new_empty(num_rows, 0, dtype=torch.float32)
     squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
     if held_weights.can_hold_tiles(num_rows, weight, gated) and can_overlap(x.device):
-        from nanovllm.kernels.triton import held_tiles  # Gluon may be absent, or have changed
+        from nanovllm.kernels.triton import held_tiles  # here: Triton may be without Gluon
 
         return held_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends)
     if held_weights.can_hold(num_rows, weight):

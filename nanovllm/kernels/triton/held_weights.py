@@ -73,7 +73,10 @@ def can_hold(num_rows: int, weight: torch.Tensor) -> bool:
 
 
 def can_hold_tiles(num_rows: int, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether the kernel of `held_tiles` is, for a weight [N, K] of outputs or of gate and up."""
+    """Whether `held_tiles` is faster than `few_rows` for a weight [N, K].
+
+    If `gated`, that is the weight of gate and up.
+    """
     size_out, size_in = weight.shape
     return (
         num_rows <= MOST_TILE_ROWS and weight.nbytes <= MOST_BYTES and size_in % TILE_INPUTS == 0

@@ -24,13 +24,22 @@ from reference import (
     make_prompts,
 )
 from safetensors.torch import load_file, save_file
-from test_exact_drafts import MODELS, PROMPTS, REGIMES, ROWS, all_samples, sampled_params
+from test_exact_drafts import (
+    MODELS,
+    PROMPTS,
+    READERS,
+    REGIMES,
+    ROWS,
+    all_samples,
+    sampled_params,
+)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.requests.token_counts import TokenCounts
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, GraphCosts, TokenCosts
-from nanovllm.engine.speculative.draft_model import DraftModelProposer
+from nanovllm.engine.speculative.draft_model import DraftModelProposer, Shadow
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.engine.step.device_table import BUFFERS
@@ -188,6 +197,34 @@ def test_sampled_drafts_keep_every_output(
         audit_at_rest(llm)
 
 
+def test_the_draft_models_runner_does_not_end_the_ranks(model_dir: Path) -> None:
+    """The model's runner owns all shards, and the workers."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with make(model_dir, model_dir, tensor_parallel_size=2) as llm:
+        (expected,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        proposer_of(llm)._runner.close()  # type: ignore[attr-defined]
+        (got,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert got.token_ids == expected.token_ids
+        assert llm.model_runner.failure is None
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("options", [{}, dict(HARD, overlap=True), dict(SMALL_POOL, **ROWS)])
+def test_penalties_and_bad_words_keep_every_output(
+    options: dict[str, Any], is_own: bool, model_dir: Path, near_dir: Path
+) -> None:
+    """The large model's draws count all drafts, the draft model's those that are not in flight."""
+    params = sampled_params(READERS)
+    with make_llm(model_dir, **options) as plain:
+        plain.scheduler.speculator = None
+        expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    with make(model_dir, model_dir if is_own else near_dir, **options) as llm:
+        assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == all_samples(expected)
+        speculator = speculator_of(llm)
+        assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        audit_at_rest(llm)
+
+
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -236,6 +273,50 @@ def test_a_proposal_takes_as_many_steps_as_drafts(repeats: bool, model_dir: Path
         else:
             assert steps.prefills == [8] + [2] * 5
             assert steps.decodes == [1] * 6 * (NUM_DRAFTS - 1)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_drafts_leave_the_counts_of_tokens_alone(
+    repeats: bool, model_dir: Path, near_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is counted once, in spite of wrong drafts."""
+    counted, place_of = [0], TokenCounts._place_of
+
+    def counting(self: TokenCounts, token_id: int) -> int:
+        counted[0] += 1
+        return place_of(self, token_id)
+
+    monkeypatch.setattr(TokenCounts, "_place_of", counting)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, presence_penalty=0.5)
+    with make(model_dir, near_dir) as llm:
+        if repeats:
+            repeat_steps(llm)
+        llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        accepted = sum(speculator_of(llm).accepted_at)
+        assert 0 < accepted < speculator_of(llm).num_drafted
+        assert counted[0] <= 3 + 30
+
+
+def test_penalties_of_a_draft_count_the_drafts_before_it() -> None:
+    """Those that are known; the text is not kept for drafts."""
+    counts = TokenCounts()
+    seq = Sequence([7, 8], SamplingParams(presence_penalty=1), counts=counts, text=counts)
+    shadow = Shadow(seq)
+    for known, drafts, expected in (
+        ([], [7, 9], {7: 1, 8: 0, 9: 1}),
+        ([9], [9, PENDING], {7: 0, 8: 0, 9: 2}),
+        ([8], [5], {7: 0, 8: 1, 9: 1, 5: 1}),
+    ):
+        seq.token_ids += known
+        seq.follow()
+        shadow.follow(seq)
+        shadow.seq.token_ids += drafts
+        shadow.seq.num_pending_tokens = drafts.count(PENDING)
+        shadow.seq.counts.update(shadow.seq)
+        assert dict(zip(*shadow.seq.counts.after([]), strict=True)) == expected
+        shadow.seq.num_pending_tokens = 0
+    assert dict(zip(*counts.after([]), strict=True)) == {7: 0, 8: 1, 9: 1}
+    assert shadow.seq.text is None and not shadow.seq.followers
 
 
 @pytest.mark.parametrize("repeats", [False, True])
@@ -444,12 +525,19 @@ def test_a_draft_model_may_be_padded_more(model_dir: Path, padded: Path) -> None
     [
         ([1, 270, 3], {}), ([1], dict(allowed_token_ids=[1, 280])),
         ([1], dict(logit_bias={260: 1})), ([1], dict(stop_token_ids=[287], min_tokens=5)),
+        ([1], dict(bad_words=["a"])),
     ],
 )  # fmt: skip
 def test_sequences_with_ids_that_the_draft_model_lacks_get_no_drafts(
-    prompt: list[int], params: dict[str, Any], model_dir: Path, padded: Path
+    prompt: list[int],
+    params: dict[str, Any],
+    model_dir: Path,
+    padded: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with make(padded, model_dir) as llm:
+        # As the ids of a tokenizer that has more tokens than the draft model's.
+        monkeypatch.setattr(llm._intake, "_bad_words", lambda p: ((270,),) if p.bad_words else ())
         some = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **params)
         llm.generate([prompt], some, use_tqdm=False)
         assert speculator_of(llm).num_drafted == 0
@@ -574,10 +662,13 @@ def ends_of(outputs: list[RequestOutput]) -> list[Any]:
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3)],
-)
+    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3),
+     dict(tensor_parallel_size=2)],
+)  # fmt: skip
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near_dir: Path) -> None:
     """Draft steps are decode graphs, and so is what a few missing tokens take."""
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
     gpu: dict[str, Any] = options | dict(
         device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16
     )
