@@ -22,6 +22,8 @@ class RandomProposer:
     For a sequence that may have few tokens they are of those.
     """
 
+    longest = 1 << 40
+
     def __init__(self, seed: int, num_tokens: int) -> None:
         self.rng, self.num_tokens = random.Random(seed), num_tokens
         self.on_propose: Callable[[list[Sequence]], None] = lambda _: None

@@ -24,6 +24,7 @@ class PaddedProposer:
 
     def __init__(self, proposer: Proposer, vocab_size: int, rng: random.Random) -> None:
         self._proposer, self._vocab_size, self._rng = proposer, vocab_size, rng
+        self.longest = proposer.longest
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
         """Exactly `most` drafts for each sequence."""

@@ -1,12 +1,17 @@
 """DraftRunner: rank 0's driver of the draft model, on all ranks."""
 
+import logging
+
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.speculative.costs import Costs, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.draft_model import DraftModelProposer
+from nanovllm.engine.speculative.pace import TRIES_UP_TO
 from nanovllm.models.model_size import step_weight_bytes
 from nanovllm.models.weight_bytes import WeightBytes
+
+logger = logging.getLogger("nanovllm")
 
 
 class DraftRunner(ModelRunner):
@@ -42,4 +47,11 @@ def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
     )
     if model.graph_seconds:
         return GraphCosts(model.graph_seconds, draft.graph_seconds), proposer
-    return TokenCosts(_step_bytes(draft) / _step_bytes(model)), proposer
+    share = _step_bytes(draft) / _step_bytes(model)
+    if share >= TRIES_UP_TO:
+        logger.warning(
+            "a step of the draft model reads %.0f%% of the bytes that the model's reads: hardly any"
+            " draft pays for itself, so few or none will be made",
+            100 * share,
+        )
+    return TokenCosts(share), proposer

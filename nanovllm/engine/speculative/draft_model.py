@@ -12,9 +12,7 @@ from weakref import WeakKeyDictionary
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import hash_block
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
-from nanovllm.engine.step.transfer import Array
 
 # So many missing tokens are computed by decode steps, where these are graphs.
 MOST_REPEATED = 4
@@ -42,7 +40,7 @@ class Runner(Protocol):
 class DraftCounts:
     """The counts of a sequence's tokens, and of the drafts after them, which may be wrong."""
 
-    def __init__(self, counts: TokenCounts, num_known: int) -> None:
+    def __init__(self, counts: Any, num_known: int) -> None:
         self._counts, self._num_known = counts, num_known
         self._drafts: list[int] = []
 
@@ -50,7 +48,7 @@ class DraftCounts:
         """Count the drafts that are not in flight."""
         self._drafts = own.token_ids[self._num_known : own.num_known_tokens]
 
-    def after(self, drafts: list[int]) -> tuple[Array, Array]:
+    def after(self, drafts: list[int]) -> Any:
         """As the sequence's counts, if those drafts and then these came next."""
         return self._counts.after(self._drafts + drafts)
 
@@ -110,7 +108,7 @@ class DraftModelProposer:
         self._num_blocks = config.num_kvcache_blocks
         self._budget = config.max_num_batched_tokens
         self._vocab_size, self._own_vocab_size = vocab_sizes
-        self._longest = longest
+        self.longest = longest
         self._repeats_steps = repeats_steps
         self.reset()
 
@@ -118,7 +116,7 @@ class DraftModelProposer:
         """Drafts of one sequence after the other; none where the draft model cannot see all."""
         numbers: dict[Sequence, int] = {}  # by copy
         asked = [
-            self._ask(seq, min(number, self._longest - seq.num_tokens), numbers)
+            self._ask(seq, min(number, self.longest - seq.num_tokens), numbers)
             for seq, number in zip(seqs, most, strict=True)
         ]
         if numbers:

@@ -8,8 +8,11 @@ from nanovllm.engine.sequence import Sequence
 class Proposer(Protocol):
     """Guesses what comes after the tokens of sequences. Any guess is allowed: it is verified.
 
-    It may keep what it knows of a sequence beside it, as long as the sequence exists.
+    It may keep what it knows of a sequence beside it, as long as the sequence exists. It is not
+    asked about sequences that would be longer than `longest` with its drafts.
     """
+
+    longest: int
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
         """Drafts for each sequence, `most` of each at most. All their tokens are known."""

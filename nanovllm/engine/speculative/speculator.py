@@ -127,7 +127,8 @@ class Speculator:
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
         """What decides about its drafts; one more token always comes after them."""
         num_tokens = len(seq.token_ids)
-        limit = min(self.most_drafts, seq.max_num_tokens - num_tokens - 1)
+        end = min(seq.max_num_tokens - 1, self.proposer.longest)
+        limit = min(self.most_drafts, end - num_tokens)
         if limit < 0 or not may_draft:
             limit = 0
         return Candidate(seq.pace or self._pace(seq), num_tokens, limit)

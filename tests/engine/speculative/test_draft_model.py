@@ -687,3 +687,10 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near
                 assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
             assert sum(speculator.accepted_at) > 50
             audit_at_rest(llm)
+
+
+def test_a_draft_model_as_large_as_the_model_is_warned_of(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_llm(model_dir, speculative_config={"model": str(model_dir)}):
+        assert "a step of the draft model reads 100% of the bytes" in caplog.text

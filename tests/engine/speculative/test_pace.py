@@ -157,6 +157,13 @@ def test_sequences_that_cannot_have_drafts_are_not_asked() -> None:
     assert speculator.wants([reads])
 
 
+def test_sequences_that_are_too_long_for_the_proposer_have_fewer() -> None:
+    proposer = Known(0, 2)
+    proposer.longest = 8
+    seqs = [make_seq(5), make_seq(8), make_seq(30)]
+    assert numbers(Speculator(proposer, 4), seqs, 3, 100) == {seqs[0]: 3}
+
+
 def test_padding_to_the_longest_drafts_is_bounded() -> None:
     """A step may compute as many queries for each sequence as one of them has."""
     speculator = Speculator(Known(0, 2), 64)
