@@ -16,6 +16,7 @@ from reference import HARD, SMALL_POOL, audit_at_rest, make_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.step.device_table import BUFFERS
 from nanovllm.engine.step.launched import Launched
 from nanovllm.outputs import RequestOutput
 
@@ -289,3 +290,24 @@ def test_overlapping_steps_keep_outputs_on_a_device(
             audit_at_rest(llm)
     same = sum(one == other for one, other in zip(*results, strict=True))
     assert same >= 28, "near-ties are rare in float32"
+
+
+def test_the_device_table_has_more_buffers_than_steps_are_in_flight(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer with a step's changes is used again when the device has read it."""
+    with make_llm(model_dir, overlap=True, **SMALL_POOL) as llm:
+        launch, wait, counts = llm.model_runner.launch, llm.model_runner.wait, [0]
+
+        def launched(batch: Batch) -> Launched:
+            counts.append(counts[-1] + 1)
+            return launch(batch)
+
+        def waited(step: Launched) -> list[int]:
+            counts.append(counts[-1] - 1)
+            return wait(step)
+
+        monkeypatch.setattr(llm.model_runner, "launch", launched)
+        monkeypatch.setattr(llm.model_runner, "wait", waited)
+        llm.generate([[1, 2, 3]] * 9, SamplingParams(max_tokens=20, ignore_eos=True))
+        assert max(counts) == 2 < BUFFERS
