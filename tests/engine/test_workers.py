@@ -72,9 +72,9 @@ def report_pids(workers):
     print(*(worker.process.pid for worker in workers._workers), flush=True)
 def load_other(path):
     start = Workers.start
-    def elsewhere(self, config, model_config, _):
+    def elsewhere(self, config, model_config, _, draft):
         report_pids(self)
-        start(self, config, model_config, Path(path))
+        start(self, config, model_config, Path(path), draft)
     Workers.start = elsewhere
 """
 
@@ -257,8 +257,10 @@ def send_others(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Make the other ranks load `path`, not what rank 0 loads."""
     start = Workers.start
 
-    def elsewhere(self: Workers, config: Config, model_config: ModelConfig, _: Path) -> None:
-        start(self, config, model_config, path)
+    def elsewhere(
+        self: Workers, config: Config, model_config: ModelConfig, _: Path, draft: None
+    ) -> None:
+        start(self, config, model_config, path, draft)
 
     monkeypatch.setattr(Workers, "start", elsewhere)
 
