@@ -22,9 +22,9 @@ def prepare(shards: list[Shard], settled: EngineConfig, config: Config) -> None:
         _complete(shard, settled, config)
     graphs = shards[0].graphs
     if graphs is not None and shards[0].placement.most_drafts:
-        drafting = {size for size in graphs.sizes if size.num_queries > 1}
+        most = max(size.num_seqs for size in graphs.sizes if size.num_queries > 1)
         for shard in shards:
-            shard.graph_seconds = time_graphs(shard, drafting)
+            shard.graph_seconds = time_graphs(shard, most)
 
 
 def _complete(shard: Shard, settled: EngineConfig, config: Config) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Set
 
 import torch
 
@@ -14,15 +13,14 @@ REPEATS = 3
 logger = logging.getLogger("nanovllm")
 
 
-def time_graphs(shard: Shard, drafting: Set[Size]) -> dict[Size, float]:
-    """Seconds of the graphs for steps with drafts, and of those for as many sequences without.
+def time_graphs(shard: Shard, most_seqs: int) -> dict[Size, float]:
+    """Seconds of the graphs for up to `most_seqs` sequences.
 
     All ranks do it at the same time, before anything is cached. Tokens differ, as the time of a
     layer of experts depends on them, and contexts are short.
     """
     graphs = shard.graphs
     assert graphs is not None
-    most = max((size.num_seqs for size in drafting), default=0)
     state, layout = shard.table.state, shard.table.layout
     some = torch.arange(layout.num_rows * (1 + layout.most_drafts), device=shard.device)
     tokens = (some * 7919 % shard.vocab_size).view(layout.num_rows, -1)
@@ -33,9 +31,7 @@ def time_graphs(shard: Shard, drafting: Set[Size]) -> dict[Size, float]:
     seconds = {
         size: _seconds(shard, size)
         for size in graphs.sizes
-        if (size in drafting or size.num_queries == 1)
-        and size.num_seqs <= most
-        and size.num_queries <= layout.max_blocks * shard.block_size
+        if size.num_seqs <= most_seqs and size.num_queries <= layout.max_blocks * shard.block_size
     }
     shard.table.clear()
     logger.info("%d decode graphs timed in %.1f s", len(seconds), time.perf_counter() - start)

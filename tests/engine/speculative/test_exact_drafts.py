@@ -23,6 +23,7 @@ from reference import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.speculative.costs import GraphCosts, TokenCosts
+from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step_size import Size
 from nanovllm.engine.step_times import time_graphs
@@ -127,6 +128,16 @@ def all_samples(outputs: list[RequestOutput]) -> list[Any]:
     ]  # fmt: skip
 
 
+def generate_twice(
+    llm: LLM, params: list[SamplingParams], seed: int
+) -> tuple[list[RequestOutput], list[RequestOutput], Speculator]:
+    """Outputs without drafts, then with drafts of an adversary that knows them."""
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    ids = [[one.token_ids for one in output.outputs] for output in expected]
+    speculator = speculate(llm, Adversary(seed, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+    return expected, llm.generate(PROMPTS, params, use_tqdm=False), speculator
+
+
 @pytest.fixture(scope="module")
 def standard(model_dir: Path) -> Case:
     return make_case(model_dir, make_prompts())
@@ -182,10 +193,7 @@ def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Pa
     """Stops, texts, log-probabilities, several samples: with right drafts and wrong ones."""
     params = sampled_params()
     with make_llm(model_dir, **options) as llm:
-        expected = llm.generate(PROMPTS, params, use_tqdm=False)
-        ids = [[one.token_ids for one in output.outputs] for output in expected]
-        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
-        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        expected, got, speculator = generate_twice(llm, params, seed=5)
         assert all_samples(got) == all_samples(expected)
         assert [output.prompt_logprobs is None for output in got] == [
             output.prompt_logprobs is None for output in expected
@@ -204,10 +212,7 @@ def test_penalties_and_bad_words_count_right_drafts(
     """Each token is drawn as after the drafts before it; wrong drafts leave no counts behind."""
     params = sampled_params(READERS)
     with make_llm(model_dir, **options) as llm:
-        expected = llm.generate(PROMPTS, params, use_tqdm=False)
-        ids = [[one.token_ids for one in output.outputs] for output in expected]
-        speculator = speculate(llm, Adversary(7, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
-        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        expected, got, speculator = generate_twice(llm, params, seed=7)
         assert all_samples(got) == all_samples(expected)
         assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
         audit_at_rest(llm)
@@ -242,10 +247,7 @@ def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
 def test_two_ranks_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     params = sampled_params(PARAMS + READERS)
     with make_llm(model_dir, tensor_parallel_size=2, **options) as llm:
-        expected = llm.generate(PROMPTS, params, use_tqdm=False)
-        ids = [[one.token_ids for one in output.outputs] for output in expected]
-        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
-        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        expected, got, speculator = generate_twice(llm, params, seed=5)
         assert all_samples(got) == all_samples(expected)
         assert sum(speculator.accepted_at) > 100
 
@@ -362,7 +364,7 @@ def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
         shard.graphs = shard.decode_graphs(6)
         llm.model_runner.recover()
         with shard.computing():
-            seconds = time_graphs(shard, {s for s in shard.graphs.sizes if s.num_queries > 1})
+            seconds = time_graphs(shard, most_seqs=6)
         assert {Size(4), Size(6), Size(6, 6), Size(1, 3), Size(2, 2)} < seconds.keys()
         assert all(0 < value < 1 for value in seconds.values())
         again = llm.generate(PROMPTS, params, use_tqdm=False)
