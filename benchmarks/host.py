@@ -102,11 +102,11 @@ class StandIn:
         input_ids: torch.Tensor,
         positions: torch.Tensor,  # noqa: ARG002
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         self.clock.lap("prepare")
         hidden = self.hidden[: len(input_ids if rows is None else rows)]
         self.clock.lap("launch")
-        return hidden
+        return hidden, []
 
     def decode(self, size: Size, *_: Any) -> tuple[torch.Tensor, Decoding]:
         self.clock.lap("prepare")
@@ -268,7 +268,7 @@ def rival_decode(
     def decode(seqs: list[Any]) -> list[int]:
         input_ids, positions = runner.prepare_decode(seqs)
         temperatures = runner.prepare_sample(seqs)
-        hidden = stand_in(input_ids, positions)
+        hidden, _ = stand_in(input_ids, positions)
         token_ids: list[int] = stand_in.sample(hidden, temperatures).tolist()
         preparation.reset_context()
         clock.lap("read")

@@ -258,7 +258,7 @@ class Shard:
         self.backend.attention.plan(context)
         set_context(context)
         try:
-            hidden: torch.Tensor = self.model(input_ids, positions, rows)
+            hidden: torch.Tensor = self.model(input_ids, positions, rows)[0]
             return hidden
         finally:
             reset_context()

@@ -49,12 +49,13 @@ class SelfAttention(nn.Module):
         rotated: bool,
         ranks: Ranks,
         formats: Formats,
+        width: int = 1,  # hidden states that are its input, one after the other
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.head_dim, config.num_attention_heads,
+            width * config.hidden_size, config.head_dim, config.num_attention_heads,
             config.num_key_value_heads, bias=config.qkv_bias, ranks=ranks,
             weight_format=formats.of("qkv_proj"),
         )  # fmt: skip
@@ -180,21 +181,22 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ranks)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ranks)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rope: Rope,
-        rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store KV for all tokens. With `rows`, compute the rest of the layer only for those."""
-        attention, mlp, qkv_proj = self.self_attn, self.mlp, self.self_attn.qkv_proj
-        rounding = qkv_proj.rounding(x)
+    def enter(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """The first norm of the residual plus x, and that sum, which is the layer's residual."""
+        rounding = self.self_attn.qkv_proj.rounding(x)
         if residual is None:
-            x, residual = self.input_layernorm(x, rounding), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual, rounding)
-        x = attention.attend(qkv_proj(x), rope)
+            return self.input_layernorm(x, rounding), x
+        return self.input_layernorm.add(x, residual, rounding)
+
+    def forward(
+        self, x: Any, residual: torch.Tensor, rope: Rope, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From what `enter` returns to the next layer's inputs; KV of all tokens is stored.
+
+        With `rows`, the rest of the layer is computed only for those.
+        """
+        attention, mlp = self.self_attn, self.mlp
+        x = attention.attend(attention.qkv_proj(x), rope)
         if rows is not None:
             x, residual = x[rows], residual[rows]
             if not len(rows):  # no sequence samples: their prompts end in later steps
@@ -245,7 +247,12 @@ def _add_few(
 
 
 class Decoder(nn.Module):
-    """The decoder: token ids and positions [T] -> hidden states [T, hidden], or those of `rows`."""
+    """The decoder: token ids and positions [T] -> hidden states [T, hidden], or those of `rows`.
+
+    The second result are the residuals [T, hidden] before the layers `taps`, in that order.
+    """
+
+    taps: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -289,7 +296,7 @@ class Decoder(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         rope = self.rotary_emb(positions)
@@ -297,31 +304,64 @@ class Decoder(nn.Module):
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
             return self._forward_few(few_rows, x, rope)
-        *layers, last = self.layers
-        for layer in layers:
-            x, residual = layer(x, residual, rope)
-        x, residual = last(x, residual, rope, rows)
+        layers: list[Any] = list(self.layers)
+        tapped = {}
+        for index, layer in enumerate(layers):
+            x, residual = layer.enter(x, residual)
+            if index in self.taps:
+                tapped[index] = residual
+            x, residual = layer(x, residual, rope, rows if layer is layers[-1] else None)
         assert residual is not None
-        return self.norm.add(x, residual)[0] if len(x) else x
+        hidden = self.norm.add(x, residual)[0] if len(x) else x
+        return hidden, [tapped[index] for index in self.taps]
 
-    def _forward_few(self, few_rows: "FewRows", x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def _forward_few(
+        self, few_rows: "FewRows", x: torch.Tensor, rope: Rope
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         layers: list[Any] = list(self.layers)
         norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         scaled: Scaled | None = None
-        for layer, norm in zip(layers, norms, strict=True):
+        tapped = {}
+        for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+            if index in self.taps:
+                tapped[index] = x
             x, scaled = layer.forward_few(few_rows, x, scaled, rope, norm)
         hidden: torch.Tensor = self.norm(x)  # one kernel for all rows; the last `scaled` is unused
-        return hidden
+        return hidden, [tapped[index] for index in self.taps]
 
 
-class CausalLM(nn.Module):
-    """The decoder with its head.
+class Model(nn.Module):
+    """What a checkpoint fills.
 
-    The ranks split every layer; of experts, they split each one or hold `whole_experts`.
     `packed_modules_mapping` maps a checkpoint's module to a fused one and its index there.
+    `tied_weights` has other names of tensors; a checkpoint has one of the two, or both with the
+    same values.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, int]]] = FUSED
+    tied_weights: Mapping[str, str] = {}
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each decoder layer, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def bind(self, backend: Backend) -> None:
+        """Set the kernels of all layers."""
+        for name, module in self.named_modules():
+            if isinstance(module, Layer):
+                try:
+                    module.bind(backend)
+                except ValueError as error:
+                    parts = ", ".join(p for p, (fused, _) in FUSED.items() if name.endswith(fused))
+                    raise ValueError(f"{name}{parts and f' ({parts})'}: {error}") from None
+
+
+class CausalLM(Model):
+    """The decoder with its head.
+
+    The ranks split every layer; of experts, they split each one or hold `whole_experts`.
+    """
 
     def __init__(
         self,
@@ -335,8 +375,6 @@ class CausalLM(nn.Module):
         self.model = Decoder(config, max_positions, ranks, whole_experts, formats.inside("model"))
         of_head = formats.of(HEAD)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks, of_head)
-        # Other names of tensors; a checkpoint has one of the two, or both with the same values.
-        self.tied_weights: dict[str, str] = {}
         # A head that is stored quantized is not the embedding's table, whatever the config says.
         if config.tie_word_embeddings and of_head.is_plain:
             self.lm_head.tie(self.model.embed_tokens)
@@ -344,25 +382,17 @@ class CausalLM(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Hidden states [T, hidden] of a step's tokens, or only of the tokens `rows`."""
-        hidden: torch.Tensor = self.model(input_ids, positions, rows)
-        return hidden
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hidden states [T, hidden] of a step's tokens, or only of the tokens `rows`.
 
-    @property
-    def attentions(self) -> list[Attention]:
-        """The attention of each decoder layer, in order."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
+        And the residuals of all tokens that `model.taps` asks for.
+        """
+        states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
+        return states
 
-    def bind(self, backend: Backend, few_rows: bool) -> None:
+    def bind(self, backend: Backend, few_rows: bool = False) -> None:
         """Set the kernels of all layers. `few_rows` allows those for decode steps of few rows."""
-        for name, module in self.named_modules():
-            if isinstance(module, Layer):
-                try:
-                    module.bind(backend)
-                except ValueError as error:
-                    parts = ", ".join(p for p, (fused, _) in FUSED.items() if name.endswith(fused))
-                    raise ValueError(f"{name}{parts and f' ({parts})'}: {error}") from None
+        super().bind(backend)
         if few_rows:
             self.model.bind_few_rows(backend.kernels)
 

@@ -14,7 +14,7 @@ from torch import nn
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.weights.format import tensor_of
 from nanovllm.models.config import read_json
-from nanovllm.models.decoder import CausalLM
+from nanovllm.models.decoder import Model
 from nanovllm.models.formats import checkpoint_name, hint_for, stored_name
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
 from nanovllm.utils.bar import make_bar
@@ -117,7 +117,7 @@ class Target:
     parts: tuple[str, ...]  # of a fused tensor, the names of all its parts; else its own name
 
 
-def load_model(model: CausalLM, path: Path, use_tqdm: bool = False) -> None:
+def load_model(model: Model, path: Path, use_tqdm: bool = False) -> None:
     """Fill `model` from the safetensors files in `path`.
 
     Fills every parameter exactly once and uses every tensor of the files, except those that have no
@@ -216,7 +216,7 @@ def _mark_found(
             del missing[part]
 
 
-def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
+def checkpoint_targets(model: Model) -> dict[str, Target]:
     """The target of each tensor that a checkpoint may have, fused or in parts."""
     targets: dict[str, Target] = {}
     for name, _ in model.named_parameters():
@@ -237,20 +237,20 @@ def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
     return targets
 
 
-def _layer(model: CausalLM, name: str) -> Layer:
+def _layer(model: Model, name: str) -> Layer:
     layer = model.get_submodule(name)
     assert isinstance(layer, Layer), "only a Layer has parameters"
     return layer
 
 
 @torch.inference_mode()  # here, because each thread has its own mode
-def _fill(model: CausalLM, param: str, shard_id: int | None, tensor: Loaded) -> None:
+def _fill(model: Model, param: str, shard_id: int | None, tensor: Loaded) -> None:
     layer = _layer(model, param.rpartition(".")[0])
     layer.weight_loader(model.get_parameter(param), tensor, shard_id)
 
 
 @torch.inference_mode()
-def _check_equal(model: CausalLM, param: str, tensor: Loaded) -> None:
+def _check_equal(model: Model, param: str, tensor: Loaded) -> None:
     """Raise unless the tensor has the values of `param`, of which it makes a copy for a moment."""
     filled = model.get_parameter(param)
     other = nn.Parameter(torch.empty_like(filled), requires_grad=False)
@@ -263,13 +263,13 @@ def _check_equal(model: CausalLM, param: str, tensor: Loaded) -> None:
         )
 
 
-def load_dummy(model: CausalLM, whole: CausalLM, seed: int) -> None:
+def load_dummy(model: Model, whole: Model, seed: int) -> None:
     """Give every matrix of `model` random weights, which do not depend on the number of ranks.
 
     `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
     memory: what this rank holds, plus one whole matrix.
     """
-    device = model.model.embed_tokens.weight.device
+    device = next(model.parameters()).device
     for index, (name, param) in enumerate(whole.named_parameters()):
         parent = name.rpartition(".")[0]
         generator = torch.Generator(device=device).manual_seed(seed + index)

@@ -18,6 +18,7 @@ from conftest import make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from nanovllm.kernels.plain import all_reduce as plain_sums
 from nanovllm.kernels.plain import few_rows as plain_few
@@ -298,6 +299,11 @@ def build(path: Path, ranks: Ranks, whole_experts: bool = False) -> CausalLM:
 
 def logits_of(model: CausalLM, prompts: list[list[int]]) -> torch.Tensor:
     """Logits of every token of a prefill, without a cache."""
+    return model.compute_logits(states_of(model, prompts)[0])
+
+
+def states_of(model: CausalLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The hidden states of every token of a prefill, without a cache, and what is tapped."""
     lens = torch.tensor([0, *(len(p) for p in prompts)], dtype=torch.int32)
     ends = lens.cumsum(0, dtype=torch.int32)
     ids = torch.tensor([t for p in prompts for t in p])
@@ -311,7 +317,8 @@ def logits_of(model: CausalLM, prompts: list[list[int]]) -> torch.Tensor:
     TorchBackend().plan(context)
     set_context(context)
     try:
-        return model.compute_logits(model(ids, positions))
+        states: tuple[torch.Tensor, list[torch.Tensor]] = model(ids, positions)
+        return states
     finally:
         reset_context()
 
@@ -389,6 +396,7 @@ class PlainPeers:
         return plain_sums.add_scaled(self.ranks.exchange(x), *rest)
 
 
+PROMPT = [(7 * i) % 259 for i in range(20)]
 PLAIN_FEW: Any = SimpleNamespace(
     linear=plain_few.scaled_linear, gated=plain_few.scaled_gated, product=F.linear, most_rows=99
 )
@@ -420,6 +428,38 @@ def test_kernels_between_ranks_sum_what_one_rank_computes(
         expected = logits(ALONE)
     for out in on_ranks(2, logits)[:1]:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["grouped", "Llama, biases"])
+def test_taps_are_the_residuals_before_layers(
+    name: str, size: int, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers calls them hidden states. A rank has the sums over all ranks."""
+    path = make_model(tmp_path, **MODELS[name] | {"num_hidden_layers": 4})
+    operands = property(lambda linear: (linear.weight, linear.added_bias))
+    monkeypatch.setattr(LinearBase, "operand_and_bias", operands)
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+
+    def taps(ranks: Ranks) -> list[torch.Tensor]:
+        model = build(path, ranks)
+        decoder: Any = model.model
+        decoder.taps = (3, 0, 2)
+        if size > 1:
+            ranks.peer_kernels = PlainPeers(ranks)
+        if few:
+            kernels = SimpleNamespace(**vars(PLAIN_FEW), add=plain_few.add_linear)
+            decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
+                kernels, decoder.embed_tokens(ids), decoder.rotary_emb(positions)
+            )
+        return states_of(model, [PROMPT])[1]
+
+    for tapped in on_ranks(size, taps):
+        for seen, layer in zip(tapped, (3, 0, 2), strict=True):
+            torch.testing.assert_close(seen, states[layer][0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["grouped", WHOLE_EXPERTS])
