@@ -77,10 +77,10 @@ class ModelConfig:
 
         `quantization` is the option of that name.
         """
-        with _errors_name(path / "config.json") as raw:
-            config = cls._parse(raw, quantization)
+        with fields_of(path / "config.json") as raw:
+            config = cls.parse(raw, quantization)
         if (path / "generation_config.json").exists():
-            with _errors_name(path / "generation_config.json") as raw:
+            with fields_of(path / "generation_config.json") as raw:
                 eos = config.eos_token_ids | _eos_ids(raw, config.vocab_size)
             object.__setattr__(config, "eos_token_ids", eos)
         return config
@@ -140,7 +140,8 @@ class ModelConfig:
         return widths
 
     @classmethod
-    def _parse(cls, file: dict[str, Any], quantization: str | None) -> "ModelConfig":
+    def parse(cls, file: Mapping[str, Any], quantization: str | None = None) -> "ModelConfig":
+        """Read the fields of a `config.json`."""
         name = _architecture_name(file)
         architecture = get_architecture(name)
         _refuse_unsupported(file)
@@ -201,7 +202,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _errors_name(path: Path) -> Iterator[dict[str, Any]]:
+def fields_of(path: Path) -> Iterator[dict[str, Any]]:
     """The fields of a file, for a block whose errors are given the file's name."""
     raw = read_json(path)
     try:

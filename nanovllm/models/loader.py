@@ -117,8 +117,13 @@ class Target:
     parts: tuple[str, ...]  # of a fused tensor, the names of all its parts; else its own name
 
 
-def load_model(model: Model, path: Path, use_tqdm: bool = False) -> None:
-    """Fill `model` from the safetensors files in `path`.
+def load_model(
+    model: Model,
+    path: Path,
+    use_tqdm: bool = False,
+    files: Iterable[dict[str, InFile]] | None = None,
+) -> None:
+    """Fill `model` from the safetensors files in `path`, or from these `files` of it.
 
     Fills every parameter exactly once and uses every tensor of the files, except those that have no
     effect. Otherwise it raises a ValueError that names the tensor. For a fused
@@ -152,7 +157,7 @@ def load_model(model: Model, path: Path, use_tqdm: bool = False) -> None:
     hide = None if use_tqdm else True  # None hides it unless stderr is a terminal
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with errors_name(path), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
-        for tensors in read_weights(path):
+        for tensors in files or read_weights(path):
             tensors = {stored_name(name): tensor for name, tensor in tensors.items()}
             used = {n: t for n, t in tensors.items() if not _is_left_out(n, t, targets)}
             second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
