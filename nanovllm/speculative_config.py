@@ -21,6 +21,7 @@ from nanovllm.utils.rules import PATH, QUANTIZATION, REVISION
 METHODS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "revision", "quantization", "max_model_len"),
+    "eagle3": ("model", "revision"),
 }
 AN_OBJECT = 'a dict such as {"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -34,7 +35,8 @@ class SpeculativeConfig:
     """
 
     method: str = required(
-        "what guesses: `ngram` looks in the sequence's own text, `draft_model` is a smaller model",
+        "what guesses: `ngram` looks in the sequence's own text, `draft_model` is a smaller model,"
+        " `eagle3` is a head that reads the model's hidden states",
         one_of(*METHODS),
     )
     num_speculative_tokens: int = option(4, "most drafts of a sequence and step", int_range(1, 64))
@@ -42,7 +44,9 @@ class SpeculativeConfig:
         4, "tokens at the end of the text that are looked for in it", int_range(1, 32)
     )
     prompt_lookup_min: int = option(1, "fewest tokens that must be found", int_range(1, 32))
-    model: str | None = option(None, "the draft model's directory or hub id", PATH, none="no model")
+    model: str | None = option(
+        None, "the draft model's or the head's directory or hub id", PATH, none="no model"
+    )
     revision: str | None = option(
         None, "which revision of a hub model to use", REVISION, none="the main branch"
     )
@@ -61,20 +65,22 @@ class SpeculativeConfig:
                 f"prompt_lookup_min must be at most prompt_lookup_max, got {low} and {high}"
             )
         self._refuse_others()
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError('method "draft_model" needs "model", a path or a hub id')
+        if "model" in METHODS[self.method] and self.model is None:
+            raise ValueError(f'method "{self.method}" needs "model", a path or a hub id')
 
     def _refuse_others(self) -> None:
-        """Raise for a key of another method; its default may be given, as copies have it."""
+        """Raise for a key of other methods; its default may be given, as copies have it."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for method, names in METHODS.items():
-            for name in names:
-                value = getattr(self, name)
-                if method != self.method and value != defaults[name]:
-                    raise ValueError(
-                        f"{name}={shorten(value)} is a key of method {method!r}, not of"
-                        f" {self.method!r}"
-                    )
+        for name in dict.fromkeys(name for names in METHODS.values() for name in names):
+            value, methods = (
+                getattr(self, name),
+                [m for m, names in METHODS.items() if name in names],
+            )
+            if self.method not in methods and value != defaults[name]:
+                raise ValueError(
+                    f"{name}={shorten(value)} is a key of method"
+                    f" {' or '.join(map(repr, methods))}, not of {self.method!r}"
+                )
 
 
 def check_speculation(name: str, value: Any) -> SpeculativeConfig:

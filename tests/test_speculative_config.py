@@ -12,6 +12,7 @@ from nanovllm.speculative_config import SpeculativeConfig
 
 NGRAM = {"method": "ngram"}
 DRAFT = {"method": "draft_model", "model": "m"}
+EAGLE = {"method": "eagle3", "model": "m"}
 
 
 def config(**keys: Any) -> Any:
@@ -28,7 +29,7 @@ def test_a_model_without_a_method_is_a_draft_model() -> None:
     assert config(**DRAFT, quantization="awq_marlin", revision="main").quantization == "awq"
 
 
-@pytest.mark.parametrize("keys", [NGRAM, DRAFT])
+@pytest.mark.parametrize("keys", [NGRAM, DRAFT, EAGLE])
 def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
     """Workers get it pickled, benchmarks as a dict."""
     made = Config("m", speculative_config=dict(keys, num_speculative_tokens=3))  # type: ignore[arg-type]
@@ -40,10 +41,14 @@ def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
-        (dict(method="eagle3"), ValueError, "one of 'ngram', 'draft_model', got 'eagle3'"),
-        (dict(method=None), ValueError, "method must be one of 'ngram', 'draft_model', got None"),
-        ({}, ValueError, 'must have a "method" of ngram, draft_model, got'),
+        (dict(method="eagle"), ValueError, "'draft_model', 'eagle3', got 'eagle'; did you mean"),
+        (dict(method=None), ValueError, "method must be one of 'ngram', 'draft_model', 'eagle3'"),
+        ({}, ValueError, 'must have a "method" of ngram, draft_model, eagle3, got'),
         (dict(method="draft_model"), ValueError, 'needs "model", a path or a hub id'),
+        (dict(method="eagle3"), ValueError, 'method "eagle3" needs "model", a path or a hub id'),
+        (dict(EAGLE, max_model_len=9), ValueError, "is a key of method 'draft_model', not"),
+        (dict(EAGLE, quantization="fp8"), ValueError, "='fp8' is a key of method 'draft_model'"),
+        (dict(EAGLE, prompt_lookup_min=2), ValueError, "a key of method 'ngram', not of 'eagle3'"),
         (dict(DRAFT, model=5), TypeError, "model must be a path or a hub id, got 5"),
         (
             dict(DRAFT, prompt_lookup_max=3), ValueError,
@@ -51,7 +56,7 @@ def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
         ),
         (
             dict(NGRAM, model="m"), ValueError,
-            "model='m' is a key of method 'draft_model', not of 'ngram'",
+            "model='m' is a key of method 'draft_model' or 'eagle3', not of 'ngram'",
         ),
         (dict(NGRAM, max_model_len=50), ValueError, "is a key of method 'draft_model'"),
         (dict(DRAFT, quantization="int3"), ValueError, "quantization must be one of"),
@@ -83,7 +88,7 @@ def test_bad_keys_are_refused_by_name(
         ("{", "cannot read '{' as JSON"),
         ("{'method': 'ngram'}", "as JSON, whose texts are in double quotes"),
         ('"ngram"', "speculative_config must be a dict such as"),
-        ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', got 'mtp'"),
+        ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', 'eagle3', got 'mtp'"),
     ],
 )
 def test_the_command_line_takes_json(
