@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_model
+from heads import make_head
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -39,6 +40,8 @@ from nanovllm.layers.weights.choice import format_of
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.eagle3 import load_head
+from nanovllm.models.eagle3_config import HeadConfig
 from nanovllm.models.loader import InFile, load_dummy, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -304,6 +307,11 @@ def logits_of(model: CausalLM, prompts: list[list[int]]) -> torch.Tensor:
 
 def states_of(model: CausalLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The hidden states of every token of a prefill, without a cache, and what is tapped."""
+    return in_prefill(prompts, model)
+
+
+def in_prefill(prompts: list[list[int]], run: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
+    """What `run` makes of the prompts' tokens and positions in a prefill without a cache."""
     lens = torch.tensor([0, *(len(p) for p in prompts)], dtype=torch.int32)
     ends = lens.cumsum(0, dtype=torch.int32)
     ids = torch.tensor([t for p in prompts for t in p])
@@ -317,8 +325,7 @@ def states_of(model: CausalLM, prompts: list[list[int]]) -> tuple[torch.Tensor, 
     TorchBackend().plan(context)
     set_context(context)
     try:
-        states: tuple[torch.Tensor, list[torch.Tensor]] = model(ids, positions)
-        return states
+        return run(ids, positions)
     finally:
         reset_context()
 
@@ -460,6 +467,32 @@ def test_taps_are_the_residuals_before_layers(
     for tapped in on_ranks(size, taps):
         for seen, layer in zip(tapped, (3, 0, 2), strict=True):
             torch.testing.assert_close(seen, states[layer][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_eagle3_head_on_ranks_equals_that_of_one(size: int, tmp_path: Path) -> None:
+    """All ranks have the states, rank 0 the logits. No size divides the 43 tokens it knows."""
+    model_dir = make_model(tmp_path / "model", **MODELS["grouped"])
+    path = make_head(tmp_path / "head", model_dir, draft_vocab_size=43, own=True)
+    torch.manual_seed(0)
+    residuals = list(torch.randn(3, 20, 64))
+
+    def guess(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        head = load_head(HeadConfig.from_dir(path), path, 64, ranks)
+        head.bind(Backend(TorchBackend(), PLAIN))
+        assert head.embed_tokens is not None
+        embedded = head.embed_tokens(torch.tensor(PROMPT))
+        normed, states = in_prefill(
+            [PROMPT], lambda _, positions: head(embedded, positions, head.fuse(residuals))
+        )
+        return normed, states, head.compute_logits(normed)
+
+    (expected,) = on_ranks(1, guess)
+    outs = on_ranks(size, guess)
+    for out in outs:
+        for own, one in zip(out[:2], expected, strict=False):
+            torch.testing.assert_close(own, one, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outs[0][2], expected[2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["grouped", WHOLE_EXPERTS])
