@@ -82,10 +82,11 @@ def _two_layers_of_each_kind(shard: Shard) -> Iterator[None]:
     for layer, *kind in zip(layers, config.sliding_windows, config.rotated_layers, strict=True):
         kinds.setdefault((*kind, type(layer.mlp)), []).append(layer)
     decoder.layers = nn.ModuleList(layer for alike in kinds.values() for layer in alike[:2])
+    taps, decoder.taps = decoder.taps, tuple(0 for _ in decoder.taps)
     try:
         yield
     finally:
-        decoder.layers = layers
+        decoder.layers, decoder.taps = layers, taps
 
 
 def _run_prefills(shard: Shard, num_tokens: int) -> None:

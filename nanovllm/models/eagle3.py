@@ -24,7 +24,7 @@ from nanovllm.models.decoder import MLP, Model, SelfAttention
 from nanovllm.models.eagle3_config import NUM_TAPS, HeadConfig
 from nanovllm.models.formats import PLAIN_FORMATS
 from nanovllm.models.hub import MODEL_PATTERNS
-from nanovllm.models.loader import InFile, load_model, read_weights
+from nanovllm.models.loader import InFile, load_dummy, load_model, read_weights
 
 PICKLED = "pytorch_model.bin"
 HEAD_PATTERNS = (*MODEL_PATTERNS, PICKLED)
@@ -181,7 +181,7 @@ def _unpickled(file: Path) -> Iterator[dict[str, InFile]]:
 
 
 def load_head(
-    config: HeadConfig, path: Path, max_positions: int, ranks: Ranks = ALONE
+    path: Path, config: HeadConfig, max_positions: int, ranks: Ranks = ALONE
 ) -> Eagle3Head:
     """The head with its weights, in PyTorch's default type, on its default device."""
     names = {name for tensors in read_head(path) for name in tensors}
@@ -189,6 +189,18 @@ def load_head(
     head = Eagle3Head(config, max_positions, ranks, EMBEDDING in names, not knows_all)
     with torch.no_grad():
         load_model(head, path, files=read_head(path))
-    if EMBEDDING not in names and config.layer.hidden_size != config.target_hidden_size:
+    if EMBEDDING not in names and config.needs_embedding:
         raise ValueError(f"{path}: the files lack {EMBEDDING}, and the model's has another size")
+    return head.eval()
+
+
+def random_head(
+    config: HeadConfig, max_positions: int, ranks: Ranks = ALONE, seed: int = 0
+) -> Eagle3Head:
+    """The head with random weights, in PyTorch's default type, on its default device."""
+    head = Eagle3Head(config, max_positions, ranks, config.needs_embedding)
+    with torch.device("meta"):
+        whole = Eagle3Head(config, max_positions, own_embedding=config.needs_embedding)
+    with torch.no_grad():
+        load_dummy(head, whole, seed)
     return head.eval()

@@ -75,6 +75,11 @@ class HeadConfig:
         layer_ids = _layer_ids(raw.get(LAYER_IDS) or extra.get(LAYER_IDS))
         return cls(layer, draft_vocab_size, target_hidden_size, before, layer_ids)
 
+    @property
+    def needs_embedding(self) -> bool:
+        """Whether the model's embedding does not fit."""
+        return self.layer.hidden_size != self.target_hidden_size
+
     def taps(self, model: ModelConfig) -> tuple[int, ...]:
         """The layers of the model before which its residual is read.
 

@@ -2,9 +2,10 @@
 
 from nanovllm.layers.layer import Layer
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.eagle3 import Eagle3Head
 
 
-def held_bytes(model: CausalLM) -> int:
+def held_bytes(model: CausalLM | Eagle3Head) -> int:
     """The memory of the layers' tensors, before their layouts are changed.
 
     It includes the quantized copy that a head makes of the embedding's table.

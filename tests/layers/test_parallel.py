@@ -478,7 +478,7 @@ def test_an_eagle3_head_on_ranks_equals_that_of_one(size: int, tmp_path: Path) -
     residuals = list(torch.randn(3, 20, 64))
 
     def guess(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        head = load_head(HeadConfig.from_dir(path), path, 64, ranks)
+        head = load_head(path, HeadConfig.from_dir(path), 64, ranks)
         head.bind(Backend(TorchBackend(), PLAIN))
         assert head.embed_tokens is not None
         embedded = head.embed_tokens(torch.tensor(PROMPT))

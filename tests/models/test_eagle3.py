@@ -55,7 +55,7 @@ def copy_of_head(head_dir: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def load(path: Path) -> Eagle3Head:
-    head = load_head(HeadConfig.from_dir(path), path, max_positions=128)
+    head = load_head(path, HeadConfig.from_dir(path), max_positions=128)
     head.bind(Backend(TorchBackend(), PLAIN))
     return head
 

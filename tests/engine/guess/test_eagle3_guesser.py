@@ -55,7 +55,7 @@ class Engine:
         model = ModelConfig.from_dir(target)
         embedding = VocabParallelEmbedding(model.vocab_size, model.hidden_size)
         embedding.weight.data.copy_(self.definition.weights["embed_tokens.weight"])
-        head = load_head(config, head_dir, 128)
+        head = load_head(head_dir, config, 128)
         head.bind(placement.backend)
         self.guesser = Eagle3Guesser(head, embedding, placement)
         self.table = DeviceTable(TableLayout(6, WIDTH, MOST), torch.device("cpu"))
