@@ -25,7 +25,9 @@ def time_graphs(shard: Shard, most_seqs: int) -> dict[Size, float]:
     some = torch.arange(layout.num_rows * (1 + layout.most_drafts), device=shard.device)
     tokens = (some * 7919 % shard.vocab_size).view(layout.num_rows, -1)
     state.tokens.copy_(tokens[:, 0])
-    state.drafts.copy_(tokens[:, 1:])
+    state.drafts.tokens.copy_(tokens[:, 1:])
+    state.drafts.are_given.fill_(1)
+    state.drafts.limits.fill_(layout.max_blocks * shard.block_size)
     state.batch.copy_(some[: layout.num_rows])
     start = time.perf_counter()
     seconds = {

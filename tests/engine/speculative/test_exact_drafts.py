@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from drafts import Adversary, speculate
+from drafts import Adversary, speculate, speculate_in_table
 from reference import (
     HARD,
     SMALL_POOL,
@@ -158,6 +158,77 @@ def test_greedy_drafts_keep_what_transformers_generates(name: str, standard: Cas
         assert 30 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
         assert_same(generate(llm, standard), standard.expected)  # from the cache
         assert llm.stats()["prefix_cache_hits"] > 0 or not llm.config.enable_prefix_caching
+
+
+# Where the device guesses and accepts, a step is launched before it is known how far the last came.
+TABLE_REGIMES: dict[str, dict[str, Any]] = {
+    "all at once": ROWS,
+    "overlap": dict(ROWS, overlap=True),
+    "overlap, blocks of 4": dict(ROWS, overlap=True, kvcache_block_size=4),
+    "overlap, three at a time": dict(ROWS, overlap=True, max_num_seqs=3),
+    "overlap, small pool, budget 16": dict(HARD, **ROWS, overlap=True),
+    "overlap, small pool": dict(SMALL_POOL, **ROWS, overlap=True),
+    "overlap, no prefix cache": dict(ROWS, overlap=True, enable_prefix_caching=False),
+    "mixed, overlap, small pool": dict(HARD, **ROWS, scheduling="mixed", overlap=True),
+}
+
+
+def known_texts(prompts: list[list[int]], outputs: list[list[list[int]]]) -> list[list[int]]:
+    """Each prompt with each of its outputs."""
+    return [
+        prompt + token_ids
+        for prompt, samples in zip(prompts, outputs, strict=True)
+        for token_ids in samples
+    ]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", TABLE_REGIMES)
+def test_guesses_of_the_device_keep_what_transformers_generates(
+    name: str, graphs: bool, standard: Case
+) -> None:
+    with make_llm(standard.path, **TABLE_REGIMES[name]) as llm:
+        texts = known_texts(standard.prompts, [[tokens] for tokens in standard.tokens])
+        speculator, guesser = speculate_in_table(llm, texts, len(name), VOCAB_SIZE)
+        if graphs:
+            shard = llm.model_runner.shard
+            shard.graphs = shard.decode_graphs(llm.config.max_num_running)
+        assert_same(generate(llm, standard), standard.expected)
+        audit_at_rest(llm)
+        assert guesser.num_guesses > 100
+        assert 30 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert_same(generate(llm, standard), standard.expected)  # from the cache
+
+
+@pytest.mark.parametrize("name", TABLE_REGIMES)
+def test_guesses_of_the_device_keep_every_output(name: str, model_dir: Path) -> None:
+    """Beside sequences whose tokens the host must know, and all that narrows a draw."""
+    params = sampled_params([*PARAMS, *PARAMS[:4], *READERS])
+    with make_llm(model_dir, **TABLE_REGIMES[name]) as llm:
+        llm.scheduler.speculator = None
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        speculator, guesser = speculate_in_table(llm, known_texts(PROMPTS, ids), 3, VOCAB_SIZE)
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(got) == all_samples(expected)
+        assert guesser.num_guesses > 50
+        assert 50 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        audit_at_rest(llm)
+
+
+def test_steps_with_guesses_overlap(model_dir: Path) -> None:
+    """The next one is launched before the tokens of the last are known."""
+    with make_llm(model_dir, **ROWS, overlap=True) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+        expected = [output.token_ids for output in outputs]
+        texts = known_texts(PROMPTS[:3], [[token_ids] for token_ids in expected])
+        speculate_in_table(llm, texts, 1, VOCAB_SIZE)
+        scheduler = llm.scheduler
+        must_wait, waits = scheduler.must_wait, []
+        scheduler.must_wait = lambda batch: waits.append(must_wait(batch)) or waits[-1]  # type: ignore
+        assert_same(llm.generate(PROMPTS[:3], params, use_tqdm=False), expected)
+        assert len(waits) > 5 and not any(waits)
 
 
 @pytest.mark.slow
