@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.guess.head_source import HeadSource, find_head
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.layers.rotary_embedding import max_rope_positions
@@ -48,11 +49,19 @@ class DraftSource:
         return _errors_name(self.config.model)
 
 
-def find_draft(config: Config, model_config: ModelConfig, tokenizer: Any) -> DraftSource | None:
-    """The draft model that the options name, if they do; one that does not fit is an error."""
+Source = DraftSource | HeadSource
+
+
+def find_draft(config: Config, model_config: ModelConfig, tokenizer: Any) -> Source | None:
+    """The draft model or head that the options name, if they do.
+
+    One that does not fit is an error.
+    """
     asked = config.speculative_config
     if asked is None or asked.model is None:
         return None
+    if asked.method == "eagle3":
+        return find_head(config, model_config)
     with _errors_name(asked.model):
         path = resolve_model(asked.model, revision=asked.revision, download_dir=config.download_dir)
         draft = ModelConfig.from_dir(path, asked.quantization)

@@ -37,7 +37,8 @@ def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
     if not drafts:
         seconds = model.graph_seconds
         waits = model.guesser is None
-        return GraphCosts(seconds, waits=waits) if seconds else TokenCosts(), None
+        share = model.head.num_bytes * model.ranks.size / _step_bytes(model) if model.head else 0.0
+        return GraphCosts(seconds, waits=waits) if seconds else TokenCosts(share), None
     (draft,) = drafts
     proposer = DraftModelProposer(
         DraftRunner(runner),

@@ -38,13 +38,15 @@ class KVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
+        self.beside: list[KVPool] = []  # pools that have the same blocks
         self.release()
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block, all layers together."""
+        """The size of one block, all layers together, and those of the pools beside it."""
         num_heads = 2 * len(self.layers) * self.block_size * self.layers[0].num_kv_heads
-        return num_heads * head_bytes(self.head_dim, self.dtype)
+        others = sum(other.block_bytes for other in self.beside)
+        return num_heads * head_bytes(self.head_dim, self.dtype) + others
 
     def allocate(self, num_blocks: int) -> None:
         """Make the tensors, zeroed (masked keys are multiplied by 0), and hand out their slices."""
@@ -63,11 +65,15 @@ class KVPool:
             ) from error
         for index, layer in enumerate(self.layers):
             layer.set_cache(*(part[index] for both in self.tensors for part in both))
+        for other in self.beside:
+            other.allocate(num_blocks)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one block to another, in all layers: `block_bytes` read and written."""
         for tensor in self.tensors:
             tensor[:, :, target] = tensor[:, :, source]
+        for other in self.beside:
+            other.copy(source, target)
 
     def release(self) -> None:
         """Free the memory: the layers have no blocks until the next `allocate`."""

@@ -73,7 +73,7 @@ class ModelRunner:
     @property
     def longest_window(self) -> int | None:
         """How far back the shards' models attend; None if a layer attends to all tokens."""
-        return longest(shard.model_config.longest_window for shard in self.shards)
+        return longest(shard.longest_window for shard in self.shards)
 
     @property
     def failure(self) -> str | None:

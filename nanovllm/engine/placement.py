@@ -69,5 +69,7 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
         backend = choose_backend(config.attention_backend, spec)
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
-    drafting = None if backend.attention.packs_few_queries else config.speculative_config
+    drafting = config.speculative_config
+    if drafting and drafting.method != "eagle3" and backend.attention.packs_few_queries:
+        drafting = None
     return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting)

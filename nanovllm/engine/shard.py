@@ -11,7 +11,8 @@ import torch
 
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
-from nanovllm.engine.guesser import guesser_of
+from nanovllm.engine.guess.eagle3 import Eagle3Guesser, PrefillTokens
+from nanovllm.engine.guesser import Guesser, guesser_of
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.step.computed import Computed
@@ -56,7 +57,8 @@ class Shard:
             self.device,
         )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
-        self.guesser = guesser_of(placement.drafting, self.backend.kernels)
+        self.guesser: Guesser | None = guesser_of(placement.drafting, self.backend.kernels)
+        self.head: Eagle3Guesser | None = None  # the guesser, if it reads the model's residuals
         self.graphs: DecodeGraphs | None = None
         self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
@@ -66,6 +68,16 @@ class Shard:
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return self.model_config.vocab_size
+
+    @property
+    def longest_window(self) -> int | None:
+        """How far back its models attend; None if a layer attends to all tokens."""
+        return None if self.head else self.model_config.longest_window
+
+    def guess_with(self, head: Eagle3Guesser) -> None:
+        """Let this head guess tokens. Its KV pool has the blocks of the model's."""
+        self.guesser = self.head = head
+        self.pool.beside.append(head.pool)
 
     def computing(self) -> AbstractContextManager[None]:
         """What holds while this rank computes."""
@@ -81,6 +93,8 @@ class Shard:
         )
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
+        if self.head is not None:
+            self.head.make_rows(layout.num_rows)
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
@@ -223,11 +237,30 @@ class Shard:
             max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
             block_tables=tables,
         )
-        return self._forward(input_ids, positions, context, rows)
+        hidden, residuals = self._forward(input_ids, positions, context, rows)
+        if self.head is not None:
+            if tables is not None:
+                self.share_tokens()
+            tokens = self._prefill_tokens(prefill, input_ids, positions)
+            self.head.prefill(self.table.state, tokens, context, residuals)
+        return hidden
+
+    def _prefill_tokens(
+        self, prefill: PrefillInputs, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> PrefillTokens:
+        """What a head must know of a prefill."""
+        sampled = prefill.sampled_tokens
+        assert sampled is not None and prefill.next_tokens is not None
+        if prefill.shared_samples is not None:
+            sampled = sampled[prefill.shared_samples]
+        uploaded = upload_ahead(
+            self.device, prefill.table_rows, prefill.next_tokens, sampled, prefill.sample_table_rows
+        )
+        return PrefillTokens(input_ids, positions, *uploaded)
 
     def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding]:
         """The hidden states of the table's batch, and what was read from the table."""
-        if size.num_queries > 1 and self.guesser is not None:
+        if self.guesser is not None and (size.num_queries > 1 or self.head is not None):
             self.guesser.guess(self.table.state, size)
         decoding = self.backend.kernels.read_table(
             self.table.state, size.num_seqs, width, self.block_size, size.num_queries
@@ -239,7 +272,10 @@ class Shard:
             block_tables=decoding.block_tables,
             num_queries=size.num_queries,
         )
-        return self._forward(decoding.input_ids, decoding.positions, context), decoding
+        hidden, residuals = self._forward(decoding.input_ids, decoding.positions, context)
+        if self.head is not None:
+            self.head.keep(self.table.state, size, decoding.positions, residuals)
+        return hidden, decoding
 
     def _decode_and_draw(self, size: Size, out: torch.Tensor) -> Computed:
         """A decode graph's step: logits go to `out`, and the tokens are drawn and kept.
@@ -267,13 +303,13 @@ class Shard:
         positions: torch.Tensor,
         context: Context,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The hidden states of these tokens, or only of those at `rows`."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The hidden states of these tokens, or only of those at `rows`; the tapped residuals."""
         self.backend.attention.plan(context)
         set_context(context)
         try:
-            hidden: torch.Tensor = self.model(input_ids, positions, rows)[0]
-            return hidden
+            states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
+            return states
         finally:
             reset_context()
 
@@ -311,6 +347,7 @@ class Shard:
                 torch.cuda.synchronize(self.device)  # a step may be in flight
         self.drop_graphs()
         del self.model, self.pool
+        self.guesser = self.head = None
         self._drop_table()
 
     def return_memory(self) -> None:

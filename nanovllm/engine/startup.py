@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.draft import DraftSource
+from nanovllm.engine.draft import Source
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.guess.head_source import HeadSource
 from nanovllm.engine.kv_pool import settle_length
 from nanovllm.engine.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.placement import Placement, resolve_placement
@@ -34,7 +35,7 @@ logger = logging.getLogger("nanovllm")
 
 
 def start_runner(
-    config: Config, model_config: ModelConfig, path: Path, draft: DraftSource | None = None
+    config: Config, model_config: ModelConfig, path: Path, draft: Source | None = None
 ) -> ModelRunner:
     """Rank 0's runner, ready to run, and the workers that it drives."""
     if config.tensor_parallel_size == 1:
@@ -63,11 +64,13 @@ def load_shards(
     path: Path,
     placement: Placement,
     num_threads: int | None = None,
-    draft: DraftSource | None = None,
+    draft: Source | None = None,
 ) -> list[Shard]:
-    """Load this rank's part of the model, and of the draft model if there is one."""
+    """Load this rank's part of the model, and of the draft model or the head if there is one."""
     shards = [load_shard(config, model_config, path, placement, num_threads)]
-    if draft is not None:
+    if isinstance(draft, HeadSource):
+        shards[0].guess_with(draft.load(config, shards[0].model, placement))
+    elif draft is not None:
         with draft.errors_name_it():
             shards.append(load_shard(*draft.placed(config, placement), num_threads))
     return shards
@@ -152,7 +155,7 @@ def start_shards(shards: list[Shard], config: Config) -> EngineConfig:
         num_blocks = config.num_kvcache_blocks or fit_kv_blocks(shards, config)
         max_model_len = settle_length(
             config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions,
-            longest(one.model_config.longest_window for one in shards),
+            longest(one.longest_window for one in shards),
         )  # fmt: skip
         settled = EngineConfig.settle(config, num_blocks, max_model_len)
         prepare(shards, settled, config)

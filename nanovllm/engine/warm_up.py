@@ -159,4 +159,6 @@ def warmup_inputs(num_tokens: int, longest: int, cached: int = 0) -> PrefillInpu
         cu_seqlens_k=starts + cached * np.arange(len(starts), dtype=np.int32),
         table_rows=np.zeros((len(starts) - 1) * cached, np.int64),
         sample_table_rows=no_rows,
+        sampled_tokens=no_rows,
+        next_tokens=np.zeros(len(starts) - 1, np.int64),
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.draft import DraftSource
+from nanovllm.engine.draft import Source
 from nanovllm.engine.ranks.channel import Writer
 from nanovllm.engine.ranks.codec import encode
 from nanovllm.engine.ranks.errors import ExchangeError, RankError
@@ -143,9 +143,9 @@ class Workers:
             self._resources = stack.pop_all()  # from here on close() closes them
 
     def start(
-        self, config: Config, model_config: ModelConfig, path: Path, draft: DraftSource | None
+        self, config: Config, model_config: ModelConfig, path: Path, draft: Source | None
     ) -> None:
-        """Make every rank load its part of the model, and of the draft model if there is one."""
+        """Make every rank load its part of the model, and of what guesses its tokens."""
         self._writer.send(pickle.dumps((config, model_config, path, self.num_threads, draft)))
 
     def connect(self) -> None:

@@ -6,7 +6,7 @@ runs in CUDA graphs.
 The head's layer has keys and values of its own, in a pool with the block numbers of the model's.
 Those of position j depend on the token at j + 1. So those of a sequence's last computed positions
 are stored when the next step begins, which knows that token. Until then `fused` has what the model
-had computed there. Keys and values of the drafts' own positions are overwritten in the next step.
+has computed there. Keys and values of the drafts' own positions are overwritten in the next step.
 
 B sequences, R positions of each that may be new, Q queries of the model for each.
 """
@@ -15,13 +15,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.noise import noise_keys
-from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
+from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.sampler import Sampler
@@ -42,18 +41,24 @@ class PrefillTokens(NamedTuple):
 class Eagle3Guesser:
     """A head, its KV pool, and what it must know of each table row.
 
-    The last `num_new[row]` positions before `ends[row]` have no keys yet. `fused[row]` has what the
-    head reads there, of the first one first. It counts only while `ends` is the row's length.
+    The model's last step has computed `num_kept[row]` positions from `first[row]` on, or fewer, as
+    wrong drafts do not count. `fused[row]` has what the head reads there.
     """
 
+    reads_history = False
     fused: torch.Tensor  # [rows, R, hidden]
-    num_new: torch.Tensor  # [rows] in int64
-    ends: torch.Tensor  # [rows] in int64
+    first: torch.Tensor  # [rows] in int64
+    num_kept: torch.Tensor  # [rows] in int64
 
     def __init__(
-        self, head: Eagle3Head, embedding: VocabParallelEmbedding, placement: Placement
+        self,
+        head: Eagle3Head,
+        embedding: VocabParallelEmbedding,
+        placement: Placement,
+        num_bytes: int = 0,
     ) -> None:
         self.head, self.embedding = head, head.embed_tokens or embedding
+        self.num_bytes = num_bytes  # of the weights, which each draft reads
         self.backend, self.ranks = placement.backend, placement.ranks
         self.pool = KVPool(
             head.attentions, placement.block_size, head.midlayer.self_attn.head_dim,
@@ -66,38 +71,43 @@ class Eagle3Guesser:
         """Make room for what must be known of so many table rows."""
         device, size = self.pool.device, self.head.fc.held.num_rows
         self.fused = torch.zeros(num_rows, self.num_places, size, dtype=self.dtype, device=device)
-        self.num_new, self.ends = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+        self.first, self.num_kept = torch.zeros(2, num_rows, dtype=torch.long, device=device)
 
-    def guess(self, table: TableState, size: Size, width: int) -> None:
-        """Write the drafts of the batch into the table, and store the keys of its new positions.
+    def guess(self, table: TableState, size: Size) -> None:
+        """Write drafts for the batch's rows, except those whose drafts are given.
 
-        Block tables are the first `width` columns. Each draft has the temperature of its sequence,
+        And store the keys of all its new positions. Each draft has the temperature of its sequence,
         and the key with which the model will draw there.
         """
         rows = table.batch[: size.num_seqs].long()
-        lengths, tables = table.lengths[rows].long(), table.block_tables[:, :width][rows]
-        token_ids = table.tokens[rows]
+        lengths, token_ids = table.lengths[rows].long(), table.tokens[rows]
+        temperatures, seeds = table.temperatures[rows], table.seeds[rows]
+        tables = table.block_tables[rows]
         normed, states = self._store_new(table, rows, lengths, token_ids, tables)
-        self.ends[rows] = lengths
+        limits, given = table.drafts.limits[rows], table.drafts.are_given[rows] > 0
         for index in range(size.num_queries - 1):
             if index:
-                here = (lengths + index - 1).where(lengths >= 0, -1)
+                here = lengths + index - 1
+                here = here.where((lengths >= 0) & (here < limits), -1)
                 normed, states = self._decode(token_ids, here, states, tables)
-            keys = noise_keys(table.seeds[rows], lengths + index + 1)
-            token_ids = self._draw(normed, table.temperatures[rows], keys)
-            table.drafts[rows, index] = token_ids.where(lengths >= 0, NO_DRAFT).int()
+            keys = noise_keys(seeds, lengths + index + 1)
+            token_ids = self._draw(normed, temperatures, keys)
+            column = table.drafts.tokens[:, index]
+            column[rows] = column[rows].where(given, token_ids.int())
 
-    def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
-        """Keep what the model has computed of its queries [B * Q], once the table has advanced.
-
-        Those that the table has advanced by count.
-        """
+    def keep(
+        self,
+        table: TableState,
+        size: Size,
+        positions: torch.Tensor,
+        residuals: list[torch.Tensor],
+    ) -> None:
+        """Keep what the model has computed of its queries [B * Q], at these positions."""
         rows = table.batch[: size.num_seqs].long()
         fused = self.head.fuse(residuals).view(size.num_seqs, size.num_queries, -1)
         self.fused[rows, : size.num_queries] = fused
-        ends = table.lengths[rows].long()
-        self.num_new[rows] = ends - self.ends[rows]
-        self.ends[rows] = ends
+        self.first[rows] = positions.view(size.num_seqs, -1)[:, 0]
+        self.num_kept[rows] = size.num_queries
 
     def prefill(
         self,
@@ -112,16 +122,17 @@ class Eagle3Guesser:
         """
         assert context.cu_seqlens_q is not None
         first, last = context.cu_seqlens_q[:-1].long(), context.cu_seqlens_q[1:].long() - 1
-        input_ids, rows = tokens.input_ids, tokens.rows
-        if context.block_tables is not None:
-            begins = tokens.positions[first]
-            self._store_new(table, rows, begins, input_ids[first], context.block_tables)
+        input_ids, positions, rows = tokens.input_ids, tokens.positions, tokens.rows
+        if context.block_tables is not None:  # some may have been decoded before
+            begins, token_ids = positions[first], input_ids[first]
+            self._store_new(table, rows, begins, token_ids, context.block_tables)
         next_ids = input_ids.roll(-1).index_copy(0, last, tokens.next_ids)
         fused = self.head.fuse(residuals)
-        self._forward(next_ids, tokens.positions, fused, replace(context, plan=None))
+        self._forward(next_ids, positions, fused, replace(context, plan=None))
+        self.num_kept[rows] = 0
         samples = tokens.sample_rows
         self.fused[samples, 0] = fused[tokens.sampled]
-        self.num_new[samples], self.ends[samples] = 1, tokens.positions[tokens.sampled] + 1
+        self.first[samples], self.num_kept[samples] = positions[tokens.sampled], 1
 
     def _store_new(
         self,
@@ -137,12 +148,13 @@ class Eagle3Guesser:
         drafts that were accepted, and then the row's last token.
         """
         places = torch.arange(self.num_places, device=rows.device)
-        num_new = self.num_new[rows].where(self.ends[rows] == lengths, 0)[:, None]
-        accepted = F.pad(table.drafts[rows, : self.num_places - 1].long(), (0, 1))
-        next_ids = accepted.where(places < num_new - 1, token_ids[:, None])
-        here = (lengths[:, None] - num_new + places).where(places < num_new, -1)
-        fused = self.fused[rows].flatten(0, 1)
-        normed, states = self._decode(next_ids.flatten(), here.flatten(), fused, tables)
+        first = self.first[rows, None]
+        num_new = lengths[:, None] - first
+        num_new = num_new.where(num_new <= self.num_kept[rows, None], 0)
+        recent = table.drafts.recent[rows].long()
+        next_ids = recent.where(places < num_new - 1, token_ids[:, None]).flatten()
+        here = (first + places).where(places < num_new, -1).flatten()
+        normed, states = self._decode(next_ids, here, self.fused[rows].flatten(0, 1), tables)
         each = torch.arange(len(rows), device=rows.device) * self.num_places
         last = each + (num_new.flatten() - 1).clamp(min=0)
         return normed[last], states[last]
@@ -155,18 +167,14 @@ class Eagle3Guesser:
         tables: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one or some positions of each sequence, `here`: -1 for none."""
-        size, num_queries = self.pool.block_size, len(here) // len(tables)
-        here = here.where(here < tables.shape[1] * size, -1)
-        positions = here.clamp(min=0)
+        size, positions = self.pool.block_size, here.clamp(min=0)
         blocks = tables.long().gather(1, (positions // size).view(len(tables), -1)).flatten()
-        if self.backend.attention.packs_few_queries:  # its decode has one query for each table
-            tables, num_queries = tables.repeat_interleave(num_queries, dim=0), 1
         context = Context(
             is_prefill=False,
             slot_mapping=(blocks * size + positions % size).where(here >= 0, -1),
             context_lens=(here + 1).int(),
             block_tables=tables,
-            num_queries=num_queries,
+            num_queries=len(here) // len(tables),
         )
         return self._forward(next_ids.where(here >= 0, 0), positions, fused, context)
 

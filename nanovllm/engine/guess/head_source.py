@@ -45,21 +45,21 @@ class HeadSource:
             own = self._placed(config, placement)
             head = self._load(config, own)
             _share_embedding(head, model)
+            num_bytes = held_bytes(head)
             head.bind(own.backend)
         model.model.taps = self.taps
         logger.info(
             "EAGLE-3 head, %s loaded in %.1f s; it reads the residuals before layers %s",
-            memory_text(held_bytes(head)), time.perf_counter() - start,
+            memory_text(num_bytes), time.perf_counter() - start,
             ", ".join(map(str, self.taps)),
         )  # fmt: skip
-        return Eagle3Guesser(head, model.model.embed_tokens, own)
+        return Eagle3Guesser(head, model.model.embed_tokens, own, num_bytes)
 
     def _placed(self, config: Config, placement: Placement) -> Placement:
         length = placement.max_positions
         layer = replace(self.config.layer, max_position_embeddings=length)
         options = replace(config, kvcache_block_size=placement.block_size, max_model_len=length)
-        own = resolve_placement(options, layer, placement.ranks)
-        return replace(own, most_drafts=placement.most_drafts)
+        return resolve_placement(options, layer, placement.ranks)
 
     def _load(self, config: Config, placement: Placement) -> Eagle3Head:
         previous = torch.get_default_dtype()
@@ -81,12 +81,10 @@ def _share_embedding(head: Eagle3Head, model: CausalLM) -> None:
         head.embed_tokens = None
 
 
-def find_head(config: Config, model_config: ModelConfig) -> HeadSource | None:
-    """The head that the options name, if they do; one that does not fit is an error."""
+def find_head(config: Config, model_config: ModelConfig) -> HeadSource:
+    """The head that the options name; one that does not fit is an error."""
     asked = config.speculative_config
-    if asked is None or asked.method != "eagle3":
-        return None
-    assert asked.model is not None
+    assert asked is not None and asked.model is not None
     with _errors_name(asked.model):
         path = resolve_model(
             asked.model, HEAD_PATTERNS, revision=asked.revision, download_dir=config.download_dir

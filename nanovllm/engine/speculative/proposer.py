@@ -19,3 +19,16 @@ class Proposer(Protocol):
 
     def reset(self) -> None:
         """Drop what an interrupt may have left half done."""
+
+
+class SilentProposer:
+    """Guesses nothing, where only the device can guess."""
+
+    longest = 0
+
+    def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:  # noqa: ARG002
+        """No drafts for any sequence."""
+        return [[] for _ in seqs]
+
+    def reset(self) -> None:
+        """There is nothing to drop."""

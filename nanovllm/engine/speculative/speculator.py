@@ -8,7 +8,7 @@ from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Outlook, Pace
-from nanovllm.engine.speculative.proposer import Proposer
+from nanovllm.engine.speculative.proposer import Proposer, SilentProposer
 from nanovllm.engine.step_size import MOST_DRAFTS, most_within, room_for
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
@@ -205,8 +205,9 @@ class Speculator:
 
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
         """What decides about its drafts; one more token always comes after them."""
-        num_tokens = len(seq.token_ids)
-        end = min(seq.max_num_tokens - 1, self.proposer.longest)
+        num_tokens, end = len(seq.token_ids), seq.max_num_tokens - 1
+        if not (self.guesses and seq.is_guessable):
+            end = min(end, self.proposer.longest)
         limit = min(self.most_drafts, end - num_tokens)
         if limit < 0 or not may_draft:
             limit = 0
@@ -227,9 +228,10 @@ def speculator_of(
     in_table: bool = False,
     guesses: bool = False,
 ) -> Speculator | None:
-    """The speculator that the option asks for, if it does. `draft_model` is None for n-grams."""
+    """The speculator that the option asks for, if it does, with the proposer of a draft model."""
     if config is None:
         return None
-    proposer = draft_model or NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    ngrams = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    proposer = draft_model or (ngrams if config.method == "ngram" else SilentProposer())
     most = config.num_speculative_tokens
     return Speculator(proposer, most, costs=costs, in_table=in_table, guesses=guesses)

@@ -20,7 +20,8 @@ class PrefillInputs:
     samples go to. `sampled_tokens` are the tokens to sample from, None for all; where forks share
     them, `shared_samples` says which of them each sample takes. `reported_tokens` are the tokens
     whose logits are reported. `copied_blocks` are pairs (from, to), copied after the T tokens are
-    computed.
+    computed. `next_tokens` are those after the sequences' last ones, 0 where they are not known;
+    None if nothing reads them.
     """
 
     input_ids: Array
@@ -34,6 +35,7 @@ class PrefillInputs:
     shared_samples: Array | None = None
     reported_tokens: Array | None = None
     copied_blocks: Array | None = None
+    next_tokens: Array | None = None
 
     @property
     def num_reported(self) -> int:
@@ -101,6 +103,7 @@ def step_inputs(
         shared_samples=shared,
         reported_tokens=_reported_tokens(seqs, q_ends=tokens[3]),
         copied_blocks=_copied_blocks(batch, block_size),
+        next_tokens=_next_tokens(seqs) if ledger.layout.most_drafts else None,
     )
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0
@@ -157,6 +160,16 @@ def _reported_tokens(seqs: list[Sequence], q_ends: Array) -> Array | None:
         for index in seq.unreported_indices
     ]
     return np.array(reported, np.int64) if reported else None
+
+
+def _next_tokens(seqs: list[Sequence]) -> Array:
+    """The token after each sequence's scheduled ones; 0 where a prompt ends."""
+    ends = (seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs)
+    known = (
+        seq.token_ids[end] if end < len(seq.token_ids) else 0
+        for seq, end in zip(seqs, ends, strict=True)
+    )  # fmt: skip
+    return np.fromiter(known, np.int64, len(seqs))
 
 
 def _copied_blocks(batch: Batch, block_size: int) -> Array | None:

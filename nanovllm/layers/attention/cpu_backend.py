@@ -34,6 +34,7 @@ class CpuBackend(PlannedBackend):
     def plan_decode(
         self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
     ) -> AttentionPlan:
-        """Divide a layer's work into tasks for the threads."""
-        assert num_queries == 1, "drafts are in prefills"
+        """Divide a layer's work into tasks for the threads. Each query reads the keys anew."""
+        if num_queries > 1:
+            block_tables = block_tables.repeat_interleave(num_queries, dim=0)
         return decode_attention.plan_decode(context_lens, block_tables, *self.heads)

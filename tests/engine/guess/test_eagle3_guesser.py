@@ -15,7 +15,6 @@ from nanovllm.engine.placement import resolve_placement
 from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.noise import noise_keys
-from nanovllm.kernels.plain.read_table import NO_DRAFT
 from nanovllm.kernels.plain.sample import sample
 from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import VocabParallelEmbedding
@@ -51,14 +50,13 @@ class Engine:
             speculative_config=dict(method="eagle3", model="m", num_speculative_tokens=MOST),
         )  # fmt: skip
         placement = resolve_placement(Config("m", **options), config.layer, ALONE)
-        object.__setattr__(placement, "most_drafts", MOST)
         model = ModelConfig.from_dir(target)
         embedding = VocabParallelEmbedding(model.vocab_size, model.hidden_size)
         embedding.weight.data.copy_(self.definition.weights["embed_tokens.weight"])
         head = load_head(head_dir, config, 128)
         head.bind(placement.backend)
         self.guesser = Eagle3Guesser(head, embedding, placement)
-        self.table = DeviceTable(TableLayout(6, WIDTH, MOST), torch.device("cpu"))
+        self.table = DeviceTable(TableLayout(6, WIDTH, BLOCK, MOST), torch.device("cpu"))
         self.state = self.table.state
         self.guesser.make_rows(self.table.layout.num_rows)
         self.guesser.pool.allocate(40)
@@ -81,6 +79,7 @@ class Engine:
         self.state.tokens[row] = self.tokens[row][-1]
         self.state.lengths[row] = len(self.tokens[row]) - 1
         self.state.seeds[row], self.state.temperatures[row] = row, 0.0
+        self.state.drafts.limits[row] = WIDTH * BLOCK
 
     def prefill(self, parts: list[tuple[int, int, int]]) -> None:
         """Compute tokens [start, end) of each row's sequence; the token after those may follow."""
@@ -117,22 +116,29 @@ class Engine:
         tapped = residuals(self.target, tokens[:-1], TAPS)
         return self.definition.drafts(tokens, tapped, number)
 
+    def batch(self, rows: list[int], queries: int, pad: int = 0) -> Size:
+        unused = self.table.layout.unused_row
+        self.state.batch[: len(rows) + pad] = torch.tensor(rows + [unused] * pad).int()
+        return Size(len(rows) + pad, queries)
+
     def step(self, rows: list[int], queries: int, accepted: list[int], pad: int = 0) -> list[Any]:
         """A step in which so many drafts are right. Returns the drafts."""
-        state, unused = self.state, self.table.layout.unused_row
-        state.batch[: len(rows) + pad] = torch.tensor(rows + [unused] * pad, dtype=torch.int32)
-        size = Size(len(rows) + pad, queries)
-        self.guesser.guess(state, size, WIDTH)
-        drafts = [state.drafts[row, : queries - 1].tolist() for row in rows]
-        taps = []
+        state, size = self.state, self.batch(rows, queries, pad)
+        self.guesser.guess(state, size)
+        drafts = [state.drafts.tokens[row, : queries - 1].tolist() for row in rows]
+        taps, positions = [], []
         for row, own, right in zip(rows, drafts, accepted, strict=True):
             known = len(self.tokens[row]) - 1
             both = self.tokens[row] + own
             taps.append([x[known:] for x in residuals(self.target, both, TAPS)])
-            self.tokens[row] += [*own[:right], 7 * len(both) % 251]
+            positions.append(torch.arange(known, known + queries))
+            drawn = [*own[:right], 7 * len(both) % 251]
+            self.tokens[row] += drawn
+            state.drafts.recent[row, : len(drawn)] = torch.tensor(drawn, dtype=torch.int32)
             self.tell(row)
         tapped = [torch.cat([*x, torch.zeros(pad * queries, 64)]) for x in zip(*taps, strict=True)]
-        self.guesser.keep(state, size, tapped)
+        where = torch.cat([*positions, torch.zeros(pad * queries, dtype=torch.long)])
+        self.guesser.keep(state, size, where, tapped)
         return drafts
 
 
@@ -164,7 +170,6 @@ def test_drafts_are_those_of_the_definition(engine: Engine) -> None:
         assert engine.step(rows, queries, accepted, pad=number % 2) == expected
         seen |= {token for drafts in expected for token in drafts}
     assert len(seen) > 8
-    assert (engine.state.drafts[engine.table.layout.unused_row] == NO_DRAFT).all()
 
 
 @torch.inference_mode()
@@ -199,11 +204,25 @@ def test_a_draft_is_drawn_with_the_key_of_its_position(engine: Engine) -> None:
 
 
 @torch.inference_mode()
+def test_given_drafts_are_kept(engine: Engine) -> None:
+    """The host makes those of sequences whose tokens it must know."""
+    engine.add(0, ids(0, 20), chunks=[])
+    engine.add(1, ids(1, 20), chunks=[])
+    state = engine.state.drafts
+    state.are_given[1], state.tokens[1] = 1, torch.tensor([5, 6, -1, -1], dtype=torch.int32)
+    expected = engine.expected(0, 4)
+    size = engine.batch([0, 1], 5)
+    engine.guesser.guess(engine.state, size)
+    assert state.tokens[:2].tolist() == [expected, [5, 6, -1, -1]]
+
+
+@torch.inference_mode()
 def test_no_keys_are_stored_behind_the_table(engine: Engine) -> None:
     """The last drafts of the longest sequence have no block."""
     engine.add(0, ids(0, WIDTH * BLOCK - 1), chunks=[])
     before = engine.guesser.pool.cache.clone()
     own = engine.blocks[:WIDTH]
+    engine.state.drafts.limits[0] = WIDTH * BLOCK
     engine.step([0], 5, [0])
     changed = (engine.guesser.pool.cache != before).flatten(3).any(-1).any(0).any(0)
     assert set(changed.any(-1).nonzero().flatten().tolist()) <= set(own)
