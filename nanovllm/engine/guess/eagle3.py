@@ -107,7 +107,7 @@ class Eagle3Guesser:
         fused = self.head.fuse(residuals).view(size.num_seqs, size.num_queries, -1)
         self.fused[rows, : size.num_queries] = fused
         self.first[rows] = positions.view(size.num_seqs, -1)[:, 0]
-        self.num_kept[rows] = size.num_queries
+        self.num_kept.index_fill_(0, rows, size.num_queries)
 
     def prefill(
         self,
@@ -129,10 +129,11 @@ class Eagle3Guesser:
         next_ids = input_ids.roll(-1).index_copy(0, last, tokens.next_ids)
         fused = self.head.fuse(residuals)
         self._forward(next_ids, positions, fused, replace(context, plan=None))
-        self.num_kept[rows] = 0
+        self.num_kept.index_fill_(0, rows, 0)
         samples = tokens.sample_rows
         self.fused[samples, 0] = fused[tokens.sampled]
-        self.first[samples], self.num_kept[samples] = positions[tokens.sampled], 1
+        self.first[samples] = positions[tokens.sampled]
+        self.num_kept.index_fill_(0, samples, 1)
 
     def _store_new(
         self,

@@ -1,9 +1,12 @@
 """An EAGLE-3 head in the engine: output stays the same, and most guesses of a trained one count."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from conftest import edit_config, make_model
 from drafts import Eager
 from heads import make_head
 from reference import (
@@ -17,12 +20,15 @@ from reference import (
     make_llm,
     make_prompts,
 )
-from test_exact_drafts import all_samples
+from safetensors.torch import load_file, save_file
+from test_exact_drafts import MODELS, PARAMS, PROMPTS, READERS, all_samples, sampled_params
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
+from nanovllm.engine.speculative.costs import TokenCosts
 from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.models.eagle3_config import LAYER_IDS
+from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -132,3 +138,164 @@ def test_a_trained_head_keeps_every_output_and_is_mostly_right(
             audit_at_rest(llm)
         tokens_a_step = 1 + sum(speculator.accepted_at) / speculator.num_drafts
         assert speculator.num_drafts > 100 and tokens_a_step > 2.2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(overlap=True), dict(HARD, overlap=True), dict(tensor_parallel_size=2)],
+    ids=str,
+)
+def test_every_parameter_keeps_every_output(
+    options: dict[str, Any], model_dir: Path, head_dir: Path
+) -> None:
+    """Sequences whose tokens the host must know get no drafts, and leave the others theirs."""
+    params = sampled_params([*PARAMS, *READERS])
+    with make_llm(model_dir, **options) as plain:
+        expected = all_samples(plain.generate(PROMPTS, params, use_tqdm=False))
+    with make(model_dir, head_dir, **options) as llm:
+        assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+        assert speculator_of(llm).num_drafted > 50
+        audit_at_rest(llm)
+
+
+def test_only_sequences_that_need_the_host_do_not_wait(model_dir: Path, head_dir: Path) -> None:
+    """They would wait for drafts that do not come."""
+    with make(model_dir, head_dir, overlap=True) as llm:
+        llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8, logprobs=1), use_tqdm=False)
+        assert speculator_of(llm).num_drafted == 0
+        must_wait, waits = llm.scheduler.must_wait, []
+        llm.scheduler.must_wait = lambda batch: waits.append(must_wait(batch)) or waits[-1]  # type: ignore
+        llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8, logprobs=1), use_tqdm=False)
+        assert len(waits) > 5 and not any(waits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, HARD])
+def test_other_models_keep_their_output(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A head attends to all tokens: blocks behind a model's window are kept for it."""
+    path = make_model(tmp_path / "model", **MODELS[name])
+    case = make_case(path, make_prompts())
+    with make(path, head_of(path, tmp_path / "head"), **options) as llm:
+        assert llm.scheduler.window is None
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
+def test_a_quantized_cache_is_the_heads_too(sums: dict[str, list[Any]]) -> None:
+    with make(
+        EMBEDDED_MODEL, EMBEDDED_HEAD, kv_cache_dtype="fp8", attention_backend="torch"
+    ) as llm:
+        (attention,) = llm.model_runner.shard.head.head.attentions
+        assert attention.kv.k_scales is not None
+        outputs = all_samples(solve(llm, "greedy"))
+        same = sum(a == b for a, b in zip(outputs, sums["greedy"], strict=True))
+        assert same > 0.9 * len(outputs)
+        speculator = speculator_of(llm)
+        assert sum(speculator.accepted_at) > speculator.num_drafts
+
+
+def test_a_head_has_the_types_and_blocks_of_its_model(head_dir: Path, model_dir: Path) -> None:
+    with make(model_dir, head_dir, dtype="bfloat16", num_kvcache_blocks=20) as llm:
+        shard = llm.model_runner.shard
+        assert shard.head is not None
+        assert shard.head.pool.cache.shape[2] == shard.pool.cache.shape[2] == 20
+        assert shard.head.pool.cache.dtype == shard.head.fused.dtype == torch.bfloat16
+        own = [pool.cache.nbytes for pool in (shard.pool, shard.head.pool)]
+        assert shard.pool.block_bytes == sum(own) / 20 and own[0] == 2 * own[1]
+        assert shard.head.head.embed_tokens is None
+        llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8), use_tqdm=False)
+
+
+def test_an_equal_embedding_is_shared(model_dir: Path, tmp_path: Path) -> None:
+    path = head_of(model_dir, tmp_path, own=True)
+    with make(model_dir, path) as llm:
+        head = llm.model_runner.shard.head
+        assert head is not None and head.embedding is head.head.embed_tokens
+    weights = load_file(path / "model.safetensors")
+    model = load_file(model_dir / "model.safetensors")
+    weights["embed_tokens.weight"] = model["model.embed_tokens.weight"]
+    save_file(weights, path / "model.safetensors")
+    with make(model_dir, path) as llm:
+        head, decoder = llm.model_runner.shard.head, llm.model_runner.shard.model.model
+        assert head is not None and head.embedding is decoder.embed_tokens
+
+
+def test_random_weights_make_a_head_too(model_dir: Path, head_dir: Path) -> None:
+    with make(model_dir, head_dir, load_format="dummy") as llm:
+        llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        assert speculator_of(llm).num_drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        (dict(vocab_size=260), {}, "its vocab_size is 260, the model's is 259"),
+        (dict(num_hidden_layers=2), {}, r"config\.json: num_hidden_layers=2 is not supported"),
+        (
+            dict(num_attention_heads=1, num_key_value_heads=1), dict(tensor_parallel_size=2),
+            "tensor_parallel_size=2 cannot split num_attention_heads=1",
+        ),
+        (dict(draft_vocab_size=41), {}, r"'lm_head\.weight' has shape \(40,\)"),
+    ],
+)  # fmt: skip
+def test_a_head_that_does_not_fit_is_an_error_that_names_it(
+    fields: dict[str, Any], options: dict[str, Any], message: str, model_dir: Path, head_dir: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    path = Path(shutil.copytree(head_dir, tmp_path / "head"))
+    edit_config(path, **fields)
+    with pytest.raises(ValueError, match=message) as raised:
+        make(model_dir, path, **options)
+    assert str(raised.value).startswith(f"speculative_config, head {str(path)!r}: ")
+
+
+def test_guesses_add_to_what_drafts_cost(sums: dict[str, list[Any]]) -> None:
+    """On a CPU by the bytes of their weights. A trained head is asked, and its drafts count."""
+    config = {"method": "eagle3", "model": EMBEDDED_HEAD}
+    with make_llm(Path(EMBEDDED_MODEL), speculative_config=config, max_num_seqs=2) as llm:
+        costs = speculator_of(llm).costs
+        assert isinstance(costs, TokenCosts) and 0.2 < costs._guess < 0.4
+        assert all_samples(solve(llm, "greedy")) == sums["greedy"]
+        stats = llm.stats()
+        assert stats["accepted_tokens"] > 0.5 * stats["drafted_tokens"] > 50
+        found = {metric.name: metric for metric in llm.get_metrics()}
+        accepted = found["vllm:spec_decode_num_accepted_tokens"]
+        assert accepted.value == stats["accepted_tokens"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(enforce_eager=True), HARD, dict(HARD, scheduling="mixed"), dict(max_num_seqs=3),
+     dict(tensor_parallel_size=2)],
+    ids=str,
+)  # fmt: skip
+def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, head_dir: Path) -> None:
+    """Guesses are part of decode graphs."""
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    gpu: dict[str, Any] = options | dict(
+        device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16
+    )
+    params = sampled_params()
+    for path, head in ((model_dir, head_dir), (Path(EMBEDDED_MODEL), Path(EMBEDDED_HEAD))):
+        with make_llm(path, **gpu) as plain:
+            expected = plain.generate(PROMPTS, params, use_tqdm=False)
+            answers = all_samples(solve(plain, "drawn"))
+        with make(path, head, **gpu) as llm:
+            speculator = speculator_of(llm)
+            speculator.costs = TokenCosts()  # what is measured would not pay
+            got = llm.generate(PROMPTS, params, use_tqdm=False)
+            assert ends_of(got) == ends_of(expected)
+            speculator.num_drafts, speculator.accepted_at = 0, [0] * NUM_DRAFTS
+            assert all_samples(solve(llm, "drawn")) == answers
+            assert speculator.num_drafts > 50
+            if head == Path(EMBEDDED_HEAD):
+                assert sum(speculator.accepted_at) > 1.2 * speculator.num_drafts
+            audit_at_rest(llm)
+
+
+def ends_of(outputs: list[RequestOutput]) -> list[Any]:
+    """Of each sample, what rounding does not change."""
+    return [[(one.token_ids, one.finish_reason) for one in o.outputs] for o in outputs]
