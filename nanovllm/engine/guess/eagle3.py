@@ -38,6 +38,14 @@ class PrefillTokens(NamedTuple):
     sample_rows: torch.Tensor  # [samples]: the rows that the samples go to
 
 
+class Places(NamedTuple):
+    """Positions, where their keys are stored, -1 for none, and how many tokens they attend to."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    context_lens: torch.Tensor
+
+
 class Eagle3Guesser:
     """A head, its KV pool, and what it must know of each table row.
 
@@ -81,19 +89,23 @@ class Eagle3Guesser:
         """
         rows = table.batch[: size.num_seqs].long()
         lengths, token_ids = table.lengths[rows].long(), table.tokens[rows]
-        temperatures, seeds = table.temperatures[rows], table.seeds[rows]
-        tables = table.block_tables[rows]
+        seeds, temperatures = table.seeds[rows], table.temperatures[rows]
+        state, tables = table.drafts, table.block_tables[rows]
         normed, states = self._store_new(table, rows, lengths, token_ids, tables)
-        limits, given = table.drafts.limits[rows], table.drafts.are_given[rows] > 0
-        for index in range(size.num_queries - 1):
-            if index:
-                here = lengths + index - 1
-                here = here.where((lengths >= 0) & (here < limits), -1)
-                normed, states = self._decode(token_ids, here, states, tables)
-            keys = noise_keys(seeds, lengths + index + 1)
-            token_ids = self._draw(normed, temperatures, keys)
-            column = table.drafts.tokens[:, index]
-            column[rows] = column[rows].where(given, token_ids.int())
+        if size.num_queries == 1:
+            return
+        here = lengths[:, None] + torch.arange(size.num_queries - 1, device=rows.device)
+        keys = noise_keys(seeds[:, None], here + 1).t().contiguous()
+        is_used = (lengths >= 0)[:, None] & (here < state.limits[rows, None])
+        places = self._places(here.where(is_used, -1), tables)
+        columns = zip(*(x.t().contiguous() for x in places), strict=True)
+        drafts = [self._draw(normed, temperatures, keys[0])]
+        for key, place in zip(keys[1:], columns, strict=False):
+            normed, states = self._decode(drafts[-1], Places(*place), states, tables)
+            drafts.append(self._draw(normed, temperatures, key))
+        given = state.are_given[rows, None] > 0
+        own = state.tokens[rows, : size.num_queries - 1]
+        state.tokens[rows, : size.num_queries - 1] = own.where(given, torch.stack(drafts, 1).int())
 
     def keep(
         self,
@@ -148,36 +160,38 @@ class Eagle3Guesser:
         Returns what the head makes of the last ones. The tokens after the new positions are the
         drafts that were accepted, and then the row's last token.
         """
-        places = torch.arange(self.num_places, device=rows.device)
+        index = torch.arange(self.num_places, device=rows.device)
         first = self.first[rows, None]
         num_new = lengths[:, None] - first
         num_new = num_new.where(num_new <= self.num_kept[rows, None], 0)
         recent = table.drafts.recent[rows].long()
-        next_ids = recent.where(places < num_new - 1, token_ids[:, None]).flatten()
-        here = (first + places).where(places < num_new, -1).flatten()
-        normed, states = self._decode(next_ids, here, self.fused[rows].flatten(0, 1), tables)
+        next_ids = recent.where(index < num_new - 1, token_ids[:, None]).flatten()
+        places = self._places((first + index).where(index < num_new, -1), tables)
+        places = Places(*(x.flatten() for x in places))
+        fused = self.fused[rows].flatten(0, 1)
+        normed, states = self._decode(next_ids, places, fused, tables)
         each = torch.arange(len(rows), device=rows.device) * self.num_places
         last = each + (num_new.flatten() - 1).clamp(min=0)
         return normed[last], states[last]
 
-    def _decode(
-        self,
-        next_ids: torch.Tensor,
-        here: torch.Tensor,
-        fused: torch.Tensor,
-        tables: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute one or some positions of each sequence, `here`: -1 for none."""
+    def _places(self, here: torch.Tensor, tables: torch.Tensor) -> Places:
+        """Where the positions `here` [B, any] are in the cache; -1 for none."""
         size, positions = self.pool.block_size, here.clamp(min=0)
-        blocks = tables.long().gather(1, (positions // size).view(len(tables), -1)).flatten()
+        slots = tables.gather(1, positions // size).long() * size + positions % size
+        return Places(positions, slots.where(here >= 0, -1), (here + 1).int())
+
+    def _decode(
+        self, next_ids: torch.Tensor, places: Places, fused: torch.Tensor, tables: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute one or some positions of each sequence."""
         context = Context(
             is_prefill=False,
-            slot_mapping=(blocks * size + positions % size).where(here >= 0, -1),
-            context_lens=(here + 1).int(),
+            slot_mapping=places.slots,
+            context_lens=places.context_lens,
             block_tables=tables,
-            num_queries=len(here) // len(tables),
+            num_queries=len(next_ids) // len(tables),
         )
-        return self._forward(next_ids.where(here >= 0, 0), positions, fused, context)
+        return self._forward(next_ids, places.positions, fused, context)
 
     def _forward(
         self, next_ids: torch.Tensor, positions: torch.Tensor, fused: torch.Tensor, context: Context
