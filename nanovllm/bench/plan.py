@@ -36,7 +36,7 @@ def make_plan(
 
     `options` are the engine's. A shape replaces their model, and its files are in `scratch`. The
     default of `max_model_len` is 4096, or the model's if that is less. With a shape, the draft
-    model may be the name of one, too.
+    model or the head may be the name of one, too.
     """
     if shape is not None:
         options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}
@@ -60,4 +60,5 @@ def _draft_shape(options: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(asked, Mapping) or asked.get("model") not in SHAPES:
         return {}
     path.mkdir()
-    return {"speculative_config": {**asked, "model": write_shape(asked["model"], path)}}
+    model = write_shape(asked["model"], path, is_head=asked.get("method") == "eagle3")
+    return {"speculative_config": {**asked, "model": model}}

@@ -34,8 +34,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_shape(name: str, path: Path) -> str:
-    """Write a shape's `config.json` into the directory `path`, and return the path."""
+HEAD_TOKENS = 32_000  # most that a head knows
+
+
+def write_shape(name: str, path: Path, is_head: bool = False) -> str:
+    """Write a shape's `config.json` into the directory `path`, and return the path.
+
+    Or that of an EAGLE-3 head for a model of this shape.
+    """
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab_size, tied = SHAPES[name]
     config = dict(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu",
@@ -44,5 +50,10 @@ def write_shape(name: str, path: Path) -> str:
         vocab_size=vocab_size, tie_word_embeddings=tied, max_position_embeddings=40_960,
         rms_norm_eps=1e-6, rope_theta=1_000_000, attention_bias=False, torch_dtype="bfloat16",
     ) | OTHERS.get(name, {})  # fmt: skip
+    if is_head:
+        config |= dict(
+            architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1,
+            draft_vocab_size=min(HEAD_TOKENS, vocab_size),
+        )  # fmt: skip
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return str(path)

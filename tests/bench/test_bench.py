@@ -385,21 +385,26 @@ class TestCommandLine:
         assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]) == 3
         assert cached == [0] * 7  # the warm-up's, and two in each of three runs
 
-    def test_a_shape_may_be_the_draft_model(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize(
+        ("method", "draft"), [("draft_model", "qwen3-42m"), ("eagle3", "qwen3-0.6b")]
+    )
+    def test_a_shape_may_be_the_draft_model_or_a_head(
+        self, method: str, draft: str, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
         """Random weights are never right, but they are asked."""
-        monkeypatch.setitem(SHAPES, "qwen3-0.6b", (64, 960, 4, 4, 2, 16, 259, True))
+        monkeypatch.setitem(SHAPES, "qwen3-0.6b", (64, 960, 6, 4, 2, 16, 259, True))
         monkeypatch.setitem(SHAPES, "qwen3-42m", (64, 96, 1, 4, 2, 16, 259, True))
         monkeypatch.setattr(measure, "measure_machine", lambda *_: H200)
         bench.main(
             ["--shape=qwen3-0.6b", "--num-seqs=2", "--min-input-len=4", "--max-input-len=5",
              "--min-output-len=40", "--max-output-len=40", "--num-kvcache-blocks=300",
-             "--repeats=1", "--device=cpu", '--speculative-config={"model": "qwen3-42m"}']
+             "--repeats=1", "--device=cpu",
+             f'--speculative-config={{"method": "{method}", "model": "{draft}"}}']
         )  # fmt: skip
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert result["drafted_tokens"] > 0
-        assert result["options"]["speculative_config"]["method"] == "draft_model"
+        assert result["options"]["speculative_config"]["method"] == method
 
     def test_a_shape_needs_no_files(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
