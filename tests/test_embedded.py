@@ -3,13 +3,16 @@
 A wrong key, a lost block or a stale row causes a wrong sum. With a random model it would not show.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.eagle3_config import HeadConfig
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -44,6 +47,13 @@ def test_sample_problems_are_distinct_and_correct() -> None:
     for prompt, answer in PROBLEMS:
         first, second = prompt.removesuffix("=").split("+")
         assert int(first) + int(second) == int(answer)
+
+
+def test_the_head_is_small_and_for_this_model() -> None:
+    path = Path(EMBEDDED_HEAD)
+    assert sum(file.stat().st_size for file in path.iterdir()) < 500_000
+    head, model = HeadConfig.from_dir(path), ModelConfig.from_dir(Path(EMBEDDED_MODEL))
+    assert sorted(head.taps(model)) == [1, 2, 3]
 
 
 def test_the_model_adds() -> None:

@@ -241,22 +241,9 @@ class Shard:
         if self.head is not None:
             if tables is not None:
                 self.share_tokens()
-            tokens = self._prefill_tokens(prefill, input_ids, positions)
+            tokens = PrefillTokens.upload(prefill, input_ids, positions)
             self.head.prefill(self.table.state, tokens, context, residuals)
         return hidden
-
-    def _prefill_tokens(
-        self, prefill: PrefillInputs, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> PrefillTokens:
-        """What a head must know of a prefill."""
-        sampled = prefill.sampled_tokens
-        assert sampled is not None and prefill.next_tokens is not None
-        if prefill.shared_samples is not None:
-            sampled = sampled[prefill.shared_samples]
-        uploaded = upload_ahead(
-            self.device, prefill.table_rows, prefill.next_tokens, sampled, prefill.sample_table_rows
-        )
-        return PrefillTokens(input_ids, positions, *uploaded)
 
     def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding]:
         """The hidden states of the table's batch, and what was read from the table."""

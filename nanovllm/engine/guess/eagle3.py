@@ -18,6 +18,8 @@ import torch
 
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
+from nanovllm.engine.step.inputs import PrefillInputs
+from nanovllm.engine.step.transfer import upload_ahead
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.noise import noise_keys
 from nanovllm.kernels.plain.read_table import TableState
@@ -36,6 +38,18 @@ class PrefillTokens(NamedTuple):
     next_ids: torch.Tensor  # [B]: the token after a sequence's last one; any, if it is not known
     sampled: torch.Tensor  # [samples]: which of the T tokens
     sample_rows: torch.Tensor  # [samples]: the rows that the samples go to
+
+    @classmethod
+    def upload(
+        cls, prefill: PrefillInputs, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> "PrefillTokens":
+        """What a head must know of a prefill, on the device of its tokens."""
+        sampled = prefill.sampled_tokens
+        assert sampled is not None and prefill.next_tokens is not None
+        if prefill.shared_samples is not None:
+            sampled = sampled[prefill.shared_samples]
+        arrays = prefill.table_rows, prefill.next_tokens, sampled, prefill.sample_table_rows
+        return cls(input_ids, positions, *upload_ahead(positions.device, *arrays))
 
 
 class Places(NamedTuple):
