@@ -13,7 +13,8 @@ from nanovllm.engine.step_size import MOST_DRAFTS, most_within, room_for
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
-# After `wants` returned False it returns False for so many steps: to look costs 1 us a sequence.
+# Where no sequence should have drafts, none has some for so many steps: to look costs 1 to 3 us a
+# sequence.
 QUIET_STEPS = 3
 
 
@@ -84,6 +85,9 @@ class Speculator:
         Sequences take blocks for the most tokens that they may have then, as far as there are free
         ones; the device uses no more.
         """
+        if self._quiet:
+            self._quiet -= 1
+            return 0, {}
         asked = [seq for seq in seqs if not (self.guesses and seq.is_guessable)]
         unknown = [seq for seq in asked if seq.num_pending_tokens]
         candidates = [self._candidate(seq, seq not in unknown) for seq in seqs]
@@ -91,6 +95,7 @@ class Speculator:
         number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
         number = most_within(number, self.most_drafts)
         if number == 0:
+            self._quiet = QUIET_STEPS
             return 0, {}
         limits = {seq: candidate.limit for seq, candidate in zip(seqs, candidates, strict=True)}
         most = {seq: self._room(seq, min(number, limits[seq]), blocks) for seq in seqs}

@@ -335,7 +335,11 @@ def test_drafts_with_an_fp8_cache(options: dict[str, Any], standard: Case) -> No
         assert same >= 0.9 * len(expected) and sum(speculator.accepted_at) > 100
 
 
-@pytest.mark.parametrize("options", [{}, dict(SMALL_POOL, overlap=True)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(SMALL_POOL, overlap=True), dict(attention_backend="torch", overlap=True),
+     dict(attention_backend="torch", overlap=True, tensor_parallel_size=2)],
+)  # fmt: skip
 def test_ngrams_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     """The option, from end to end: some texts repeat themselves, others do not."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -503,22 +507,41 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> N
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("max_num_seqs", [1, 8])
-def test_ngrams_on_a_gpu(max_num_seqs: int, model_dir: Path) -> None:
-    """A step of so small a model is too short to wait for its tokens: costs are replaced."""
-    gpu: dict[str, Any] = dict(
-        device="cuda", gpu_memory_utilization=0.05, max_num_seqs=max_num_seqs
-    )
+@pytest.mark.parametrize(
+    "options",
+    [dict(max_num_seqs=1), dict(max_num_seqs=8), dict(enforce_eager=True, overlap=True),
+     dict(SMALL_POOL), dict(tensor_parallel_size=2)],
+)  # fmt: skip
+def test_ngrams_on_a_gpu(options: dict[str, Any], model_dir: Path) -> None:
+    """A step of so small a model is too short for wrong drafts: costs are replaced.
+
+    Few tokens are allowed, or one is very likely, so that many drafts are right.
+    """
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    gpu: dict[str, Any] = dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
+    gpu |= options
+    choices: list[dict[str, Any]] = [
+        dict(temperature=0, allowed_token_ids=[5, 6, 9]), dict(temperature=0),
+        dict(temperature=0.3), dict(temperature=1.0, allowed_token_ids=[7, 8]),
+        dict(temperature=0.5, top_k=2), dict(temperature=0, logit_bias={44: 9.0}, logprobs=1),
+        dict(temperature=0, allowed_token_ids=[5, 6], presence_penalty=0.5),
+        dict(temperature=0, allowed_token_ids=[5, 6], min_tokens=30),
+    ]  # fmt: skip
     params = [
-        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[5, 6, i])
-        for i in range(8, 16)
+        SamplingParams(max_tokens=60, ignore_eos=i % 2 == 0, seed=i, **choices[i % len(choices)])
+        for i in range(16)
     ]
     with make_llm(model_dir, **gpu) as plain:
-        expected = plain.generate(PROMPTS[:8], params, use_tqdm=False)
+        expected = plain.generate(PROMPTS[:16], params, use_tqdm=False)
     with make_llm(model_dir, **gpu, speculative_config={"method": "ngram"}) as llm:
-        assert llm.scheduler.speculator is not None
+        assert llm.scheduler.speculator is not None and llm.scheduler.speculator.guesses
         llm.scheduler.speculator.costs = TokenCosts()
-        got = llm.generate(PROMPTS[:8], params, use_tqdm=False)
-        assert [one.token_ids for one in got] == [one.token_ids for one in expected]
-        assert llm.stats().accepted_tokens > 50
+        for _ in range(2):
+            got = llm.generate(PROMPTS[:16], params, use_tqdm=False)
+            assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+        pairs = zip(PROMPTS[:16], params, strict=True)
+        alone = [llm.generate(*pair, use_tqdm=False)[0] for pair in pairs]
+        assert [one.token_ids for one in alone] == [one.token_ids for one in expected]
+        assert llm.stats().accepted_tokens > 100
         audit_at_rest(llm)
