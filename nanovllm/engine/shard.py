@@ -239,8 +239,6 @@ class Shard:
         )
         hidden, residuals = self._forward(input_ids, positions, context, rows)
         if self.head is not None:
-            if tables is not None:
-                self.share_tokens()
             tokens = PrefillTokens.upload(prefill, input_ids, positions)
             self.head.prefill(self.table.state, tokens, context, residuals)
         return hidden
@@ -261,7 +259,7 @@ class Shard:
         )
         hidden, residuals = self._forward(decoding.input_ids, decoding.positions, context)
         if self.head is not None:
-            self.head.keep(self.table.state, size, decoding.positions, residuals)
+            self.head.keep(self.table.state, size, residuals)
         return hidden, decoding
 
     def _decode_and_draw(self, size: Size, out: torch.Tensor) -> Computed:

@@ -11,6 +11,7 @@ from nanovllm.kernels.plain import (
     accept,
     draw,
     experts,
+    guess_inputs,
     guess_ngrams,
     norm_rope_store,
     quantized_linear,
@@ -21,6 +22,7 @@ from nanovllm.kernels.plain import (
     store_kvcache,
 )
 from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.quantized import QuantizedMatrix, Rounding
@@ -60,6 +62,7 @@ class Kernels:
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int, int], Decoding]
     guess_ngrams: Callable[[TableState, int, int, int, int], None]
+    guess_inputs: Callable[[TableState, Kept, int, int, int], GuessInputs]
     accept: Callable[[TableState, Decoding, Tensor, int], Tensor]
     arrange: Callable[[QuantizedMatrix], Any]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
@@ -84,6 +87,7 @@ PLAIN = Kernels(
     experts=experts.experts,
     read_table=read_table.read_table,
     guess_ngrams=guess_ngrams.guess_ngrams,
+    guess_inputs=guess_inputs.guess_inputs,
     accept=accept.accept,
     arrange=lambda weight: weight,
     arranged_linear=quantized_linear.quantized_linear,
@@ -98,6 +102,7 @@ def triton_kernels() -> Kernels:
         draw,
         experts,
         few_rows,
+        guess_inputs,
         guess_ngrams,
         norm_rope_store,
         quantized_linear,
@@ -123,6 +128,7 @@ def triton_kernels() -> Kernels:
         experts=experts.experts,
         read_table=read_table.read_table,
         guess_ngrams=guess_ngrams.guess_ngrams,
+        guess_inputs=guess_inputs.guess_inputs,
         accept=accept.accept,
         arrange=quantized_linear.arrange,
         arranged_linear=quantized_linear.quantized_linear,

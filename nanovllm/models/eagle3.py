@@ -80,16 +80,37 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps, ranks)
         self.norm_before_residual = config.norm_before_residual
 
+    def project(self, embedded: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [T, (H + 2 * KVH) * D] of embeddings and fused residuals."""
+        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(fused)], dim=-1)
+        projected: torch.Tensor = self.self_attn.qkv_proj(both)
+        return projected
+
     def forward(
-        self, embedded: torch.Tensor, fused: torch.Tensor, rope: Rope
+        self,
+        embedded: torch.Tensor,
+        fused: torch.Tensor,
+        rope: Rope,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and fused residuals [T, hidden] -> what to add to the residual, and that."""
-        attention, normed = self.self_attn, self.hidden_norm(fused)
-        both = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        x = attention.o_proj(attention.attend(attention.qkv_proj(both), rope))
-        residual = normed if self.norm_before_residual else fused
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        """Embeddings and fused residuals [T, hidden] -> what to add to the residual, and that.
+
+        With `rows`, only of those.
+        """
+        x = self.self_attn.attend(self.project(embedded, fused), rope)
+        if rows is not None:
+            x, fused = x[rows], fused[rows]
+        residual = self.hidden_norm(fused) if self.norm_before_residual else fused
+        x, residual = self.post_attention_layernorm.add(self.self_attn.o_proj(x), residual)
         return self.mlp(x), residual
+
+    def store(
+        self, embedded: torch.Tensor, fused: torch.Tensor, rope: Rope, slots: torch.Tensor
+    ) -> None:
+        """Store keys and values, of which attention is not needed."""
+        attention, attn = self.self_attn, self.self_attn.attn
+        heads = self.project(embedded, fused).unflatten(-1, (-1, attention.head_dim))  # type: ignore[no-untyped-call]
+        attn.kernels.norm_rope_store(heads, attn.num_kv_heads, rope, None, 0.0, attn.kv, slots)
 
 
 class Eagle3Head(Model):
@@ -127,13 +148,28 @@ class Eagle3Head(Model):
         return fused
 
     def forward(
-        self, embedded: torch.Tensor, positions: torch.Tensor, fused: torch.Tensor
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        fused: torch.Tensor,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """For fused residuals at positions [T], and the next tokens embedded: what gives logits.
 
-        The second result stands for the fused residuals at the next positions.
+        The second result stands for the fused residuals at the next positions. With `rows`, both
+        are only of those.
         """
-        return self.norm.add(*self.midlayer(embedded, fused, self.rotary_emb(positions)))
+        return self.norm.add(*self.midlayer(embedded, fused, self.rotary_emb(positions), rows))
+
+    def store(
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        fused: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Store the keys and values of positions that nothing is guessed after."""
+        self.midlayer.store(embedded, fused, self.rotary_emb(positions), slots)
 
     def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [T, vocab] over the model's vocabulary. On rank 0; a part of them on others."""

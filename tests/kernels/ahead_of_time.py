@@ -103,10 +103,15 @@ def read_table(rows: int, width: int, num_queries: int = 1) -> Any:
 
 
 def drafts() -> None:
+    from nanovllm.kernels.plain.guess_inputs import Kept
     from nanovllm.kernels.triton.accept import accept
+    from nanovllm.kernels.triton.guess_inputs import guess_inputs
     from nanovllm.kernels.triton.guess_ngrams import guess_ngrams
 
     guess_ngrams(table_state(), 7, 4, 1, 4)
+    kept = Kept(int32(ROWS), int32(ROWS), bf16(ROWS, 5, 64))
+    for num_queries in (1, 5):
+        guess_inputs(table_state(), kept, 7, num_queries, 16)
     accept(table_state(), read_table(7, 640, 5), torch.zeros(35, dtype=torch.long), 5)
 
 
@@ -503,7 +508,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "read_table, as wide as it must be": partial(read_table, 7, 13),
     "write_table": write_table,
     "read_table, with drafts": partial(read_table, 7, 640, 5),
-    "guess_ngrams and accept": drafts,
+    "guess_ngrams, guess_inputs and accept": drafts,
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the

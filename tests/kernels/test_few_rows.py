@@ -385,9 +385,9 @@ def test_only_decode_steps_of_few_rows_take_these_kernels(
     """Not prompts, nor three rows where at most two count as few."""
     sizes: list[int] = []
 
-    def forward_few(self: Decoder, few_rows: FewRows, x: torch.Tensor, rope: Any) -> torch.Tensor:
+    def forward_few(self: Decoder, few_rows: FewRows, x: torch.Tensor, rope: Any) -> Any:
         sizes.append(len(x))
-        return x
+        return x, []
 
     monkeypatch.setattr(Decoder, "_forward_few", forward_few)
     with LLM(make_model(tmp_path), device="cpu", overlap=False, num_kvcache_blocks=10) as llm:

@@ -5,13 +5,12 @@ runs in CUDA graphs.
 
 The head's layer has keys and values of its own, in a pool with the block numbers of the model's.
 Those of position j depend on the token at j + 1. So those of a sequence's last computed positions
-are stored when the next step begins, which knows that token. Until then `fused` has what the model
+are stored when the next step begins, which knows that token. Until then `kept` has what the model
 has computed there. Keys and values of the drafts' own positions are overwritten in the next step.
 
-B sequences, R positions of each that may be new, Q queries of the model for each.
+B sequences, Q queries of the model for each.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from nanovllm.engine.placement import Placement
 from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step.transfer import upload_ahead
 from nanovllm.engine.step_size import Size
-from nanovllm.kernels.plain.noise import noise_keys
+from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.layers.context import Context, reset_context, set_context
 from nanovllm.layers.embed_head import VocabParallelEmbedding
@@ -53,7 +52,7 @@ class PrefillTokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Positions, where their keys are stored, -1 for none, and how many tokens they attend to."""
+    """Where queries are: their positions, their slots, and how many tokens they attend to."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -61,16 +60,10 @@ class Places(NamedTuple):
 
 
 class Eagle3Guesser:
-    """A head, its KV pool, and what it must know of each table row.
-
-    The model's last step has computed `num_kept[row]` positions from `first[row]` on, or fewer, as
-    wrong drafts do not count. `fused[row]` has what the head reads there.
-    """
+    """A head, its KV pool, and for each table row what the model has computed in its last step."""
 
     reads_history = False
-    fused: torch.Tensor  # [rows, R, hidden]
-    first: torch.Tensor  # [rows] in int64
-    num_kept: torch.Tensor  # [rows] in int64
+    kept: Kept  # from `make_rows` on
 
     def __init__(
         self,
@@ -87,53 +80,47 @@ class Eagle3Guesser:
             placement.kv_dtype, placement.device,
         )  # fmt: skip
         self.sampler = Sampler(placement.backend.kernels)
-        self.num_places, self.dtype = 1 + placement.most_drafts, placement.dtype
+        self.most, self.dtype = 1 + placement.most_drafts, placement.dtype
 
     def make_rows(self, num_rows: int) -> None:
         """Make room for what must be known of so many table rows."""
-        device, size = self.pool.device, self.head.fc.held.num_rows
-        self.fused = torch.zeros(num_rows, self.num_places, size, dtype=self.dtype, device=device)
-        self.first, self.num_kept = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+        device, hidden_size = self.pool.device, self.head.fc.held.num_rows
+        first, counts = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)
+        self.kept = Kept(first, counts, states)
 
     def guess(self, table: TableState, size: Size) -> None:
         """Write drafts for the batch's rows, except those whose drafts are given.
 
-        And store the keys of all its new positions. Each draft has the temperature of its sequence,
-        and the key with which the model will draw there.
+        And store the keys of new positions. Each draft has the temperature of its sequence, and the
+        key with which the model will draw there.
         """
-        rows = table.batch[: size.num_seqs].long()
-        lengths, token_ids = table.lengths[rows].long(), table.tokens[rows]
-        seeds, temperatures = table.seeds[rows], table.temperatures[rows]
-        state, tables = table.drafts, table.block_tables[rows]
-        normed, states = self._store_new(table, rows, lengths, token_ids, tables)
-        if size.num_queries == 1:
+        num_seqs, num_queries = size
+        inputs = self.backend.kernels.guess_inputs(
+            table, self.kept, num_seqs, num_queries, self.pool.block_size
+        )
+        embedded = self.embedding(inputs.next_ids)
+        fused = self.kept.states.flatten(0, 1)[inputs.sources]
+        if num_queries == 1:
+            self.head.store(embedded, inputs.positions, fused, inputs.slots)
             return
-        here = lengths[:, None] + torch.arange(size.num_queries - 1, device=rows.device)
-        keys = noise_keys(seeds[:, None], here + 1).t().contiguous()
-        is_used = (lengths >= 0)[:, None] & (here < state.limits[rows, None])
-        places = self._places(here.where(is_used, -1), tables)
-        columns = zip(*(x.t().contiguous() for x in places), strict=True)
-        drafts = [self._draw(normed, temperatures, keys[0])]
-        for key, place in zip(keys[1:], columns, strict=False):
-            normed, states = self._decode(drafts[-1], Places(*place), states, tables)
-            drafts.append(self._draw(normed, temperatures, key))
-        given = state.are_given[rows, None] > 0
-        own = state.tokens[rows, : size.num_queries - 1]
-        state.tokens[rows, : size.num_queries - 1] = own.where(given, torch.stack(drafts, 1).int())
+        new = Places(inputs.positions, inputs.slots, inputs.context_lens)
+        later = zip(inputs.later_positions, inputs.later_slots, inputs.later_lens, strict=True)
+        normed, states = self._decode(embedded, new, fused, inputs, inputs.last)
+        drafts = [self._draw(normed, inputs.temperatures, inputs.keys[0])]
+        for key, places in list(zip(inputs.keys, later, strict=True))[1:]:
+            embedded = self.embedding(drafts[-1])
+            normed, states = self._decode(embedded, Places(*places), states, inputs)
+            drafts.append(self._draw(normed, inputs.temperatures, key))
+        rows, state = table.batch[:num_seqs].long(), table.drafts
+        given, own = state.are_given[rows, None] > 0, state.tokens[rows, : num_queries - 1]
+        state.tokens[rows, : num_queries - 1] = own.where(given, torch.stack(drafts, 1).int())
 
-    def keep(
-        self,
-        table: TableState,
-        size: Size,
-        positions: torch.Tensor,
-        residuals: list[torch.Tensor],
-    ) -> None:
-        """Keep what the model has computed of its queries [B * Q], at these positions."""
+    def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
+        """Keep what the model has computed of its queries [B * Q]."""
         rows = table.batch[: size.num_seqs].long()
         fused = self.head.fuse(residuals).view(size.num_seqs, size.num_queries, -1)
-        self.fused[rows, : size.num_queries] = fused
-        self.first[rows] = positions.view(size.num_seqs, -1)[:, 0]
-        self.num_kept.index_fill_(0, rows, size.num_queries)
+        self.kept.states[rows, : size.num_queries] = fused
 
     def prefill(
         self,
@@ -144,77 +131,48 @@ class Eagle3Guesser:
     ) -> None:
         """Store the keys of a prefill's tokens, and keep what the samples' first guess reads.
 
-        The last token of each prompt has no next one yet: its keys are stored again.
+        The last token of each prompt has no next one yet: its keys are stored again. A sequence
+        that was decoded before keeps its new positions, and has one more.
         """
         assert context.cu_seqlens_q is not None
-        first, last = context.cu_seqlens_q[:-1].long(), context.cu_seqlens_q[1:].long() - 1
-        input_ids, positions, rows = tokens.input_ids, tokens.positions, tokens.rows
-        if context.block_tables is not None:  # some may have been decoded before
-            begins, token_ids = positions[first], input_ids[first]
-            self._store_new(table, rows, begins, token_ids, context.block_tables)
+        input_ids, positions, samples = tokens.input_ids, tokens.positions, tokens.sample_rows
+        last = context.cu_seqlens_q[1:].long() - 1
         next_ids = input_ids.roll(-1).index_copy(0, last, tokens.next_ids)
-        fused = self.head.fuse(residuals)
-        self._forward(next_ids, positions, fused, replace(context, plan=None))
-        self.num_kept.index_fill_(0, rows, 0)
-        samples = tokens.sample_rows
-        self.fused[samples, 0] = fused[tokens.sampled]
-        self.first[samples] = positions[tokens.sampled]
-        self.num_kept.index_fill_(0, samples, 1)
-
-    def _store_new(
-        self,
-        table: TableState,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        token_ids: torch.Tensor,
-        tables: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the keys of the new positions of `rows` [B], which have the last `token_ids`.
-
-        Returns what the head makes of the last ones. The tokens after the new positions are the
-        drafts that were accepted, and then the row's last token.
-        """
-        index = torch.arange(self.num_places, device=rows.device)
-        first = self.first[rows, None]
-        num_new = lengths[:, None] - first
-        num_new = num_new.where(num_new <= self.num_kept[rows, None], 0)
-        recent = table.drafts.recent[rows].long()
-        next_ids = recent.where(index < num_new - 1, token_ids[:, None]).flatten()
-        places = self._places((first + index).where(index < num_new, -1), tables)
-        places = Places(*(x.flatten() for x in places))
-        fused = self.fused[rows].flatten(0, 1)
-        normed, states = self._decode(next_ids, places, fused, tables)
-        each = torch.arange(len(rows), device=rows.device) * self.num_places
-        last = each + (num_new.flatten() - 1).clamp(min=0)
-        return normed[last], states[last]
-
-    def _places(self, here: torch.Tensor, tables: torch.Tensor) -> Places:
-        """Where the positions `here` [B, any] are in the cache; -1 for none."""
-        size, positions = self.pool.block_size, here.clamp(min=0)
-        slots = tables.gather(1, positions // size).long() * size + positions % size
-        return Places(positions, slots.where(here >= 0, -1), (here + 1).int())
+        fused, kept = self.head.fuse(residuals), self.kept
+        self.head.store(self.embedding(next_ids), positions, fused, context.slot_mapping)
+        here = positions[tokens.sampled]
+        gap = here - kept.first[samples]
+        follows = (gap > 0) & (gap <= kept.counts[samples]) & (gap < self.most)
+        index = gap.where(follows, 0)
+        before = (index - 1).clamp(min=0)
+        table.drafts.recent[samples, before] = input_ids[tokens.sampled].int()
+        kept.counts.index_fill_(0, tokens.rows, 0)
+        kept.states[samples, index] = fused[tokens.sampled]
+        kept.first[samples] = (here - index).int()
+        kept.counts[samples] = (index + 1).int()
 
     def _decode(
-        self, next_ids: torch.Tensor, places: Places, fused: torch.Tensor, tables: torch.Tensor
+        self,
+        embedded: torch.Tensor,
+        places: Places,
+        fused: torch.Tensor,
+        inputs: GuessInputs,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute one or some positions of each sequence."""
+        """What the head makes of one or some positions of each sequence, or of `rows` of them."""
+        tables = inputs.block_tables
         context = Context(
             is_prefill=False,
             slot_mapping=places.slots,
             context_lens=places.context_lens,
             block_tables=tables,
-            num_queries=len(next_ids) // len(tables),
+            num_queries=len(embedded) // len(tables),
         )
-        return self._forward(next_ids, places.positions, fused, context)
-
-    def _forward(
-        self, next_ids: torch.Tensor, positions: torch.Tensor, fused: torch.Tensor, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.backend.attention.plan(context)
         set_context(context)
         try:
             states: tuple[torch.Tensor, torch.Tensor]
-            states = self.head(self.embedding(next_ids), positions, fused)
+            states = self.head(embedded, places.positions, fused, rows)
             return states
         finally:
             reset_context()

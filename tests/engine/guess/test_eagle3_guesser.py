@@ -126,19 +126,17 @@ class Engine:
         state, size = self.state, self.batch(rows, queries, pad)
         self.guesser.guess(state, size)
         drafts = [state.drafts.tokens[row, : queries - 1].tolist() for row in rows]
-        taps, positions = [], []
+        taps = []
         for row, own, right in zip(rows, drafts, accepted, strict=True):
             known = len(self.tokens[row]) - 1
             both = self.tokens[row] + own
             taps.append([x[known:] for x in residuals(self.target, both, TAPS)])
-            positions.append(torch.arange(known, known + queries))
             drawn = [*own[:right], 7 * len(both) % 251]
             self.tokens[row] += drawn
             state.drafts.recent[row, : len(drawn)] = torch.tensor(drawn, dtype=torch.int32)
             self.tell(row)
         tapped = [torch.cat([*x, torch.zeros(pad * queries, 64)]) for x in zip(*taps, strict=True)]
-        where = torch.cat([*positions, torch.zeros(pad * queries, dtype=torch.long)])
-        self.guesser.keep(state, size, where, tapped)
+        self.guesser.keep(state, size, tapped)
         return drafts
 
 
