@@ -177,13 +177,13 @@ def rows_of_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compare_with_twins(shape: Shape, gated: bool) -> FewRows:
-    """Compute the gated layer, or the other two, on the GPU. Memory after the rows is not used."""
+    """Compute the gated layer, or the other two, on the GPU: what follows the rows is not used."""
     x = scaled_of(shape, "cuda")
     roomy = rows_with_room(shape.rows, shape.size_in, x.product)
     torch.as_strided(roomy, (ROOM, shape.size_in), (shape.size_in, 1)).fill_(math.nan)
     x = Scaled(roomy.copy_(x.product), x.squares, EPS)
     weight, bias = weight_of(shape, shape.size_out * (1 + gated), "cuda")
-    few = made(weight)
+    few = made(weight[:64])  # four processors are too few for all of some weights
     if gated:
         assert_close(few.gated(x, weight, bias), scaled_gated(x, weight, bias))
         return few
