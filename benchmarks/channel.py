@@ -55,7 +55,7 @@ def time_steps(
 ) -> dict[str, float]:
     """Send `num_steps` decode steps of `num_seqs` sequences; return medians in microseconds."""
     seqs = [Sequence([0] * CONTEXT, SamplingParams()) for _ in range(num_seqs)]
-    ledger = Ledger(TableLayout(num_seqs, (CONTEXT + num_steps) // BLOCK_SIZE + 1))
+    ledger = Ledger(TableLayout(num_seqs, (CONTEXT + num_steps) // BLOCK_SIZE + 1, BLOCK_SIZE))
     sent, received = list[int](), list[int]()
     for step in range(num_steps):
         for seq in seqs:

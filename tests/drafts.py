@@ -3,10 +3,15 @@
 import random
 from collections.abc import Callable, Mapping
 
+import torch
+
 from nanovllm import LLM
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.engine.step_size import Size
+from nanovllm.kernels.plain.guess_ngrams import guess_ngrams
+from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 
 
 class Eager(Pace):
@@ -64,5 +69,49 @@ class Adversary(RandomProposer):
 
 def speculate(llm: LLM, proposer: RandomProposer, most_drafts: int = 5) -> Speculator:
     """Let an engine verify the proposer's drafts."""
-    llm.scheduler.speculator = Speculator(proposer, most_drafts, Eager)
+    in_table = llm.model_runner.shard.placement.most_drafts > 0
+    llm.scheduler.speculator = Speculator(proposer, most_drafts, Eager, in_table=in_table)
     return llm.scheduler.speculator
+
+
+class TableAdversary:
+    """An adversary that guesses in the device table, from the tokens that it finds there."""
+
+    reads_history = True
+
+    def __init__(self, seed: int, num_tokens: int, texts: list[list[int]]) -> None:
+        self.rng, self.num_tokens, self.texts = random.Random(seed), num_tokens, texts
+        self.num_guesses = 0
+
+    def guess(self, table: TableState, size: Size) -> None:
+        """Right and wrong drafts, some or none, for rows whose drafts are not given."""
+        most, state = size.num_queries - 1, table.drafts
+        guess_ngrams(table, size.num_seqs, most, 1, 1)  # completes the history
+        for row in table.batch[: size.num_seqs].tolist():
+            last = int(table.lengths[row])
+            if last < 0 or state.are_given[row]:
+                continue
+            self.num_guesses += 1
+            before = state.history[row, : last + 1].tolist()
+            length = self.rng.choice([0, 1, most, most, self.rng.randint(0, most)])
+            guess = self.rng.choices(range(self.num_tokens), k=length)
+            known = next((text for text in self.texts if text[: last + 1] == before), before)
+            num_right = self.rng.choice([0, length, length, self.rng.randint(0, length)])
+            right = known[last + 1 :][:num_right]
+            drafts = right + guess[len(right) :] + [NO_DRAFT] * (most - length)
+            state.tokens[row, :most] = torch.tensor(drafts, dtype=torch.int32)
+
+
+def speculate_in_table(
+    llm: LLM, texts: list[list[int]], seed: int, num_tokens: int, most_drafts: int = 5
+) -> tuple[Speculator, TableAdversary]:
+    """Let an engine verify what an adversary guesses that knows prompts with their outputs.
+
+    The host's proposer, for sequences whose tokens it must know, guesses at random.
+    """
+    guesser = TableAdversary(seed, num_tokens, texts)
+    llm.model_runner.shard.guesser = guesser
+    llm.scheduler.speculator = speculator = Speculator(
+        RandomProposer(seed, num_tokens), most_drafts, Eager, in_table=True, guesses=True
+    )
+    return speculator, guesser

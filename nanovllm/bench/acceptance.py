@@ -43,13 +43,17 @@ class PaddedProposer:
 class AcceptByChance(Speculator):
     """A speculator that accepts a draft with a given chance if those before it are accepted.
 
-    An accepted draft becomes the sequence's token, in place of the one that was drawn.
+    An accepted draft becomes the sequence's token, in place of the one that was drawn. Where the
+    device accepts drafts, its table has the chance.
     """
 
     def __init__(self, engines: Speculator, chance: float, vocab_size: int, seed: int) -> None:
         self._chance, self._rng = chance, random.Random(seed)
         proposer = PaddedProposer(engines.proposer, vocab_size, random.Random(seed))
-        super().__init__(proposer, engines.most_drafts, costs=engines.costs)
+        super().__init__(
+            proposer, engines.most_drafts, costs=engines.costs,
+            in_table=engines.in_table, guesses=engines.guesses,
+        )  # fmt: skip
 
     def accepted(
         self, batch: Batch, drawn: Iterable[tuple[Sequence, int]]
@@ -69,3 +73,4 @@ def accept_by_chance(llm: LLM, chance: float, seed: int) -> None:
     engines = llm.scheduler.speculator
     assert engines is not None
     llm.scheduler.speculator = AcceptByChance(engines, chance, llm.model_config.vocab_size, seed)
+    llm.model_runner.ledger.set_luck(chance)

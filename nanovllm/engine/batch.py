@@ -16,11 +16,13 @@ class Batch:
 
     `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
     too, beside the scheduled tokens, and draws the token after each: those of right drafts count.
+    Where drafts are in the device table, each sequence has up to `num_drafts`, and the device
+    guesses those that are not in `drafts`.
 
     `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
     tokens come between that and the sequence's last one: 0, and for drafts 1, 2, .... When the step
     is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is computed by
-    it; when its tokens are known, in `num_accepted` how many drafts were right.
+    it; when its tokens are known, how many drafts there were, and how many were right.
     """
 
     seqs: list[Sequence]
@@ -28,10 +30,12 @@ class Batch:
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     num_decodes: int = 0
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    num_drafts: int = 0
     all_seqs: list[Sequence] = field(init=False)
     sampling_seqs: list[Sequence] = field(init=False)
     offsets: list[int] = field(init=False)
     ends: list[int] = field(init=False, default_factory=list)
+    num_drafted: int = field(init=False, default=0)
     num_accepted: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -42,8 +46,11 @@ class Batch:
             self.all_seqs = [*self.seqs, *(sibling for _, sibling in self.forks)]
             self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]
         self.offsets = [0] * len(self.sampling_seqs)
-        if self.drafts:
-            drawn = [range(1 + len(self.drafts.get(seq, ()))) for seq in self.sampling_seqs]
+        if self.drafts or self.num_drafts:
+            drawn = [
+                range(1 + (self.num_drafts or len(self.drafts.get(seq, ()))))
+                for seq in self.sampling_seqs
+            ]
             self.offsets = [offset for offsets in drawn for offset in offsets]
             self.sampling_seqs = [
                 seq for seq, offsets in zip(self.sampling_seqs, drawn, strict=True) for _ in offsets

@@ -36,7 +36,8 @@ def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
     model, *drafts = runner.shards
     if not drafts:
         seconds = model.graph_seconds
-        return GraphCosts(seconds) if seconds else TokenCosts(), None
+        waits = model.guesser is None
+        return GraphCosts(seconds, waits=waits) if seconds else TokenCosts(), None
     (draft,) = drafts
     proposer = DraftModelProposer(
         DraftRunner(runner),

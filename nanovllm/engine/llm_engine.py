@@ -82,7 +82,11 @@ class LLMEngine:
         self.model_runner = runner = start_runner(asked, self.model_config, path, draft)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
-        speculator = speculator_of(asked.speculative_config, *draft_costs(runner))
+        shard = runner.shard
+        speculator = speculator_of(
+            asked.speculative_config, *draft_costs(runner),
+            in_table=shard.placement.most_drafts > 0, guesses=shard.guesser is not None,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.config, runner.longest_window, speculator)
         self.counter = StepCounter()
         self.meter = RequestMeter()

@@ -11,6 +11,7 @@ from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.models.config import ModelConfig
+from nanovllm.speculative_config import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,12 @@ class Placement:
     backend: Backend
     max_positions: int
     uses_graphs: bool  # whether decode steps are CUDA graphs
-    most_drafts: int = 0  # that a sequence has in a decode step; others are in prefills
+    drafting: SpeculativeConfig | None = None  # if decode steps have drafts; others are in prefills
+
+    @property
+    def most_drafts(self) -> int:
+        """How many drafts a sequence may have in a decode step."""
+        return self.drafting.num_speculative_tokens if self.drafting else 0
 
     @property
     def block_size(self) -> int:
@@ -63,8 +69,5 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
         backend = choose_backend(config.attention_backend, spec)
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
-    drafting, packs = config.speculative_config, backend.attention.packs_few_queries
-    most_drafts = drafting.num_speculative_tokens if drafting and not packs else 0
-    return Placement(
-        ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, most_drafts
-    )
+    drafting = None if backend.attention.packs_few_queries else config.speculative_config
+    return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting)

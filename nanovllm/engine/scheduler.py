@@ -93,16 +93,35 @@ class Scheduler:
             forks = self._fork(seqs)
             return Batch(decodes + seqs, True, forks, len(decodes), self._draft(decodes, seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
-        return Batch(seqs, is_prefill=False, drafts=self._draft(seqs)) if seqs else None
+        return self._decode_batch(seqs) if seqs else None
+
+    def _decode_batch(self, seqs: list[Sequence]) -> Batch | None:
+        """A decode step, with drafts where they pay; None if it must wait for tokens in flight."""
+        if self.speculator is None or not self.speculator.in_table:
+            return Batch(seqs, is_prefill=False, drafts=self._draft(seqs))
+        number, given = self.speculator.plan(seqs, self.max_num_batched_tokens, self.block_manager)
+        if number == 0 and any(seq.num_possible_tokens for seq in seqs):
+            for seq in seqs:
+                seq.num_scheduled_tokens = 0
+            return None
+        return Batch(seqs, is_prefill=False, drafts=given, num_drafts=number)
 
     def must_wait(self, batch: Batch) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known."""
-        seqs = batch.sampling_seqs
-        if batch.drafts or any(seq.reads_tokens for seq in seqs):
+        speculator = self.speculator
+        if batch.drafts or any(seq.reads_tokens for seq in batch.sampling_seqs):
             return True
-        return self.speculator is not None and self.speculator.wants(
-            self.running, self._has_prompts()
-        )
+        if speculator is None:
+            return False
+        if speculator.guesses and all(seq.is_guessable for seq in self.running):
+            return bool(batch.num_drafts) and (self.mixes or self._is_short_of_blocks())
+        return bool(batch.num_drafts) or speculator.wants(self.running, self._has_prompts())
+
+    def _is_short_of_blocks(self) -> bool:
+        """Whether a decode step could lack blocks because earlier drafts may still be accepted."""
+        assert self.speculator is not None
+        blocks_each = 2 + 2 * self.speculator.most_drafts // self.block_size
+        return self.block_manager.num_free_blocks < len(self.running) * blocks_each
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
@@ -122,28 +141,35 @@ class Scheduler:
             batch.ends.append(end)
             if self.window is not None:
                 self.block_manager.pass_by(seq)
-        for seq in batch.sampling_seqs:
+        for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
             seq.token_ids.append(PENDING)
             seq.num_pending_tokens += 1
+            seq.num_possible_tokens += batch.num_drafts
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        At most one later step may be in flight, none if there are drafts. The token of a sequence
-        that has finished is dropped, and so is one that was drawn after a wrong draft; a sequence
-        that was preempted meanwhile keeps its token. Returns the sequences that finished; their
-        blocks are free.
+        Of a step with `num_drafts` they are what the device's `accept` returns. At most one later
+        step may be in flight. The token of a sequence that has finished is
+        dropped, and so is one that was drawn after a wrong draft; a sequence that was preempted
+        meanwhile keeps its token. Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
             self.advance(batch)
         block_size = self.block_size
         for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
+            if batch.num_drafts:
+                break  # ends are known when the tokens are
             if (batch.is_prefill or end % block_size == 0) and seq.block_table:
                 self.block_manager.publish(seq, end)
         finished = []
-        drawn: Iterable[tuple[Sequence, int]] = zip(batch.sampling_seqs, token_ids, strict=True)
-        if self.speculator is not None and batch.drafts:
-            drawn = self.speculator.accepted(batch, drawn)
+        drawn: Iterable[tuple[Sequence, int]]
+        if self.speculator is not None and batch.num_drafts:
+            drawn = self.speculator.counted(batch, token_ids, self.block_manager)
+        else:
+            drawn = zip(batch.sampling_seqs, token_ids, strict=True)
+            if self.speculator is not None and batch.drafts:
+                drawn = self.speculator.accepted(batch, drawn)
         for seq, token_id in drawn:
             if not seq.num_pending_tokens:
                 continue
@@ -159,7 +185,7 @@ class Scheduler:
             elif index + 1 >= seq.max_num_tokens:
                 seq.finish("length")
                 finished.append(seq)
-        if self.speculator is not None and batch.drafts:
+        if self.speculator is not None and batch.drafts and not batch.num_drafts:
             self.speculator.settle(batch, self.block_manager)
         if finished:
             self._remove_finished(finished)
@@ -299,6 +325,10 @@ class Scheduler:
             seqs.append(seq)
             if num_tokens > len(seq.block_table) * block_size:
                 growing.append(seq)
+        if len(growing) > self.block_manager.num_free_blocks and self.speculator is not None:
+            for seq in self.running:  # blocks for drafts, of a step before
+                if not seq.num_possible_tokens:
+                    self.block_manager.shrink(seq, len(seq.token_ids))
         while len(growing) > self.block_manager.num_free_blocks:
             if growing[-1] is self.running[-1]:
                 growing.pop()
@@ -313,7 +343,7 @@ class Scheduler:
         self, decodes: list[Sequence], others: Iterable[Sequence] = ()
     ) -> dict[Sequence, list[int]]:
         """Drafts for decoding sequences, where all that a step has is scheduled."""
-        if self.speculator is None:
+        if self.speculator is None or self.speculator.in_table:
             return {}
         num_tokens = len(decodes) + sum(seq.num_scheduled_tokens for seq in others)
         budget = self.max_num_batched_tokens - num_tokens

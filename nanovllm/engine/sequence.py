@@ -36,7 +36,9 @@ class Sequence:
     State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
     The KV of the cached tokens is in the blocks of `block_table`; the scheduled tokens are those
     that the step in progress computes. The last `num_pending_tokens` are in flight: the step that
-    samples them has been launched, and `token_ids` holds `PENDING` in their place.
+    samples them has been launched, and `token_ids` holds `PENDING` in their place. A step with
+    drafts has one of these, as one token is sure to come, and its drafts are `num_possible_tokens`:
+    so many more may come. Until then lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
     the text and the token counts that are kept, if any.
@@ -60,6 +62,7 @@ class Sequence:
         "num_hit_tokens",
         "num_passed_blocks",
         "num_pending_tokens",
+        "num_possible_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_reported_tokens",
@@ -126,6 +129,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_pending_tokens = 0
+        self.num_possible_tokens = 0
         self.num_hit_tokens: int | None = None  # prefix-cache hits, set on first admission
         # Prompt tokens whose log-probabilities are known; the first one has none. The first sample
         # reports them, if they are asked for.
@@ -176,6 +180,15 @@ class Sequence:
     def reads_tokens(self) -> bool:
         """Whether its next draw depends on the tokens before, so that none may be in flight."""
         return self.params.penalizes or bool(self.bad_words)
+
+    @property
+    def is_guessable(self) -> bool:
+        """Whether the device may guess its next tokens.
+
+        Else the host must know them, or how many there are, to prepare a draw or a report.
+        """
+        asks = self.logprobs is not None and self.params.logprobs is not None
+        return not (self.reads_tokens or asks or len(self.token_ids) < self.min_num_tokens)
 
     @property
     def ends_by_length(self) -> bool:
@@ -237,7 +250,16 @@ class Sequence:
         """Remove the tokens in flight. An interrupt may have left their number wrong."""
         while self.token_ids[-1] == PENDING:
             self.token_ids.pop()
-        self.num_pending_tokens = 0
+        self.num_pending_tokens = self.num_possible_tokens = 0
+
+    def expect(self, num_tokens: int, num_drafts: int) -> None:
+        """Make room for the tokens that a step with drafts has added, in place of the sure one."""
+        at = self.num_known_tokens
+        self.token_ids[at : at + 1] = [PENDING] * num_tokens
+        self.num_pending_tokens += num_tokens - 1
+        self.num_possible_tokens -= num_drafts
+        if self.block_table:  # else it was preempted meanwhile
+            self.num_cached_tokens += num_tokens - 1
 
     def release_cache(self) -> None:
         """Go back to nothing computed, tokens kept; the caller frees the blocks."""

@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
+from nanovllm.engine.guesser import guesser_of
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.step.computed import Computed
@@ -55,6 +56,7 @@ class Shard:
             self.device,
         )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
+        self.guesser = guesser_of(placement.drafting, self.backend.kernels)
         self.graphs: DecodeGraphs | None = None
         self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
@@ -73,7 +75,10 @@ class Shard:
         """Make a device table for sequences of up to `max_model_len` tokens."""
         self._drop_table()
         max_blocks = -(-max_model_len // self.block_size)
-        layout = TableLayout(num_running, max_blocks, self.placement.most_drafts)
+        longest = max_model_len if self.guesser and self.guesser.reads_history else 0
+        layout = TableLayout(
+            num_running, max_blocks, self.block_size, self.placement.most_drafts, longest
+        )
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
 
@@ -92,9 +97,7 @@ class Shard:
             return self._replay(self.graphs, size, inputs.whole_logits)
         self._tokens_are_shared = False
         hidden, decoding = self._decode(batch, inputs.width)
-        choices = decoding.temperatures, decoding.keys
-        logits = self.model.compute_logits(hidden)
-        return Computed(logits, decoding.rows, choices, num_queries=batch.num_queries)
+        return _computed(batch, decoding, self.model.compute_logits(hidden))
 
     def _replay(self, graphs: DecodeGraphs, size: Size, whole_logits: bool) -> Computed:
         """A decode graph's step. If ranks draw together, rank 0 has all logits where it needs them.
@@ -112,15 +115,15 @@ class Shard:
     def draw(
         self, computed: Computed, inputs: DrawInputs
     ) -> tuple[torch.Tensor, tuple[Columns, ...]]:
-        """The token ids of a step's samples, and their reports. On rank 0."""
+        """The token ids of a step's samples, and their reports. On rank 0.
+
+        Of a decode step with drafts it is what `accept` returns.
+        """
         if not inputs.num_samples:
             return torch.empty(0, dtype=torch.long, device=self.device), ()
-        samples: slice | torch.Tensor = slice(inputs.num_samples)
-        if inputs.samples is not None:
-            samples = upload(inputs.samples, self.device)
         if computed.token_ids is not None and not inputs.filters and inputs.report is None:
-            return computed.token_ids[samples], ()
-        computed = computed.at(samples)
+            return computed.results(inputs.num_samples), ()
+        computed = computed.first(inputs.num_samples)
         token_ids = computed.token_ids
         if inputs.filters or inputs.report is not None:
             assert computed.logits.shape[1] == self.vocab_size, "a part of the vocabulary"
@@ -128,10 +131,20 @@ class Shard:
             choices = self._choices(computed, inputs)
             filters = upload_all(inputs.filters, self.device)
             token_ids = self.sampler(computed.logits, *choices, filters, token_ids)
+            computed = self._keep(computed, token_ids)
+        columns: tuple[Columns, ...] = ()
+        if inputs.report is not None:
+            columns = drawn_columns(computed.logits, token_ids, inputs.report)
+        return computed.results(inputs.num_samples), columns
+
+    def _keep(self, computed: Computed, token_ids: torch.Tensor) -> Computed:
+        """Leave the tokens that were drawn in the table, and what was accepted in `computed`."""
+        if computed.decoding is None:
             self.table.keep_tokens(computed.table_rows, token_ids)
-        if inputs.report is None:
-            return token_ids, ()
-        return token_ids, drawn_columns(computed.logits, token_ids, inputs.report)
+            return computed._replace(token_ids=token_ids)
+        accept, queries = self.backend.kernels.accept, computed.num_queries
+        outcome = accept(self.table.state, computed.decoding, token_ids, queries)
+        return computed._replace(token_ids=token_ids, outcome=outcome)
 
     def _choices(
         self, computed: Computed, inputs: DrawInputs
@@ -145,9 +158,9 @@ class Shard:
         return upload(inputs.temperatures, self.device), upload(inputs.keys, self.device)
 
     def share_tokens(self) -> None:
-        """Let all ranks have the table's last tokens, if rank 0 alone has drawn some."""
+        """Let all ranks have the results of the last steps, if rank 0 alone has drawn some."""
         if self.ranks.size > 1 and not self._tokens_are_shared:
-            self.ranks.broadcast(self.table.state.tokens)
+            self.ranks.broadcast(self.table.results)
         self._tokens_are_shared = True
 
     def _compute_prefill(
@@ -214,6 +227,8 @@ class Shard:
 
     def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding]:
         """The hidden states of the table's batch, and what was read from the table."""
+        if size.num_queries > 1 and self.guesser is not None:
+            self.guesser.guess(self.table.state, size)
         decoding = self.backend.kernels.read_table(
             self.table.state, size.num_seqs, width, self.block_size, size.num_queries
         )
@@ -233,19 +248,18 @@ class Shard:
         0 draws alone.
         """
         hidden, decoding = self._decode(size, self.table.layout.max_blocks)
-        rows, choices = decoding.rows, (decoding.temperatures, decoding.keys)
         head, together = self.model.lm_head, self.ranks.peer_kernels
         if together:
             logits = head.part(hidden, out)
-            token_ids = together.sample(logits, *choices, head.shard.start)
+            keys = decoding.temperatures, decoding.keys
+            token_ids = together.sample(logits, *keys, head.shard.start)
         elif self.ranks.rank > 0:
             self.model.compute_logits(hidden)
-            return Computed(out, rows, num_queries=size.num_queries)
+            return _computed(size, decoding, out)
         else:
             logits = self.model.compute_logits(hidden, out)
-            token_ids = self.sampler(logits, *choices)
-        self.table.keep_tokens(rows, token_ids)
-        return Computed(logits, rows, choices, token_ids, num_queries=size.num_queries)
+            token_ids = self.sampler(logits, decoding.temperatures, decoding.keys)
+        return self._keep(_computed(size, decoding, logits), token_ids)
 
     def _forward(
         self,
@@ -304,3 +318,10 @@ class Shard:
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed keeps it
                 torch.cuda.empty_cache()
+
+
+def _computed(size: Size, decoding: Decoding, logits: torch.Tensor) -> Computed:
+    """What a decode step leaves before its tokens are drawn."""
+    choices, queries = (decoding.temperatures, decoding.keys), size.num_queries
+    drafted = decoding if queries > 1 else None
+    return Computed(logits, decoding.rows, choices, num_queries=queries, decoding=drafted)

@@ -23,7 +23,7 @@ class StepCounter:
     def add(self, batch: Batch, tokens: int, seconds: float) -> None:
         """Count one step; a mixed step's time is divided by its tokens, drafts left out."""
         decodes = batch.num_decodes
-        self.drafted_tokens += sum(map(len, batch.drafts.values()))
+        self.drafted_tokens += batch.num_drafted
         self.accepted_tokens += batch.num_accepted
         self.decode_tokens += decodes + batch.num_accepted
         self.decode_seconds += seconds * decodes / tokens

@@ -51,6 +51,11 @@ def room_for(num_drafts: int, most_drafts: int) -> int:
     return min(number for number in numbers_of_drafts(most_drafts) if number >= num_drafts)
 
 
+def most_within(num_drafts: int, most_drafts: int) -> int:
+    """The largest such number that is not above `num_drafts`, 0 if there is none."""
+    return max((n for n in numbers_of_drafts(most_drafts) if n <= num_drafts), default=0)
+
+
 def draft_sizes(most_drafts: int, largest: int) -> list[Size]:
     """Sizes to capture for steps with drafts."""
     sizes = []

@@ -8,8 +8,10 @@ from torch import Tensor, dtype
 
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import (
+    accept,
     draw,
     experts,
+    guess_ngrams,
     norm_rope_store,
     quantized_linear,
     read_table,
@@ -57,6 +59,8 @@ class Kernels:
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int, int], Decoding]
+    guess_ngrams: Callable[[TableState, int, int, int, int], None]
+    accept: Callable[[TableState, Decoding, Tensor, int], Tensor]
     arrange: Callable[[QuantizedMatrix], Any]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
@@ -79,6 +83,8 @@ PLAIN = Kernels(
     draw=draw.draw,
     experts=experts.experts,
     read_table=read_table.read_table,
+    guess_ngrams=guess_ngrams.guess_ngrams,
+    accept=accept.accept,
     arrange=lambda weight: weight,
     arranged_linear=quantized_linear.quantized_linear,
 )
@@ -87,10 +93,12 @@ PLAIN = Kernels(
 def triton_kernels() -> Kernels:
     """The Triton kernels. An ImportError where Triton is not installed."""
     from nanovllm.kernels.triton import (
+        accept,
         all_reduce,
         draw,
         experts,
         few_rows,
+        guess_ngrams,
         norm_rope_store,
         quantized_linear,
         read_table,
@@ -114,6 +122,8 @@ def triton_kernels() -> Kernels:
         draw=draw.draw,
         experts=experts.experts,
         read_table=read_table.read_table,
+        guess_ngrams=guess_ngrams.guess_ngrams,
+        accept=accept.accept,
         arrange=quantized_linear.arrange,
         arranged_linear=quantized_linear.quantized_linear,
         rounding=quantized_linear.rounding_of,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels.plain.read_table import TableState
+from nanovllm.kernels.plain.read_table import DraftState, TableState
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.layers.attention.choice import (
@@ -100,9 +100,9 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     ones = torch.ones(1, device=spec.device)
     kernels.sample(x, ones, ones.long())
     one, word = ones.long(), ones.int()
-    kernels.read_table(
-        TableState(one, one, word, ones, word - 1, word[None], word[None]), 1, 1, 2, 1
-    )
+    no_drafts = DraftState(word[None], word, word, word, word[None], word[None], word)
+    table = TableState(one, one, word, ones, word - 1, word[None], no_drafts)
+    kernels.read_table(table, 1, 1, 2, 1)
     _try_attention_inputs(kernels, spec)
     matrix = torch.zeros(64, 64, **options)
     if (arranged := kernels.arrange_plain(matrix)) is not None:

@@ -464,7 +464,8 @@ class TestCommandLine:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(1e10, 1e11))
-        plan = make_plan({"device": "cpu"}, bench.SHAPE, Lengths(), tmp_path)
+        options = {"device": "cpu", "dtype": "bfloat16"}
+        plan = make_plan(options, bench.SHAPE, Lengths(), tmp_path)
         measure.print_floor(measure.describe(plan))
         out = capsys.readouterr().out
         assert "a run takes 72 minutes or more" in out and "--shape qwen3-42m" in out

@@ -53,9 +53,11 @@ class Simulation:
         overlap: bool = False,
         window: int | None = None,
         draft_seed: int | None = None,
+        in_table: bool = False,
         **options: Any,
     ) -> None:
         self.overlap = overlap
+        self.rng = random.Random(draft_seed)
         self.window = window or sys.maxsize
         self.in_flight: tuple[Batch, list[int], dict[Sequence, list[int]]] | None = None
         self.block_size = size = options["kvcache_block_size"]
@@ -67,7 +69,9 @@ class Simulation:
         if draft_seed is not None:  # few tokens, so that many drafts are right
             proposer = RandomProposer(draft_seed, 2)
             proposer.on_propose = self.touch
-            speculator = Speculator(proposer, MOST_DRAFTS, Eager)
+            speculator = Speculator(
+                proposer, MOST_DRAFTS, Eager, in_table=in_table, guesses=in_table
+            )
         self.scheduler = Scheduler(self.config, window, speculator)
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
@@ -112,9 +116,12 @@ class Simulation:
         batch = self.scheduler.schedule()
         if batch is not None:
             self.check_batch(batch)
-            self.write(batch)
             sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
-            drawn = self.drawn(batch, sampled)
+            if batch.num_drafts:
+                sampled, drawn = self.verify(batch, sampled)
+            else:
+                self.write(batch)
+                drawn = self.drawn(batch, sampled)
             for seq, more in drawn.items():
                 self.computed[seq] += more
             if not self.overlap:
@@ -131,9 +138,12 @@ class Simulation:
         batch = self.scheduler.schedule()
         if batch is not None:
             self.check_batch(batch)
-            if computed:
+            if computed and batch.num_drafts:
+                self.verify(batch, [0] * len(batch.sampling_seqs))
+            elif computed:
                 self.write(batch)
-        once = batch is None or batch.forks or batch.drafts  # these are scheduled once
+        # These are scheduled once.
+        once = batch is None or batch.forks or batch.drafts or batch.num_drafts
         if restart or self.overlap or once:
             self.in_flight = None
             self.scheduler.restart(reversed(self.live))
@@ -187,10 +197,16 @@ class Simulation:
         self.touch(self.scheduler.running)
         assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
         assert len(self.scheduler.running) <= config.max_num_seqs
-        num_tokens = [seq.num_scheduled_tokens + len(batch.drafts.get(seq, ())) for seq in seqs]
+        num_tokens = [
+            seq.num_scheduled_tokens + (batch.num_drafts or len(batch.drafts.get(seq, ())))
+            for seq in seqs
+        ]
         assert sum(num_tokens) <= config.max_num_batched_tokens
-        assert {*batch.drafts} <= {*seqs[: batch.num_decodes]} and all(batch.drafts.values())
+        assert {*batch.drafts} <= {*seqs[: batch.num_decodes]}
+        assert all(batch.drafts.values()) or batch.num_drafts
         for seq, drafts in batch.drafts.items():
+            if not drafts:
+                continue
             assert len(drafts) <= min(MOST_DRAFTS, self.asked[seq][1] - seq.num_tokens - 1)
             assert not seq.num_pending_tokens and seq.num_uncached_tokens == 1
         for seq in seqs:
@@ -207,7 +223,9 @@ class Simulation:
         ]
         sampling = complete + [seq for _, seq in batch.forks]
         places = [
-            (seq, place) for seq in sampling for place in range(1 + len(batch.drafts.get(seq, ())))
+            (seq, place)
+            for seq in sampling
+            for place in range(1 + (batch.num_drafts or len(batch.drafts.get(seq, ()))))
         ]
         assert [*zip(batch.sampling_seqs, batch.offsets, strict=True)] == places
         self.check_forks(batch)
@@ -230,15 +248,22 @@ class Simulation:
 
         As far back as the first of the scheduled tokens attends.
         """
-        first, prefixes = max(0, seq.num_cached_tokens + 1 - self.window), self.numbered(seq)
+        end = seq.num_cached_tokens
+        if seq.num_possible_tokens:  # only the device knows
+            end = len(self.computed[seq]) - 1
+            assert 0 <= end - seq.num_cached_tokens <= seq.num_possible_tokens
+        first, prefixes = max(0, end + 1 - self.window), self.numbered(seq)
         assert first >= seq.num_passed_blocks * self.block_size, "what it reads is given back"
-        for position in range(first, seq.num_cached_tokens):
+        for position in range(first, end):
             assert self.memory.get(self.slot(seq, position)) == prefixes[position], (seq, position)
 
     def check_writes(self, batch: Batch) -> None:
         """No slot is written twice, none that others read, none that could be found as a hit."""
         manager = self.scheduler.block_manager
-        slots = [slot for seq in batch.seqs for slot in self.written(batch, seq)]
+        if batch.num_drafts:
+            slots = [slot for seq in batch.seqs for slot in self.slots_of_drafts(batch, seq)]
+        else:
+            slots = [slot for seq in batch.seqs for slot in self.written(batch, seq)]
         assert len(set(slots)) == len(slots)
         for block in {block for block, _ in slots}:
             shared = sum(block in sibling.held_blocks for _, sibling in batch.forks)
@@ -258,7 +283,9 @@ class Simulation:
         for seq in self.live:
             assert seq.token_ids[: seq.num_known_tokens] == self.tokens[seq]
             assert self.overlap or not seq.num_pending_tokens
-            if self.in_flight is None or seq not in self.in_flight[0].drafts:
+            if self.in_flight is None or not (
+                seq in self.in_flight[0].drafts or self.in_flight[0].num_drafts
+            ):
                 assert seq.num_uncached_tokens > 1 or len(seq.held_blocks) <= self.most_held
         manager = scheduler.block_manager
         assert sum(count > 0 for count in manager.ref_counts) + manager.num_free_blocks == (
@@ -303,8 +330,8 @@ class Simulation:
         """Postprocess while the next step is in flight: finished sequences get nothing."""
         expected = []
         for seq, more in drawn.items():
-            if seq in self.live:
-                self.tokens[seq] += more
+            if seq in self.live and more:
+                self.tokens[seq] += self.until_end(seq, more)
                 if (ending := self.ending(seq, self.tokens[seq]))[0] is not None:
                     expected.append((seq, ending))
         finished = self.scheduler.postprocess(batch, sampled)
@@ -314,6 +341,44 @@ class Simulation:
             seq.audit()
         self.live = [seq for seq in self.live if seq not in finished]
         self.check_drafted(batch)
+
+    def until_end(self, seq: Sequence, more: list[int]) -> list[int]:
+        """The tokens that count: none after the one that ends the request."""
+        token_ids = list(self.tokens[seq])
+        for count, token_id in enumerate(more, start=1):
+            token_ids.append(token_id)
+            if self.ending(seq, token_ids)[0] is not None:
+                return more[:count]
+        return more
+
+    def slots_of_drafts(self, batch: Batch, seq: Sequence) -> list[Slot]:
+        """Where the device writes a row's last token and its drafts, at most."""
+        start = len(self.computed[seq]) - 1
+        limit = min(len(seq.block_table) * self.block_size, seq.max_num_tokens - 1)
+        number = len(batch.drafts[seq]) if seq in batch.drafts else batch.num_drafts
+        return [self.slot(seq, place) for place in range(start, min(start + 1 + number, limit))]
+
+    def verify(
+        self, batch: Batch, sampled: list[int]
+    ) -> tuple[list[int], dict[Sequence, list[int]]]:
+        """The device guesses, computes and accepts: what it reports, and each one's tokens.
+
+        It does not know how a request ends, except by its length.
+        """
+        outcome, drawn, width = [], {}, 1 + batch.num_drafts
+        for index, seq in enumerate(batch.seqs):
+            slots, tokens = self.slots_of_drafts(batch, seq), sampled[index * width :][:width]
+            guess = self.rng.choices([0, 1], k=self.rng.randint(0, batch.num_drafts))
+            drafts = batch.drafts.get(seq, guess)[: max(0, len(slots) - 1)]
+            numbers = self.numbered(seq, drafts)[len(self.computed[seq]) - 1 :]
+            for slot, prefix in zip(slots, numbers, strict=False):
+                self.memory[slot] = prefix
+            count = 1 if slots else 0
+            while 0 < count <= len(drafts) and tokens[count - 1] == drafts[count - 1]:
+                count += 1
+            drawn[seq] = tokens[:count]
+            outcome += [count, len(drafts), *tokens]
+        return outcome, drawn
 
     def check_drafted(self, batch: Batch) -> None:
         """A sequence whose drafts are verified is as if its tokens had come one by one."""
@@ -345,7 +410,8 @@ class Simulation:
             cached = seq.num_cached_tokens + seq.num_scheduled_tokens
             expected[seq] = (list(seq.token_ids), cached, None, None)
         for seq, more in drawn.items():
-            self.tokens[seq] += more
+            assert more, "nothing is in flight, so that it has a block"
+            self.tokens[seq] += self.until_end(seq, more)
             token_ids = list(self.tokens[seq])
             reason, stop_reason = self.ending(seq, token_ids)
             cached = 0 if reason else len(token_ids) - 1
@@ -399,6 +465,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.one_of(st.none(), st.integers(1, 20)),
         scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
         draft_seed=st.one_of(st.none(), st.integers(0, 99)),
+        in_table=st.booleans(),
     )
     def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
         self.simulation = Simulation(
@@ -485,6 +552,7 @@ def walk(seed: int, num_actions: int = 300) -> Simulation:
         window=rng.choice([None, rng.randint(1, 12), rng.randint(1, 60)]),
         scheduling=rng.choice(["prefill-first", "mixed"]),
         draft_seed=rng.choice([None, seed]),
+        in_table=seed % 2 == 0,
     )
     num_slots = simulation.longest
     prompts = first_prompts()

@@ -86,15 +86,28 @@ def store_kvcache(heads: Heads, codes: bool = False) -> None:
     store_kvcache(k, v, layer(heads, codes=codes), torch.empty(TOKENS, dtype=torch.long))
 
 
-def read_table(rows: int, width: int, num_queries: int = 1) -> None:
-    from nanovllm.kernels.plain.read_table import TableState
+def table_state() -> Any:
+    from nanovllm.kernels.plain.read_table import DraftState, TableState
+
+    longs, words = torch.zeros(2, ROWS, dtype=torch.long), int32(ROWS)
+    drafts = DraftState(
+        int32(ROWS, 4), words, words, words, int32(ROWS, 5), int32(ROWS, 999), int32(1)
+    )
+    return TableState(*longs, words, torch.zeros(ROWS), words, int32(ROWS, 640), drafts)
+
+
+def read_table(rows: int, width: int, num_queries: int = 1) -> Any:
     from nanovllm.kernels.triton.read_table import read_table
 
-    longs = torch.zeros(2, ROWS, dtype=torch.long)
-    state = TableState(
-        *longs, int32(ROWS), torch.zeros(ROWS), int32(ROWS), int32(ROWS, 640), int32(ROWS, 4)
-    )
-    read_table(state, rows, width, BLOCK_SIZE, num_queries)
+    return read_table(table_state(), rows, width, BLOCK_SIZE, num_queries)
+
+
+def drafts() -> None:
+    from nanovllm.kernels.triton.accept import accept
+    from nanovllm.kernels.triton.guess_ngrams import guess_ngrams
+
+    guess_ngrams(table_state(), 7, 4, 1, 4)
+    accept(table_state(), read_table(7, 640, 5), torch.zeros(35, dtype=torch.long), 5)
 
 
 def write_table() -> None:
@@ -490,6 +503,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "read_table, as wide as it must be": partial(read_table, 7, 13),
     "write_table": write_table,
     "read_table, with drafts": partial(read_table, 7, 640, 5),
+    "guess_ngrams and accept": drafts,
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the

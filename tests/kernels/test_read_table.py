@@ -7,8 +7,9 @@ import torch
 from conftest import kernel_settings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tables import assert_equal_tables, on_device
 
-from nanovllm.kernels.plain.read_table import NO_DRAFT, Decoding, TableState
+from nanovllm.kernels.plain.read_table import NO_DRAFT, Decoding, DraftState, TableState
 from nanovllm.kernels.table import PLAIN, cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,12 +41,20 @@ def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> Ta
         temperatures=torch.rand(NUM_ROWS),
         batch=batch,
         block_tables=torch.randint(2**31, (NUM_ROWS, max_blocks), dtype=torch.int32),
-        drafts=torch.randint(0, 151_936, (NUM_ROWS, DRAFTS), dtype=torch.int32),
+        drafts=DraftState(
+            tokens=torch.randint(0, 151_936, (NUM_ROWS, DRAFTS), dtype=torch.int32),
+            are_given=torch.randint(0, 2, (NUM_ROWS,), dtype=torch.int32),
+            limits=torch.randint(0, max_blocks * block_size + 1, (NUM_ROWS,), dtype=torch.int32),
+            counts=torch.zeros(NUM_ROWS, dtype=torch.int32),
+            recent=torch.zeros(NUM_ROWS, 1 + DRAFTS, dtype=torch.int32),
+            history=torch.zeros(NUM_ROWS, 0, dtype=torch.int32),
+            luck=torch.zeros(1, dtype=torch.int32),
+        ),
     )
     room = max_blocks * block_size - 1 - lengths[:, None]
     number = torch.minimum(torch.randint(0, DRAFTS + 1, (NUM_ROWS, 1)), room)
-    state.drafts[torch.arange(DRAFTS) >= number] = NO_DRAFT
-    return TableState(*(x.to(device) for x in state))
+    state.drafts.tokens[torch.arange(DRAFTS) >= number] = NO_DRAFT
+    return on_device(state, device)
 
 
 @pytest.mark.slow
@@ -95,8 +104,7 @@ def assert_reads_as_its_twin(
     blocks = (lens + block_size - 1) // block_size
     used = torch.arange(width, device=device) < blocks[:, None]
     assert torch.equal(found.block_tables.where(used, 0), expected.block_tables.where(used, 0))
-    for name, a, b in zip(state._fields, state, twin, strict=True):
-        assert torch.equal(a, b), f"{name} of the table"
+    assert_equal_tables(state, twin)
 
 
 def test_lengths_grow_by_one_each() -> None:
@@ -115,8 +123,9 @@ def test_drafts_are_further_queries_of_their_row() -> None:
     state = random_state(8, 16, 0, "cpu")
     state.batch[:3] = torch.tensor([5, NUM_ROWS - 1, 7])
     state.lengths[torch.tensor([5, 7])] = torch.tensor([14, 20], dtype=torch.int32)
-    state.drafts[5] = torch.tensor([100, 101, 102, 103])
-    state.drafts[7] = torch.tensor([200, NO_DRAFT, NO_DRAFT, NO_DRAFT])
+    state.drafts.tokens[5] = torch.tensor([100, 101, 102, 103])
+    state.drafts.tokens[7] = torch.tensor([200, NO_DRAFT, NO_DRAFT, NO_DRAFT])
+    state.drafts.limits.fill_(200)
     tokens, lengths = state.tokens.clone(), state.lengths.clone()
     found = PLAIN.read_table(state, 3, 8, 16, num_queries=4)
     first, second = int(tokens[5]), int(tokens[7])
@@ -130,3 +139,14 @@ def test_drafts_are_further_queries_of_their_row() -> None:
     assert torch.equal(state.lengths, lengths) and torch.equal(state.tokens, tokens)
     plain = [PLAIN.read_table(state, 3, 8, 16) for _ in range(2)]  # a token a step instead
     assert [int(x.keys[0]) for x in plain] == found.keys[:2].tolist()
+
+
+def test_no_query_is_behind_its_rows_limit() -> None:
+    """There it has no block, or its token would be one too many; a row may have to wait."""
+    state = random_state(8, 16, 0, "cpu")
+    state.batch[:2] = torch.tensor([5, 7])
+    state.lengths[torch.tensor([5, 7])] = torch.tensor([14, 20], dtype=torch.int32)
+    state.drafts.tokens.fill_(9)
+    state.drafts.limits[torch.tensor([5, 7])] = torch.tensor([16, 20], dtype=torch.int32)
+    found = PLAIN.read_table(state, 2, 8, 16, num_queries=3)
+    assert found.context_lens.tolist() == [15, 16, 0, 0, 0, 0]

@@ -9,8 +9,8 @@ from nanovllm.engine.step_size import Size
 # How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
 # takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
 FREE_TOKENS = 10
-# A step with drafts does not overlap with the next one, so that the host's part adds to the
-# device's: seconds of a step, and of each sequence in it.
+# Where the host makes the drafts, a step with them does not overlap with the next one, so that the
+# host's part adds to the device's: seconds of a step, and of each sequence in it.
 HOST_SECONDS, HOST_SECONDS_OF_SEQUENCE = 120e-6, 20e-6
 # A step with drafts only to try them may take so much longer than one without.
 TRIED_AT = 1.5
@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
 class Costs(Protocol):
     """Knows how long steps take.
 
-    If a step `waits` for tokens only to ask for drafts, an empty answer counts as a wrong one.
+    If a step `waits` for tokens to ask for drafts, an empty answer counts as a wrong one.
     """
 
     waits: bool
@@ -67,11 +67,13 @@ class GraphCosts:
     sequence is guessed, if that takes graphs too.
     """
 
-    waits = True
-
     def __init__(
-        self, seconds: Mapping[Size, float], guesses: Mapping[Size, float] | None = None
+        self,
+        seconds: Mapping[Size, float],
+        guesses: Mapping[Size, float] | None = None,
+        waits: bool = True,
     ) -> None:
+        self.waits = waits
         self._seconds = seconds
         self._guesses = guesses or {}
         self._by_number: dict[int, dict[int, float]] = {}
@@ -105,7 +107,7 @@ class GraphCosts:
         if num_seqs not in self._by_number:
             sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
             nearest = {size.num_queries: size for size in reversed(sizes)}
-            host = HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE
+            host = (HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE) * self.waits
             if self._guesses:  # whose tokens the host waits for, too
                 host *= 2
             fits = (size for size in sorted(self._guesses) if size.num_seqs >= num_seqs)

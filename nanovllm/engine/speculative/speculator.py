@@ -9,16 +9,22 @@ from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.proposer import Proposer
-from nanovllm.engine.step_size import MOST_DRAFTS
+from nanovllm.engine.step_size import MOST_DRAFTS, most_within, room_for
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
-# After `wants` returned False it returns False for so many steps: to look costs 1 us a sequence.
+# Where no sequence should have drafts, none has some for so many steps: to look costs 1 to 3 us a
+# sequence.
 QUIET_STEPS = 3
 
 
 class Speculator:
-    """Asks a proposer for drafts where they are worth their cost; counts those that were right."""
+    """Asks a proposer for drafts where they are worth their cost; counts those that were right.
+
+    Where drafts are `in_table`, a decode step has the same number for all its sequences, and the
+    device accepts them. If it also `guesses` them, steps overlap, and the proposer is asked only
+    for sequences whose tokens the host must know.
+    """
 
     def __init__(
         self,
@@ -26,8 +32,12 @@ class Speculator:
         most_drafts: int,
         make_pace: Callable[[Outlook], Pace] = Pace,
         costs: Costs | None = None,
+        *,
+        in_table: bool = False,
+        guesses: bool = False,
     ) -> None:
         self.proposer = proposer
+        self.in_table, self.guesses = in_table, guesses
         self.most_drafts = most_drafts
         self.costs = TokenCosts() if costs is None else costs
         self.num_drafts = 0  # of sequences and steps
@@ -55,28 +65,97 @@ class Speculator:
     ) -> dict[Sequence, list[int]]:
         """Drafts for some of `seqs`, `budget` in all at most, in a step of `num_tokens` others.
 
-        They take free blocks, which nothing else of the step needs, and no more than there are. The
-        proposer is asked when the sequences have them, as it may compute with them.
+        They take free blocks, which nothing else of the step needs, and no more than there are.
         """
-        asked: list[Sequence] = []
-        most: list[int] = []
+        most: dict[Sequence, int] = {}
         candidates = [self._candidate(seq, not seq.num_pending_tokens) for seq in seqs]
         for seq, number in zip(seqs, self.costs.worthwhile(candidates, num_tokens), strict=True):
-            number = min(number, budget, MOST_DRAFTS // len(seqs))  # others may be padded to it
-            room = number and blocks.grow(seq, seq.num_tokens + number) - seq.num_tokens
+            number = min(number, budget, MOST_DRAFTS // len(seqs))
+            room = self._room(seq, number, blocks)
             if room > 0:
-                asked.append(seq)
-                most.append(room)
+                most[seq] = room
                 budget -= room
-        if not asked:
+        return {seq: tokens for seq, tokens in self._propose(most, blocks).items() if tokens}
+
+    def plan(
+        self, seqs: list[Sequence], budget: int, blocks: BlockManager
+    ) -> tuple[int, dict[Sequence, list[int]]]:
+        """How many drafts each of `seqs` has in a decode step, and the drafts that the host makes.
+
+        Sequences take blocks for the most tokens that they may have then, as far as there are free
+        ones; the device uses no more.
+        """
+        if self._quiet:
+            self._quiet -= 1
+            return 0, {}
+        asked = [seq for seq in seqs if not (self.guesses and seq.is_guessable)]
+        unknown = [seq for seq in asked if seq.num_pending_tokens]
+        candidates = [self._candidate(seq, seq not in unknown) for seq in seqs]
+        numbers = self.costs.worthwhile(candidates, len(seqs))
+        number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
+        number = most_within(number, self.most_drafts)
+        if number == 0:
+            self._quiet = QUIET_STEPS
+            return 0, {}
+        limits = {seq: candidate.limit for seq, candidate in zip(seqs, candidates, strict=True)}
+        most = {seq: self._room(seq, min(number, limits[seq]), blocks) for seq in seqs}
+        proposed = self._propose({seq: most[seq] for seq in asked if most[seq] > 0}, blocks)
+        given = {seq: proposed.get(seq, []) for seq in asked}
+        if len(asked) == len(seqs):
+            number = max(map(len, given.values()))
+            if number == 0:
+                return 0, {}
+        return room_for(number, self.most_drafts), given
+
+    def _room(self, seq: Sequence, number: int, blocks: BlockManager) -> int:
+        """Give `seq` blocks for drafts; returns for how many of this number it has blocks."""
+        if number < 1:
+            return 0
+        sure = seq.num_tokens + seq.num_possible_tokens
+        return blocks.grow(seq, min(sure + number, seq.max_num_tokens - 1)) - sure
+
+    def _propose(
+        self, most: dict[Sequence, int], blocks: BlockManager
+    ) -> dict[Sequence, list[int]]:
+        """The proposer's drafts, as many of each as `most` says.
+
+        It is asked when the sequences have blocks, as it may compute with them.
+        """
+        if not most:
             return {}
-        proposed = zip(asked, most, self.proposer.propose(asked, most), strict=True)
-        drafts = {seq: tokens[:room] for seq, room, tokens in proposed}
+        asked = [*most]
+        proposed = self.proposer.propose(asked, [*most.values()])
+        drafts = {seq: tokens[: most[seq]] for seq, tokens in zip(asked, proposed, strict=True)}
         for seq, tokens in drafts.items():
             blocks.shrink(seq, seq.num_tokens + len(tokens))
             if not tokens and self.costs.waits:
                 self._pace(seq).learn(seq.num_tokens, 1, 0)
-        return {seq: tokens for seq, tokens in drafts.items() if tokens}
+        return drafts
+
+    def counted(
+        self, batch: Batch, outcome: list[int], blocks: BlockManager
+    ) -> Iterator[tuple[Sequence, int]]:
+        """The tokens that the device has accepted.
+
+        When those of a sequence have been taken, its blocks are published. Blocks that only wrong
+        drafts needed are freed, if no later step may need them.
+        """
+        width = batch.num_drafts + 3
+        for index, seq in enumerate(batch.seqs):
+            count, num_drafts, *tokens = outcome[index * width : (index + 1) * width]
+            if not seq.num_pending_tokens:
+                continue  # it has finished
+            seq.expect(count, batch.num_drafts)
+            for token_id in tokens[:count]:
+                yield seq, token_id
+            self._learn(batch, seq, num_drafts, max(0, count - 1))
+            if not seq.block_table:
+                continue  # it was preempted
+            end = seq.num_known_tokens - 1
+            blocks.publish(seq, end)
+            if not seq.num_possible_tokens:
+                blocks.shrink(seq, max(end, seq.num_cached_tokens))
+            blocks.pass_by(seq)
 
     def accepted(
         self, batch: Batch, drawn: Iterable[tuple[Sequence, int]]
@@ -99,11 +178,7 @@ class Speculator:
                 continue
             seq.drop_pending()
             end = seq.num_tokens - 1
-            num_accepted = end - seq.num_cached_tokens
-            batch.num_accepted += num_accepted
-            self._count(len(drafts), num_accepted)
-            num_judged = len(drafts) if seq.finish_reason is None else num_accepted
-            self._pace(seq).learn(seq.num_tokens, num_judged, num_accepted)
+            self._learn(batch, seq, len(drafts), end - seq.num_cached_tokens)
             seq.num_cached_tokens = end
             blocks.publish(seq, end)
             blocks.shrink(seq, end)
@@ -117,12 +192,21 @@ class Speculator:
         """Drop what an interrupt may have left half done."""
         self.proposer.reset()
 
-    def _count(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a sequence's drafts in a step: the first `num_accepted` were right."""
-        self.num_drafts += 1
+    def _learn(self, batch: Batch, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count a sequence's drafts in a step: the first `num_accepted` were right.
+
+        Where a step has drafts for all sequences, one without any counts as if it had a wrong one.
+        """
+        batch.num_drafted += num_drafts
+        batch.num_accepted += num_accepted
+        if num_drafts:
+            self.num_drafts += 1
         self.num_drafted += num_drafts
         for place in range(num_accepted):
             self.accepted_at[place] += 1
+        judged = num_drafts if seq.finish_reason is None else num_accepted
+        if judged or (batch.num_drafts and seq not in batch.drafts):
+            self._pace(seq).learn(len(seq.token_ids), max(1, judged), num_accepted)
 
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
         """What decides about its drafts; one more token always comes after them."""
@@ -141,10 +225,16 @@ class Speculator:
 
 
 def speculator_of(
-    config: SpeculativeConfig | None, costs: Costs, draft_model: Proposer | None
+    config: SpeculativeConfig | None,
+    costs: Costs,
+    draft_model: Proposer | None,
+    *,
+    in_table: bool = False,
+    guesses: bool = False,
 ) -> Speculator | None:
     """The speculator that the option asks for, if it does. `draft_model` is None for n-grams."""
     if config is None:
         return None
-    ngrams = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculator(draft_model or ngrams, config.num_speculative_tokens, costs=costs)
+    proposer = draft_model or NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    most = config.num_speculative_tokens
+    return Speculator(proposer, most, costs=costs, in_table=in_table, guesses=guesses)

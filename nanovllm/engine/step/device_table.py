@@ -1,7 +1,7 @@
 """The device table: a row on the device for each running sequence.
 
 A row holds what a decode step needs: the sequence's last token, which the step before has left
-there, its length, which each step increments, and its block table. `Ledger` is the host's view.
+there, its length, which each step increases, and its block table. `Ledger` is the host's view.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.step.transfer import Array, upload_ahead
-from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, TableState
+from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
 
 FEW = 1024  # changes that a device reads from the host's memory
 BUFFERS = 4  # two steps are in flight at most; of a draft model three, and one is launched
@@ -22,21 +22,45 @@ class TableLayout:
     """Where each column starts in one memory of 32-bit words, so that one list names all changes.
 
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
-    has room for `most_drafts`.
+    has room for `max_blocks` of `block_size` tokens, for `most_drafts`, and for a history of
+    `longest` tokens.
     """
 
-    def __init__(self, num_running: int, max_blocks: int, most_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        num_running: int,
+        max_blocks: int,
+        block_size: int,
+        most_drafts: int = 0,
+        longest: int = 0,
+    ) -> None:
+        self.block_size = block_size
         self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
-        self.max_blocks, self.most_drafts = max_blocks, most_drafts
+        self.max_blocks, self.most_drafts, self.longest = max_blocks, most_drafts, longest
         self.unused_row = num_rows - 1
-        self.tokens = 0  # two words each, as are the seeds
-        self.seeds = 2 * num_rows
-        self.lengths = 4 * num_rows
-        self.temperatures = 5 * num_rows
-        self.batch = 6 * num_rows
-        self.block_tables = 7 * num_rows
-        self.drafts = self.block_tables + num_rows * max_blocks
-        self.size = self.drafts + num_rows * most_drafts
+        self.size = 0
+        # What ranks share: a step's results. Tokens have two words each, as have the seeds.
+        self.tokens = self._add(2)
+        has_drafts = most_drafts > 0
+        self.lengths = self._add(1)
+        self.counts = self._add(has_drafts)
+        self.recent = self._add(most_drafts + has_drafts)
+        self.seeds = self._add(2)
+        self.temperatures = self._add(1)
+        self.batch = self._add(1)
+        self.block_tables = self._add(max_blocks)
+        self.drafts = self._add(most_drafts)
+        self.are_given = self._add(has_drafts)
+        self.limits = self._add(has_drafts)
+        self.history = self._add(longest)
+        self.luck = self.size
+        self.size += 1
+
+    def _add(self, width: int) -> int:
+        """A further column of `width` words for each row; returns where it starts."""
+        start = self.size
+        self.size += self.num_rows * width
+        return start
 
 
 class TableChanges(NamedTuple):
@@ -69,25 +93,42 @@ class DeviceTable:
             longs = torch.from_numpy(np.zeros(num_longs, np.int64))
         else:
             longs = torch.zeros(num_longs, dtype=torch.long, device=device)
-        words = longs.view(torch.int32)[: layout.size]
-        self._words = words
+        self._words = words = longs.view(torch.int32)[: layout.size]
         self.layout = layout
-        self.state = TableState(
-            tokens=words[: layout.seeds].view(torch.long),
-            seeds=words[layout.seeds : layout.lengths].view(torch.long),
-            lengths=words[layout.lengths : layout.temperatures],
-            temperatures=words[layout.temperatures : layout.batch].view(torch.float32),
-            batch=words[layout.batch : layout.block_tables],
-            block_tables=words[layout.block_tables : layout.drafts].view(layout.num_rows, -1),
-            drafts=words[layout.drafts :].view(layout.num_rows, layout.most_drafts),
-        )
 
+        def column(start: int, width: int = 1) -> torch.Tensor:
+            return words[start : start + layout.num_rows * width]
+
+        def columns(start: int, width: int) -> torch.Tensor:
+            return column(start, width).view(layout.num_rows, width)
+
+        most, has_drafts = layout.most_drafts, layout.most_drafts > 0
+        self.state = TableState(
+            tokens=column(layout.tokens, 2).view(torch.long),
+            seeds=column(layout.seeds, 2).view(torch.long),
+            lengths=column(layout.lengths),
+            temperatures=column(layout.temperatures).view(torch.float32),
+            batch=column(layout.batch),
+            block_tables=columns(layout.block_tables, layout.max_blocks),
+            drafts=DraftState(
+                tokens=columns(layout.drafts, most),
+                are_given=column(layout.are_given, has_drafts),
+                limits=column(layout.limits, has_drafts),
+                counts=column(layout.counts, has_drafts),
+                recent=columns(layout.recent, most + has_drafts),
+                history=columns(layout.history, layout.longest),
+                luck=words[layout.luck :],
+            ),
+        )
+        # What a step leaves for the next one, in the ranks that have drawn its tokens.
+        self.results = words[: layout.seeds] if most else self.state.tokens
         self.clear()
 
     def clear(self) -> None:
         """No row has an owner, and the batch is empty."""
         self.state.lengths.fill_(UNUSED_LENGTH)
         self.state.batch.fill_(self.layout.unused_row)
+        self.state.drafts.are_given.zero_()
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""

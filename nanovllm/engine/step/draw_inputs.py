@@ -27,8 +27,6 @@ Draw = tuple[Sequence, list[int]]  # a sequence, and the drafts that come before
 class DrawInputs:
     """B samples on the host: temperatures and keys [B], what narrows them, what is reported.
 
-    `samples` says which of the step's samples they are, if they are not the first ones.
-
     Temperatures and keys are None if all rows are greedy, or if the device has them. Rows with the
     same kinds of filters are in one part, and parts are small enough that copies of their logits
     take bounded memory. The filters' tensors are on the CPU.
@@ -40,7 +38,6 @@ class DrawInputs:
     keys: Array | None = None
     filters: list[Filters] = field(default_factory=list)
     report: ReportInputs | None = None
-    samples: Array | None = None
 
 
 def draw_inputs(
@@ -65,8 +62,6 @@ def draw_inputs(
         if seq.is_narrowed
     }
     inputs.filters = _parts(narrowed, vocab_size, device_type) if narrowed else []
-    if computed is not None and computed.num_queries > 1:
-        inputs.samples = _samples(offsets, computed.num_queries)
     if computed is not None and computed.token_ids is not None and not inputs.filters:
         return inputs
     inputs.is_greedy = not any(seq.temperature > 0 for seq in seqs)
@@ -74,13 +69,6 @@ def draw_inputs(
         inputs.temperatures = np.array([temperature_of(seq) for seq in seqs], np.float32)
         inputs.keys = np.array([*map(noise_key, seqs, offsets)])
     return inputs
-
-
-def _samples(offsets: list[int], num_queries: int) -> Array | None:
-    """The samples of sequences that may have fewer drafts than the step has room for."""
-    firsts = np.cumsum(np.array(offsets) == 0) - 1
-    samples = firsts * num_queries + offsets
-    return None if samples[-1] == len(samples) - 1 else samples
 
 
 def needs_logits(seqs: list[Sequence]) -> bool:

@@ -10,7 +10,6 @@ from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.ledger import Ledger
 from nanovllm.engine.step.reports import Report, ReportInputs, prompt_report_inputs
 from nanovllm.engine.step.transfer import Array
-from nanovllm.engine.step_size import room_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +81,10 @@ def step_inputs(
     prompt_reports: list[Report],
     whole_logits: bool = True,
 ) -> StepInputs:
-    """The inputs of a batch's step; the ledger counts its changes as sent.
-
-    Drafts for which the table has no room are computed as a prefill's tokens are.
-    """
-    if not batch.is_prefill and (not batch.drafts or ledger.layout.most_drafts):
-        changed = ledger.decode(batch.seqs, batch.drafts)
-        longest = max(map(len, batch.drafts.values()), default=0)
-        queries = 1 + room_for(longest, ledger.layout.most_drafts) if longest else 1
+    """The inputs of a batch's step; the ledger counts its changes as sent."""
+    if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
+        changed = ledger.decode(batch.seqs, batch.num_drafts, batch.drafts)
+        queries = 1 + batch.num_drafts
         return StepInputs(len(batch.seqs), *changed, num_queries=queries, whole_logits=whole_logits)
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])

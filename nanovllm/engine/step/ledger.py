@@ -14,10 +14,11 @@ from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.step.device_table import TableChanges, TableLayout
 from nanovllm.engine.step.draw_inputs import temperature_of
 from nanovllm.engine.step.transfer import Array
+from nanovllm.kernels.plain.accept import LUCK_BITS
 from nanovllm.kernels.plain.read_table import NO_DRAFT
 
 UNKNOWN = -2  # in arrays: differs from every length and every row
-NO_DRAFTS: Mapping[Sequence, list[int]] = {}
+NONE_GIVEN: Mapping[Sequence, list[int]] = {}
 
 
 class Ledger:
@@ -26,6 +27,9 @@ class Ledger:
     It relies on how sequences keep their block tables: a list that grows, and a new list when they
     start over. A token in flight stays in its sequence's row until the host has read it: sequences
     with a token in flight are running or finished, so only running sequences need rows.
+
+    After a step with drafts only the device knows a row's last token and length. Such a row is
+    ahead, and nothing of that is sent until a step without drafts: by then the host knows them.
     """
 
     def __init__(self, layout: TableLayout) -> None:
@@ -44,32 +48,42 @@ class Ledger:
         self._num_blocks = np.zeros(num_rows, np.int64)
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
+        self._is_ahead = np.zeros(num_rows, bool)
+        self._is_given = np.full(num_rows, UNKNOWN)
+        self._num_remembered = np.zeros(num_rows, np.int64)  # tokens of the history, at least
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
         self._last_tables: list[list[int]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
     def decode(
-        self, seqs: list[Sequence], drafts: Mapping[Sequence, list[int]] = NO_DRAFTS
+        self,
+        seqs: list[Sequence],
+        num_drafts: int = 0,
+        given: Mapping[Sequence, list[int]] = NONE_GIVEN,
     ) -> tuple[int, TableChanges]:
         """The width of the block tables of a decode step, and the changes to send.
 
         The rows hold the sequences' last tokens, except for a prompt that was cached up to its last
-        token, and after a step with drafts: only the host knows which of its tokens count.
+        token. In a step with `num_drafts`, those that are not `given` are guessed by the device.
         """
         layout = self.layout
         rows, width = self._change_blocks(seqs)
         lengths = np.fromiter((seq.num_cached_tokens for seq in seqs), np.int64, len(seqs))
-        stale = np.flatnonzero(self._lengths[rows] != lengths)
+        is_behind = ~self._is_ahead[rows]
+        stale = np.flatnonzero((self._lengths[rows] != lengths) & is_behind)
         self._change_each(layout.lengths + rows[stale], lengths[stale])
-        for index in np.flatnonzero(self._num_tokens[rows] != lengths + 1).tolist():
+        unknown = (self._num_tokens[rows] != lengths + 1) & is_behind
+        for index in np.flatnonzero(unknown).tolist():
             token_id = seqs[index].token_ids[-1]
             assert token_id != PENDING
             self._change(layout.tokens + 2 * int(rows[index]), [token_id, 0])
-        self._lengths[rows] = UNKNOWN if drafts else lengths + 1
-        self._num_tokens[rows] = UNKNOWN if drafts else lengths + 2
-        if drafts:
-            self._change_drafts(rows, [drafts.get(seq, []) for seq in seqs])
+        self._lengths[rows] = lengths + 1
+        self._num_tokens[rows] = lengths + 2
+        self._is_ahead[rows] = num_drafts > 0
+        if num_drafts:
+            self._change_drafts(seqs, rows, given)
+            self._remember([(seqs[i], int(rows[i])) for i in np.flatnonzero(is_behind).tolist()])
         if rows is not self._batch_rows:
             self._change_batch(rows)
         return width, self._take_changes()
@@ -86,6 +100,7 @@ class Ledger:
         the unused row, and the next decode step writes the token.
         """
         rows, width = self._change_blocks(seqs)
+        self._distrust(rows[self._is_ahead[rows]])
         sample_table_rows = self._rows_of(sampling_seqs)
         if sampling_seqs:
             self._num_tokens[sample_table_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
@@ -99,6 +114,10 @@ class Ledger:
         """Let the next decode step write the last tokens of `seqs`: the rows may hold others."""
         self._num_tokens[self._rows_of(seqs)] = UNKNOWN
 
+    def set_luck(self, chance: float) -> None:
+        """Let the device accept drafts by chance, right or wrong: for measurements."""
+        self._change(self.layout.luck, [int(chance * 2**LUCK_BITS)])
+
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
         tables = [seq.block_table for seq in seqs]
@@ -110,6 +129,8 @@ class Ledger:
                 if self._tables[row] is not table:
                     self._tables[row] = table
                     self._num_blocks[row] = 0
+                    if self._is_ahead[row]:  # of a sequence that starts over
+                        self._distrust(row)
             self._last_tables = tables
         rows = self._last_rows
         known = self._num_blocks[rows]
@@ -117,6 +138,11 @@ class Ledger:
             start = int(known[index])
             first = self.layout.block_tables + int(rows[index]) * self.layout.max_blocks
             self._change(first + start, tables[index][start:])
+            if self.layout.most_drafts:
+                limit = min(
+                    len(tables[index]) * self.layout.block_size, seqs[index].max_num_tokens - 1
+                )
+                self._change(self.layout.limits + int(rows[index]), [limit])
         self._num_blocks[rows] = sizes
         return rows, int(sizes.max())
 
@@ -127,11 +153,39 @@ class Ledger:
         self._change_each(self.layout.batch + stale, batch[stale])
         self._batch, self._batch_rows = batch, rows
 
-    def _change_drafts(self, rows: Array, drafts: list[list[int]]) -> None:
-        most = self.layout.most_drafts
-        for row, tokens in zip(rows.tolist(), drafts, strict=True):
+    def _change_drafts(
+        self, seqs: list[Sequence], rows: Array, given: Mapping[Sequence, list[int]]
+    ) -> None:
+        layout, most = self.layout, self.layout.most_drafts
+        are_given = np.fromiter((seq in given for seq in seqs), np.int64, len(seqs))
+        stale = np.flatnonzero(self._is_given[rows] != are_given)
+        self._change_each(layout.are_given + rows[stale], are_given[stale])
+        self._is_given[rows] = are_given
+        for index in np.flatnonzero(are_given).tolist():
+            tokens = given[seqs[index]]
             padded = tokens + [NO_DRAFT] * (most - len(tokens))
-            self._change(self.layout.drafts + row * most, padded)
+            self._change(layout.drafts + int(rows[index]) * most, padded)
+
+    def _remember(self, behind: list[tuple[Sequence, int]]) -> None:
+        """Send what the history lacks of rows that the last step did not guess for.
+
+        All their tokens are known but the last one, which is in its place.
+        """
+        layout = self.layout
+        for seq, row in behind:
+            self._change(layout.counts + row, [1])
+            end = len(seq.token_ids) - 1
+            if layout.longest:
+                start = int(self._num_remembered[row])
+                self._change(
+                    layout.history + row * layout.longest + start, seq.token_ids[start:end]
+                )
+                self._num_remembered[row] = end
+
+    def _distrust(self, rows: Array | int) -> None:
+        """Let the next decode step write the lengths and the last tokens of rows that are ahead."""
+        self._lengths[rows] = self._num_tokens[rows] = UNKNOWN
+        self._is_ahead[rows] = False
 
     def _rows_of(self, seqs: list[Sequence]) -> Array:
         rows = self._rows
@@ -150,7 +204,10 @@ class Ledger:
                     self._free.append(row)
         row = self._free.pop()
         self._owners[row] = weakref.ref(seq)
+        if self._is_ahead[row]:
+            self._distrust(row)
         self._num_tokens[row] = UNKNOWN
+        self._num_remembered[row] = 0
         self._change(self.layout.seeds + 2 * row, _words(seq.seed & (2**64 - 1), np.uint64))
         self._change(self.layout.temperatures + row, _words(temperature_of(seq), np.float32))
         return row

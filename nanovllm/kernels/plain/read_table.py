@@ -15,12 +15,28 @@ UNUSED_LENGTH = -1  # the length of a row that no sequence owns
 NO_DRAFT = -1
 
 
+class DraftState(NamedTuple):
+    """What the device table has for drafts: empty columns where there are none.
+
+    A row's drafts are tokens that may come after its last one, NO_DRAFT where there are fewer. The
+    host gives them, or they are guessed at the beginning of the step that verifies them. The last
+    `counts` tokens of a row are those that its last step has added: the `recent` ones.
+    """
+
+    tokens: torch.Tensor  # [rows, most drafts] in int32
+    are_given: torch.Tensor  # [rows] in int32: 1 where the host gives them
+    limits: torch.Tensor  # [rows] in int32: the first position that has no block or no use
+    counts: torch.Tensor  # [rows] in int32
+    recent: torch.Tensor  # [rows, 1 + most drafts] in int32
+    history: torch.Tensor  # [rows, any] in int32: tokens by position, without the recent ones
+    luck: torch.Tensor  # [1] in int32: a wrong draft counts as right in luck * 2^-20 of all cases
+
+
 class TableState(NamedTuple):
     """The device table: columns with one entry for each row, and the batch of a decode step.
 
     A length counts the tokens in the cache, so it is the position of the row's next token. An
-    unused row has UNUSED_LENGTH. Drafts are tokens that may come after the last one; NO_DRAFT fills
-    the rest of their columns.
+    unused row has UNUSED_LENGTH.
     """
 
     tokens: torch.Tensor  # [rows] in int64: each sequence's last token, the next step's input
@@ -29,7 +45,7 @@ class TableState(NamedTuple):
     temperatures: torch.Tensor  # [rows] in float32
     batch: torch.Tensor  # [any] in int32: row numbers
     block_tables: torch.Tensor  # [rows, any] in int32
-    drafts: torch.Tensor  # [rows, any] in int32
+    drafts: DraftState
 
 
 class Decoding(NamedTuple):
@@ -55,8 +71,8 @@ def read_table(
 
     Block tables are the first `width` columns. Entries after a row's last block have no meaning.
 
-    With several queries for each row, which are its last token and its first drafts, only the host
-    will know which tokens count: lengths stay, and drawn tokens go to the table's last row.
+    With several queries for each row, which are its last token and its first drafts, lengths stay,
+    and `rows` is the table's last one: `accept` updates the row when the tokens are drawn.
     """
     rows = table.batch[:num_rows].long()
     block_tables = table.block_tables[:, :width][rows]
@@ -66,9 +82,11 @@ def read_table(
     if num_queries == 1:
         table.lengths[rows] = lengths + used
     else:
-        drafts = table.drafts[rows, : num_queries - 1].long()
-        used = (F.pad(drafts, (1, 0)) != NO_DRAFT) & used[:, None]
-        lengths = (lengths[:, None] + torch.arange(num_queries, device=rows.device)).where(used, -1)
+        drafts = table.drafts.tokens[rows, : num_queries - 1].long()
+        lengths = lengths[:, None] + torch.arange(num_queries, device=rows.device)
+        used = used[:, None] & (F.pad(drafts, (1, 0)) != NO_DRAFT)
+        used &= lengths < table.drafts.limits[rows, None]
+        lengths = lengths.where(used, -1)
         tokens = torch.cat([tokens[:, None], drafts], dim=1).flatten()
         used, lengths = used.flatten(), lengths.flatten().int()
         rows, tables = (x.repeat_interleave(num_queries, dim=0) for x in (rows, block_tables))

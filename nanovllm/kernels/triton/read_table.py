@@ -17,7 +17,7 @@ BLOCK = 1024  # columns of a block table that are copied together
 @triton.jit(do_not_specialize=["stride", "width", "unused_row"])  # or a step compiles another
 def _read_table_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, seeds_ptr, lengths_ptr, temperatures_ptr, batch_ptr, tables_ptr,
-    drafts_ptr, longs_ptr, context_lens_ptr, out_tables_ptr, out_temperatures_ptr,
+    drafts_ptr, limits_ptr, longs_ptr, context_lens_ptr, out_tables_ptr, out_temperatures_ptr,
     stride, most_drafts, max_blocks, width, block_size, unused_row,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def _read_table_kernel(  # type: ignore[no-untyped-def]
     if QUERIES > 1:
         is_draft = query > 0
         draft = tl.load(drafts_ptr + row * most_drafts + query - 1, mask=is_draft, other=0)
-        used = used & (draft >= 0)
+        used = used & (draft >= 0) & (length + query < tl.load(limits_ptr + row))
         length = tl.where(used, length + query, -1)
     position = tl.maximum(length, 0)
     table_ptr = tables_ptr + row * max_blocks
@@ -68,7 +68,7 @@ def read_table(
     """The inputs of the first `num_rows` rows of the batch; adds 1 to their lengths in the table.
 
     Block tables are filled up with block 0. Bytes moved: the inputs once, the blocks in use twice.
-    With several queries for each row, lengths stay, and drawn tokens go to the table's last row.
+    With several queries for each row, lengths stay, and `rows` is the table's last one.
     """
     device = table.tokens.device
     size = num_rows * num_queries
@@ -76,12 +76,13 @@ def read_table(
     context_lens = torch.empty(size, dtype=torch.int32, device=device)
     temperatures = torch.empty(size, dtype=torch.float32, device=device)
     block_tables = torch.empty(num_rows, width, dtype=torch.int32, device=device)
-    assert table.block_tables.stride(1) == 1 and num_queries <= 1 + table.drafts.shape[1]
+    drafts = table.drafts
+    assert table.block_tables.stride(1) == 1 and num_queries <= 1 + drafts.tokens.shape[1]
     _read_table_kernel[(size,)](
         table.tokens, table.seeds, table.lengths, table.temperatures, table.batch,
-        table.block_tables, table.drafts, longs, context_lens, block_tables, temperatures,
-        longs.stride(0), table.drafts.stride(0), table.block_tables.stride(0), width, block_size,
-        len(table.tokens) - 1,
+        table.block_tables, drafts.tokens, drafts.limits, longs, context_lens, block_tables,
+        temperatures, longs.stride(0), drafts.tokens.stride(0), table.block_tables.stride(0),
+        width, block_size, len(table.tokens) - 1,
         QUERIES=num_queries, BLOCK=BLOCK,
     )  # fmt: skip
     rows, input_ids, positions, slot_mapping, keys = longs[:, :size]

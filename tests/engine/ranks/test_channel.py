@@ -192,7 +192,7 @@ def test_long_prompts_arrive_whole(
         seq.block_table = list(range(index, index + length // 16))
         seq.num_scheduled_tokens = length
         seqs.append(seq)
-    ledger = Ledger(TableLayout(num_prompts, length // 16))
+    ledger = Ledger(TableLayout(num_prompts, length // 16, 16))
     prefill = step_inputs(Batch(seqs, is_prefill=True), 16, ledger, []).prefill
     assert prefill is not None
     writer = Writer(2, no_check)

@@ -41,7 +41,7 @@ def make_seq(num_tokens: int, block_table: list[int], num_scheduled: int = 1) ->
 @settings(max_examples=300, deadline=None)
 def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
     """Batches grow, shrink and stay; tables change a little or completely."""
-    ledger = Ledger(TableLayout(10, 20))
+    ledger = Ledger(TableLayout(10, 20, 16))
     seqs: list[Sequence] = []
     for step in range(data.draw(st.integers(1, 10))):
         for seq in seqs:
@@ -67,7 +67,7 @@ def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
 
 def test_a_decode_step_sends_only_what_has_changed() -> None:
     """64 sequences of 65,536 tokens: a decode step sends new blocks, and nothing else."""
-    ledger, sizes = Ledger(TableLayout(64, 5000)), []
+    ledger, sizes = Ledger(TableLayout(64, 5000, 16)), []
     seqs = [make_seq(65_536, list(range(4096))) for _ in range(64)]
     for step in range(40):
         grown = 0

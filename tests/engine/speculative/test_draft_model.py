@@ -685,7 +685,7 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near
             assert ends_of(got) == ends_of(expected)
             if draft == model_dir:
                 assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
-            assert sum(speculator.accepted_at) > 50
+            assert sum(speculator.accepted_at) > 30
             audit_at_rest(llm)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from drafts import Adversary, speculate
+from drafts import Adversary, speculate, speculate_in_table
 from reference import (
     HARD,
     SMALL_POOL,
@@ -160,6 +160,77 @@ def test_greedy_drafts_keep_what_transformers_generates(name: str, standard: Cas
         assert llm.stats()["prefix_cache_hits"] > 0 or not llm.config.enable_prefix_caching
 
 
+# Where the device guesses and accepts, a step is launched before it is known how far the last came.
+TABLE_REGIMES: dict[str, dict[str, Any]] = {
+    "all at once": ROWS,
+    "overlap": dict(ROWS, overlap=True),
+    "overlap, blocks of 4": dict(ROWS, overlap=True, kvcache_block_size=4),
+    "overlap, three at a time": dict(ROWS, overlap=True, max_num_seqs=3),
+    "overlap, small pool, budget 16": dict(HARD, **ROWS, overlap=True),
+    "overlap, small pool": dict(SMALL_POOL, **ROWS, overlap=True),
+    "overlap, no prefix cache": dict(ROWS, overlap=True, enable_prefix_caching=False),
+    "mixed, overlap, small pool": dict(HARD, **ROWS, scheduling="mixed", overlap=True),
+}
+
+
+def known_texts(prompts: list[list[int]], outputs: list[list[list[int]]]) -> list[list[int]]:
+    """Each prompt with each of its outputs."""
+    return [
+        prompt + token_ids
+        for prompt, samples in zip(prompts, outputs, strict=True)
+        for token_ids in samples
+    ]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", TABLE_REGIMES)
+def test_guesses_of_the_device_keep_what_transformers_generates(
+    name: str, graphs: bool, standard: Case
+) -> None:
+    with make_llm(standard.path, **TABLE_REGIMES[name]) as llm:
+        texts = known_texts(standard.prompts, [[tokens] for tokens in standard.tokens])
+        speculator, guesser = speculate_in_table(llm, texts, len(name), VOCAB_SIZE)
+        if graphs:
+            shard = llm.model_runner.shard
+            shard.graphs = shard.decode_graphs(llm.config.max_num_running)
+        assert_same(generate(llm, standard), standard.expected)
+        audit_at_rest(llm)
+        assert guesser.num_guesses > 100
+        assert 30 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert_same(generate(llm, standard), standard.expected)  # from the cache
+
+
+@pytest.mark.parametrize("name", TABLE_REGIMES)
+def test_guesses_of_the_device_keep_every_output(name: str, model_dir: Path) -> None:
+    """Beside sequences whose tokens the host must know, and all that narrows a draw."""
+    params = sampled_params([*PARAMS, *PARAMS[:4], *READERS])
+    with make_llm(model_dir, **TABLE_REGIMES[name]) as llm:
+        llm.scheduler.speculator = None
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        ids = [[one.token_ids for one in output.outputs] for output in expected]
+        speculator, guesser = speculate_in_table(llm, known_texts(PROMPTS, ids), 3, VOCAB_SIZE)
+        got = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert all_samples(got) == all_samples(expected)
+        assert guesser.num_guesses > 50
+        assert 50 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        audit_at_rest(llm)
+
+
+def test_steps_with_guesses_overlap(model_dir: Path) -> None:
+    """The next one is launched before the tokens of the last are known."""
+    with make_llm(model_dir, **ROWS, overlap=True) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+        expected = [output.token_ids for output in outputs]
+        texts = known_texts(PROMPTS[:3], [[token_ids] for token_ids in expected])
+        speculate_in_table(llm, texts, 1, VOCAB_SIZE)
+        scheduler = llm.scheduler
+        must_wait, waits = scheduler.must_wait, []
+        scheduler.must_wait = lambda batch: waits.append(must_wait(batch)) or waits[-1]  # type: ignore
+        assert_same(llm.generate(PROMPTS[:3], params, use_tqdm=False), expected)
+        assert len(waits) > 5 and not any(waits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, HARD, ROWS])
@@ -264,7 +335,11 @@ def test_drafts_with_an_fp8_cache(options: dict[str, Any], standard: Case) -> No
         assert same >= 0.9 * len(expected) and sum(speculator.accepted_at) > 100
 
 
-@pytest.mark.parametrize("options", [{}, dict(SMALL_POOL, overlap=True)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(SMALL_POOL, overlap=True), dict(attention_backend="torch", overlap=True),
+     dict(attention_backend="torch", overlap=True, tensor_parallel_size=2)],
+)  # fmt: skip
 def test_ngrams_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     """The option, from end to end: some texts repeat themselves, others do not."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -432,22 +507,41 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> N
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("max_num_seqs", [1, 8])
-def test_ngrams_on_a_gpu(max_num_seqs: int, model_dir: Path) -> None:
-    """A step of so small a model is too short to wait for its tokens: costs are replaced."""
-    gpu: dict[str, Any] = dict(
-        device="cuda", gpu_memory_utilization=0.05, max_num_seqs=max_num_seqs
-    )
+@pytest.mark.parametrize(
+    "options",
+    [dict(max_num_seqs=1), dict(max_num_seqs=8), dict(enforce_eager=True, overlap=True),
+     dict(SMALL_POOL), dict(tensor_parallel_size=2)],
+)  # fmt: skip
+def test_ngrams_on_a_gpu(options: dict[str, Any], model_dir: Path) -> None:
+    """A step of so small a model is too short for wrong drafts: costs are replaced.
+
+    Few tokens are allowed, or one is very likely, so that many drafts are right.
+    """
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    gpu: dict[str, Any] = dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
+    gpu |= options
+    choices: list[dict[str, Any]] = [
+        dict(temperature=0, allowed_token_ids=[5, 6, 9]), dict(temperature=0),
+        dict(temperature=0.3), dict(temperature=1.0, allowed_token_ids=[7, 8]),
+        dict(temperature=0.5, top_k=2), dict(temperature=0, logit_bias={44: 9.0}, logprobs=1),
+        dict(temperature=0, allowed_token_ids=[5, 6], presence_penalty=0.5),
+        dict(temperature=0, allowed_token_ids=[5, 6], min_tokens=30),
+    ]  # fmt: skip
     params = [
-        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[5, 6, i])
-        for i in range(8, 16)
+        SamplingParams(max_tokens=60, ignore_eos=i % 2 == 0, seed=i, **choices[i % len(choices)])
+        for i in range(16)
     ]
     with make_llm(model_dir, **gpu) as plain:
-        expected = plain.generate(PROMPTS[:8], params, use_tqdm=False)
+        expected = plain.generate(PROMPTS[:16], params, use_tqdm=False)
     with make_llm(model_dir, **gpu, speculative_config={"method": "ngram"}) as llm:
-        assert llm.scheduler.speculator is not None
+        assert llm.scheduler.speculator is not None and llm.scheduler.speculator.guesses
         llm.scheduler.speculator.costs = TokenCosts()
-        got = llm.generate(PROMPTS[:8], params, use_tqdm=False)
-        assert [one.token_ids for one in got] == [one.token_ids for one in expected]
-        assert llm.stats().accepted_tokens > 50
+        for _ in range(2):
+            got = llm.generate(PROMPTS[:16], params, use_tqdm=False)
+            assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+        pairs = zip(PROMPTS[:16], params, strict=True)
+        alone = [llm.generate(*pair, use_tqdm=False)[0] for pair in pairs]
+        assert [one.token_ids for one in alone] == [one.token_ids for one in expected]
+        assert llm.stats().accepted_tokens > 100
         audit_at_rest(llm)

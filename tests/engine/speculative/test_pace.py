@@ -189,9 +189,11 @@ def test_a_stop_that_was_guessed_is_no_wrong_draft() -> None:
 
 
 def test_drafts_are_counted_by_place() -> None:
-    speculator = Speculator(Known(0, 2), 4)
+    speculator, seq = Speculator(Known(0, 2), 4), make_seq()
+    batch = Batch([seq], is_prefill=False, drafts={seq: [1] * 4})
     for num_accepted in (0, 2, 4):
-        speculator._count(4, num_accepted)
+        speculator._learn(batch, seq, 4, num_accepted)
+    assert (batch.num_drafted, batch.num_accepted) == (12, 6)
     assert (speculator.num_drafts, speculator.num_drafted) == (3, 12)
     assert speculator.accepted_at == [2, 2, 1, 1]
 

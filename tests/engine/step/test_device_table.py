@@ -14,7 +14,7 @@ from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.draw_inputs import noise_key
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.ledger import Ledger
-from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.kernels.plain.read_table import NO_DRAFT, Decoding, TableState
 from nanovllm.kernels.table import PLAIN
 
 BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5
@@ -25,7 +25,7 @@ class Engine:
     """What an engine does with rows, without a model: a token is the number of its step."""
 
     def __init__(self) -> None:
-        layout = TableLayout(MOST, MAX_BLOCKS)
+        layout = TableLayout(MOST, MAX_BLOCKS, BLOCK_SIZE)
         self.table, self.ledger = DeviceTable(layout, CPU), Ledger(layout)
         self.seqs: list[Sequence] = []
         self.next_block = 0
@@ -331,7 +331,7 @@ def test_a_row_has_no_token_of_its_earlier_owner() -> None:
 def test_keys_and_temperatures_fit_into_words(temperature: float, seed: int) -> None:
     seq = Sequence([1], SamplingParams(temperature=temperature, seed=seed), index=int(seed > 1))
     seq.block_table, seq.num_scheduled_tokens = [0], 1
-    layout = TableLayout(1, 1)
+    layout = TableLayout(1, 1, BLOCK_SIZE)
     table, ledger = DeviceTable(layout, CPU), Ledger(layout)
     inputs = step_inputs(Batch([seq], is_prefill=False), BLOCK_SIZE, ledger, [])
     table.write(inputs.changes)
@@ -339,3 +339,93 @@ def test_keys_and_temperatures_fit_into_words(temperature: float, seed: int) -> 
     assert decoding.keys.tolist() == [noise_key(seq)]
     assert 0 < decoding.temperatures.item() < float("inf")
     assert decoding.input_ids.tolist() == [1]
+
+
+def drafting_engine(most: int = 3) -> Engine:
+    """An engine whose table has room for drafts, with two sequences that decode."""
+    engine = Engine()
+    known_tokens.clear()
+    layout = TableLayout(MOST, MAX_BLOCKS, BLOCK_SIZE, most, BLOCK_SIZE * MAX_BLOCKS)
+    engine.table, engine.ledger = DeviceTable(layout, CPU), Ledger(layout)
+    for length in (5, 9):
+        engine.come(length)
+    engine.prefill(engine.seqs, 100)
+    return engine
+
+
+def guess(engine: Engine, accepted: list[int], given: dict[Sequence, list[int]]) -> TableState:
+    """A step with three drafts each, of which so many are right; returns what it found."""
+    seqs = engine.seqs
+    for seq in seqs:
+        engine.grow(seq)
+        seq.num_scheduled_tokens = 1
+    batch = Batch(seqs, is_prefill=False, drafts=given, num_drafts=3)
+    engine.write(step_inputs(batch, BLOCK_SIZE, engine.ledger, []))
+    state = engine.table.state
+    found = TableState(*(column.clone() for column in state[:-1]), state.drafts)
+    rows = state.batch[: len(seqs)].long()
+    for row, seq, number in zip(rows.tolist(), seqs, accepted, strict=True):
+        state.lengths[row] += 1 + number
+        state.tokens[row] = engine.step
+        seq.token_ids += [PENDING]
+        seq.num_pending_tokens, seq.num_possible_tokens = 1, 3
+        seq.num_cached_tokens += 1
+    return found
+
+
+def take(engine: Engine, accepted: list[int]) -> None:
+    """The host learns what was accepted."""
+    for seq, number in zip(engine.seqs, accepted, strict=True):
+        seq.expect(1 + number, 3)
+        seq.token_ids[-1 - number :] = [engine.step] * (1 + number)
+        seq.num_pending_tokens = 0
+        engine.grow(seq)
+
+
+def test_a_row_that_is_ahead_is_left_alone() -> None:
+    """After drafts only the device knows lengths and tokens: they are not sent."""
+    engine = drafting_engine()
+    for seq in engine.seqs:
+        engine.read(seq)
+    guess(engine, [2, 0], {})
+    found = guess(engine, [0, 1], {})  # before the host knows of the first two
+    assert engine.num_changes == 0
+    rows = found.batch[:2].tolist()
+    assert found.lengths[rows].tolist() == [5 + 3, 9 + 1]
+
+
+def test_a_step_without_drafts_goes_on_from_those_that_were_accepted() -> None:
+    engine = drafting_engine()
+    for seq in engine.seqs:
+        engine.read(seq)
+    guess(engine, [2, 0], {})
+    take(engine, [2, 0])
+    engine.decode(engine.seqs, padding=1)  # asserts that lengths and tokens are right
+    assert engine.num_changes <= 6, "a block and a limit, and no lengths"
+
+
+def test_what_a_row_was_sent_for_drafts() -> None:
+    """Its history without the last token, where blocks end, and drafts that are given."""
+    engine = drafting_engine()
+    for seq in engine.seqs:
+        engine.read(seq)
+    guess(engine, [0, 0], {engine.seqs[1]: [7, 8]})
+    drafts, rows = engine.table.state.drafts, engine.table.state.batch[:2].tolist()
+    for row, seq in zip(rows, engine.seqs, strict=True):
+        end = seq.num_tokens - 2
+        assert drafts.history[row, :end].tolist() == seq.token_ids[:end]
+        assert drafts.limits[row] == len(seq.block_table) * BLOCK_SIZE
+    assert drafts.are_given[rows].tolist() == [0, 1] and drafts.counts[rows].tolist() == [1, 1]
+    assert drafts.tokens[rows[1]].tolist() == [7, 8, NO_DRAFT]
+
+
+def test_a_preempted_row_that_was_ahead_is_written_again() -> None:
+    engine = drafting_engine()
+    for seq in engine.seqs:
+        engine.read(seq)
+    guess(engine, [1, 1], {})
+    take(engine, [1, 1])
+    for seq in engine.seqs:
+        engine.run(seq)
+    engine.prefill(engine.seqs, 100)
+    engine.decode(engine.seqs, padding=0)

@@ -1,0 +1,38 @@
+"""Accepting drafts: the last part of a decode step with several queries for each row.
+
+A draft is right if it equals the token that was drawn at its position. The tokens that count are
+those drawn after right drafts, and the one after the row's last token.
+"""
+
+import torch
+
+from nanovllm.kernels.plain.read_table import Decoding, TableState
+
+LUCK_BITS = 20
+
+
+def accept(
+    table: TableState, decoding: Decoding, token_ids: torch.Tensor, num_queries: int
+) -> torch.Tensor:
+    """Add the tokens that count to their rows; returns [B, 2 + num_queries] in int64.
+
+    These are the number of tokens that count, the number of drafts, and all tokens. `token_ids`
+    [B * num_queries] were drawn for the queries of `decoding`. A row whose first query was not used
+    gets nothing. To accept other tokens of the same step replaces what was accepted.
+    """
+    drawn = token_ids.view(-1, num_queries)
+    rows = table.batch[: len(drawn)].long()
+    lens, keys = (x[: drawn.numel()].view_as(drawn) for x in (decoding.context_lens, decoding.keys))
+    used, guessed = lens[:, 0] > 0, lens[:, 1:] > 0
+    drafts = table.drafts.tokens[rows, : num_queries - 1].long()
+    lucky = (keys[:, :-1] >> LUCK_BITS) % (1 << LUCK_BITS) < table.drafts.luck
+    drawn = torch.cat([drafts.where(lucky & guessed, drawn[:, :-1]), drawn[:, -1:]], dim=1)
+    right = (drawn[:, :-1] == drafts) & guessed
+    counts = (1 + right.cumprod(1).sum(1)) * used
+    outcome = torch.cat([counts[:, None], guessed.sum(1, keepdim=True), drawn], dim=1)
+    rows, drawn, counts, lens = (x[used] for x in (rows, drawn, counts, lens))
+    table.tokens[rows] = drawn.gather(1, counts[:, None] - 1).squeeze(1)
+    table.lengths[rows] = lens[:, 0] - 1 + counts.int()
+    table.drafts.counts[rows] = counts.int()
+    table.drafts.recent[rows, :num_queries] = drawn.int()
+    return outcome

@@ -1,0 +1,42 @@
+"""Guessing drafts from n-grams: what came after a row's last tokens when they occurred before."""
+
+import torch
+
+from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
+
+
+def guess_ngrams(
+    table: TableState, num_rows: int, num_drafts: int, shortest: int, longest: int
+) -> None:
+    """Write drafts for the first rows of the batch, except those whose drafts are given.
+
+    They are the tokens after the longest n-gram that ends the row and occurred before, of equal
+    ones the latest. Where the row's tokens end, the drafts repeat themselves. Before that, the
+    recent tokens are added to the history. With luck each row has drafts: if there is no n-gram,
+    its last token.
+    """
+    state = table.drafts
+    for row in table.batch[:num_rows].tolist():
+        last = int(table.lengths[row])
+        if last < 0:
+            continue
+        token_ids, count = state.history[row], int(state.counts[row])
+        token_ids[last - count + 1 : last] = state.recent[row, : count - 1]
+        token_ids[last] = table.tokens[row]
+        if state.are_given[row]:
+            continue
+        end = _end_of_match(token_ids[: last + 1].tolist(), shortest, longest)
+        if end:
+            where = end + torch.arange(num_drafts) % (last + 1 - end)
+            state.tokens[row, :num_drafts] = token_ids[where]
+        else:
+            state.tokens[row, :num_drafts] = token_ids[last] if state.luck else NO_DRAFT
+
+
+def _end_of_match(token_ids: list[int], shortest: int, longest: int) -> int:
+    """Where the longest n-gram ended before; 0 if none of these lengths did."""
+    for n in range(min(longest, len(token_ids) - 1), shortest - 1, -1):
+        for end in range(len(token_ids) - 1, n - 1, -1):
+            if token_ids[end - n : end] == token_ids[-n:]:
+                return end
+    return 0
