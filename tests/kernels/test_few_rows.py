@@ -140,7 +140,7 @@ def test_up_to_16_rows_of_small_weights_take_tensor_cores(
     launched = rows_of_launches(held_tiles, monkeypatch)
     for rows in (1, 2, 3, 8, 9, 16, 17):
         compare_with_twins(Shape(rows, size_in, size_out, bias=True, parts=3, seed=rows), gated)
-    calls = 1 if gated else 2
+    calls = 1 if gated else 3
     assert launched == [rows for rows in (1, 2, 3, 8, 9, 16) for _ in range(calls)] * used
 
 
@@ -162,7 +162,7 @@ def test_up_to_32_rows_of_small_weights_share_memory(
         shape = Shape(rows, size_in, size_out, bias=rows > 17, parts=3, seed=rows)
         few = compare_with_twins(shape, gated)
         assert few.arrivals is not None and not few.arrivals.any()
-    calls = 1 if gated else 2
+    calls = 1 if gated else 3
     assert launched == [rows for rows in (17, 24, 31, 32) for _ in range(calls)] * used
 
 
@@ -177,7 +177,7 @@ def rows_of_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compare_with_twins(shape: Shape, gated: bool) -> FewRows:
-    """Compute the gated layer, or the other two, on the GPU: what follows the rows is not used."""
+    """Compute the gated layer, or the other three, on the GPU: what follows the rows is not used."""
     x = scaled_of(shape, "cuda")
     roomy = rows_with_room(shape.rows, shape.size_in, x.product)
     torch.as_strided(roomy, (ROOM, shape.size_in), (shape.size_in, 1)).fill_(math.nan)
@@ -188,6 +188,8 @@ def compare_with_twins(shape: Shape, gated: bool) -> FewRows:
         assert_close(few.gated(x, weight, bias), scaled_gated(x, weight, bias))
         return few
     assert_close(few.linear(x, weight, bias), scaled_linear(x, weight, bias))
+    product = F.linear(x.product.float(), weight.float(), None if bias is None else bias.float())
+    assert_close(few.product(x.product, weight, bias), product.to(bf16))
     residual = random(1, shape.rows, shape.size_out).to(weight)
     norm = random(2, shape.size_out).to(weight)
     torch.cuda.synchronize()
