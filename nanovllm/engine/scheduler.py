@@ -150,9 +150,9 @@ class Scheduler:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
         Of a step with `num_drafts` they are what the device's `accept` returns. At most one later
-        step may be in flight. The token of a sequence that has finished is
-        dropped, and so is one that was drawn after a wrong draft; a sequence that was preempted
-        meanwhile keeps its token. Returns the sequences that finished; their blocks are free.
+        step may be in flight. The token of a sequence that has finished is dropped, and so is one
+        that was drawn after a wrong draft; a sequence that was preempted meanwhile keeps its token.
+        Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
             self.advance(batch)
