@@ -157,9 +157,8 @@ class Scheduler:
         if not batch.ends:
             self.advance(batch)
         block_size = self.block_size
-        for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
-            if batch.num_drafts:
-                break  # ends are known when the tokens are
+        computed = batch.all_seqs if not batch.num_drafts else []  # else it depends on the tokens
+        for seq, end in zip(computed, batch.ends, strict=False):
             if (batch.is_prefill or end % block_size == 0) and seq.block_table:
                 self.block_manager.publish(seq, end)
         finished = []
