@@ -177,7 +177,7 @@ def rows_of_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compare_with_twins(shape: Shape, gated: bool) -> FewRows:
-    """Compute the gated layer, or the other three, on the GPU: what follows the rows is not used."""
+    """Compute the gated layer, or the other three, on the GPU; what follows the rows is unused."""
     x = scaled_of(shape, "cuda")
     roomy = rows_with_room(shape.rows, shape.size_in, x.product)
     torch.as_strided(roomy, (ROOM, shape.size_in), (shape.size_in, 1)).fill_(math.nan)
