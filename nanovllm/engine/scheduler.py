@@ -150,16 +150,15 @@ class Scheduler:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
         Of a step with `num_drafts` they are what the device's `accept` returns. At most one later
-        step may be in flight. The token of a sequence that has finished is
-        dropped, and so is one that was drawn after a wrong draft; a sequence that was preempted
-        meanwhile keeps its token. Returns the sequences that finished; their blocks are free.
+        step may be in flight. The token of a sequence that has finished is dropped, and so is one
+        that was drawn after a wrong draft; a sequence that was preempted meanwhile keeps its token.
+        Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
             self.advance(batch)
         block_size = self.block_size
-        for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
-            if batch.num_drafts:
-                break  # ends are known when the tokens are
+        computed = batch.all_seqs if not batch.num_drafts else []  # else it depends on the tokens
+        for seq, end in zip(computed, batch.ends, strict=False):
             if (batch.is_prefill or end % block_size == 0) and seq.block_table:
                 self.block_manager.publish(seq, end)
         finished = []

@@ -29,12 +29,15 @@ class Size(NamedTuple):
 
 
 def batch_ladder(largest: int) -> list[int]:
-    """Numbers of sequences to capture: 1, 2, 4, 8, then every 16, and `largest` itself at the top.
+    """Numbers of sequences to capture: 1, 2, 4, then every 4, and `largest` itself at the top.
 
-    From 128 to 256 it is every 8: there large layers become bound by arithmetic, which padding
-    adds to.
+    From 32 on it is every 16. From 128 to 256 it is every 8: there large layers become bound by
+    arithmetic, which padding adds to.
     """
-    sizes = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 8), *range(256, largest, 16))
+    sizes = (
+        1, 2, *range(4, 32, 4), *range(32, 128, 16), *range(128, 256, 8),
+        *range(256, largest, 16),
+    )  # fmt: skip
     return [size for size in sizes if size < largest] + [largest]
 
 

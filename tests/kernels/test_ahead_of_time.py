@@ -316,9 +316,30 @@ def test_weights_go_from_memory_to_the_tensor_cores_in_registers(
         assert before.rfind("st.shared") < before.index("mma.sync")  # of sums of squares, if any
 
 
+SHARING = "few_rows, Qwen3-0.6B, 32 rows"
+
+
+def test_weights_are_copied_to_shared_memory_before_the_wait(compiled: Compiled) -> None:
+    """And nothing is written: the kernel before it may still read what this one writes."""
+    found = compiled[SHARING, HOPPER]
+    assert len(found) == 4
+    for line in found:
+        ptx = (Path(line["folder"]) / "_shared_tiles_kernel.ptx").read_text()
+        assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dep") == 1
+        before, after = ptx.split("griddepcontrol.wait")
+        assert before.count("cp.async.bulk.tensor.3d") == 4 and "wgmma.mma_async" in after
+        assert "bulk.tensor.2d" not in before and after.count("cp.async.bulk.tensor.2d") == 4
+        assert not re.search(r"\b(st|atom|red)\.global", before)
+        assert re.search(r"\bst\.global", after)
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name.startswith("few_rows") and name not in HOLDING]
-)
+    "name",
+    [
+        name for name in CASES
+        if name.startswith("few_rows") and name not in {*HOLDING, SHARING}
+    ],
+)  # fmt: skip
 def test_tiles_are_copied_by_the_accelerator(name: str, compiled: Compiled) -> None:
     """By the tensor memory accelerator, into the memory that `wgmma` reads."""
     for line in compiled[name, HOPPER]:

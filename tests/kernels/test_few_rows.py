@@ -29,7 +29,7 @@ from nanovllm.kernels.triton import few_rows as module
 from nanovllm.kernels.triton import held_weights
 from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
-from nanovllm.kernels.triton.held_weights import can_hold_tiles
+from nanovllm.kernels.triton.held_weights import can_hold_tiles, can_share_tiles
 from nanovllm.kernels.triton.route import Router
 from nanovllm.layers.weights import matrix
 from nanovllm.models.decoder import Decoder, SparseMLP
@@ -137,29 +137,69 @@ def test_up_to_16_rows_of_small_weights_take_tensor_cores(
     from nanovllm.kernels.triton import held_tiles
 
     used = can_hold_tiles(16, torch.zeros(size_out * (1 + gated), size_in, dtype=bf16), gated)
-    launched: list[int] = []
-    launch = held_tiles.launch
-    monkeypatch.setattr(
-        held_tiles, "launch", lambda x, *rest: launched.append(len(x)) or launch(x, *rest)
-    )
+    launched = rows_of_launches(held_tiles, monkeypatch)
     for rows in (1, 2, 3, 8, 9, 16, 17):
-        shape = Shape(rows, size_in, size_out, bias=True, parts=3, seed=rows)
-        x = scaled_of(shape, "cuda")
-        weight, bias = weight_of(shape, size_out * (1 + gated), "cuda")
-        if gated:
-            assert_close(made(weight).gated(x, weight, bias), scaled_gated(x, weight, bias))
-            continue
-        assert_close(made(weight).linear(x, weight, bias), scaled_linear(x, weight, bias))
-        residual, norm = random(1, rows, size_out).to(weight), random(2, size_out).to(weight)
-        torch.cuda.synchronize()
-        total, scaled = made(weight).add(x.product, weight, bias, residual, norm, EPS)
-        expected, _ = add_linear(x.product, weight, bias, residual, norm, EPS)
-        assert_close(total, expected)
-        assert torch.equal(scaled.product, total * norm)
-        squares = scaled.squares.sum(dim=1)
-        torch.testing.assert_close(squares, total.float().square().sum(dim=1))
-    calls = 1 if gated else 2
+        compare_with_twins(Shape(rows, size_in, size_out, bias=True, parts=3, seed=rows), gated)
+    calls = 1 if gated else 3
     assert launched == [rows for rows in (1, 2, 3, 8, 9, 16) for _ in range(calls)] * used
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("size_in", "size_out"),
+    [(1024, 256), (1024, 3072), (1024, 48), (2048, 64), (3072, 1024), (4096, 32)],
+)
+def test_up_to_32_rows_of_small_weights_share_memory(
+    size_in: int, size_out: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the results of the twin, and zeros left behind; Gluon has no interpreter."""
+    from nanovllm.kernels.triton import shared_tiles
+
+    used = can_share_tiles(32, torch.zeros(size_out * (1 + gated), size_in, dtype=bf16))
+    launched = rows_of_launches(shared_tiles, monkeypatch)
+    for rows in (16, 17, 24, 31, 32, 33):
+        shape = Shape(rows, size_in, size_out, bias=rows > 17, parts=3, seed=rows)
+        few = compare_with_twins(shape, gated)
+        assert few.arrivals is not None and not few.arrivals.any()
+    calls = 1 if gated else 3
+    assert launched == [rows for rows in (17, 24, 31, 32) for _ in range(calls)] * used
+
+
+def rows_of_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each launch of a kernel's module, from now on."""
+    launched: list[int] = []
+    launch = kernel.launch
+    monkeypatch.setattr(
+        kernel, "launch", lambda x, *rest: launched.append(len(x)) or launch(x, *rest)
+    )
+    return launched
+
+
+def compare_with_twins(shape: Shape, gated: bool) -> FewRows:
+    """Compute the gated layer, or the other three, on the GPU; what follows the rows is unused."""
+    x = scaled_of(shape, "cuda")
+    roomy = rows_with_room(shape.rows, shape.size_in, x.product)
+    torch.as_strided(roomy, (ROOM, shape.size_in), (shape.size_in, 1)).fill_(math.nan)
+    x = Scaled(roomy.copy_(x.product), x.squares, EPS)
+    weight, bias = weight_of(shape, shape.size_out * (1 + gated), "cuda")
+    few = made(weight[:64])  # four processors are too few for all of some weights
+    if gated:
+        assert_close(few.gated(x, weight, bias), scaled_gated(x, weight, bias))
+        return few
+    assert_close(few.linear(x, weight, bias), scaled_linear(x, weight, bias))
+    product = F.linear(x.product.float(), weight.float(), None if bias is None else bias.float())
+    assert_close(few.product(x.product, weight, bias), product.to(bf16))
+    residual = random(1, shape.rows, shape.size_out).to(weight)
+    norm = random(2, shape.size_out).to(weight)
+    torch.cuda.synchronize()
+    total, scaled = few.add(x.product, weight, bias, residual, norm, EPS)
+    expected, _ = add_linear(x.product, weight, bias, residual, norm, EPS)
+    assert_close(total, expected)
+    assert torch.equal(scaled.product, total * norm)
+    squares = scaled.squares.sum(dim=1)
+    torch.testing.assert_close(squares, total.float().square().sum(dim=1))
+    return few
 
 
 @pytest.mark.parametrize(
@@ -176,6 +216,24 @@ def test_registers_hold_the_weights_that_they_have_room_for(
 ) -> None:
     weight = torch.zeros(size_out, size_in, dtype=bf16, device="meta")
     assert can_hold_tiles(rows, weight, gated) == can
+
+
+@pytest.mark.parametrize(
+    ("rows", "size_out", "size_in", "can"),
+    [
+        (16, 4096, 1024, False), (17, 4096, 1024, True), (32, 6144, 1024, True),
+        (33, 4096, 1024, False), (32, 1024, 3072, True), (32, 2048, 4096, True),
+        (32, 4096, 4096, False), (32, 1024, 896, False), (32, 96, 1024, False),
+    ],
+)  # fmt: skip
+def test_memory_is_shared_by_the_weights_that_it_has_room_for(
+    rows: int, size_out: int, size_in: int, can: bool
+) -> None:
+    """With room for arrivals at each tile that several programs share."""
+    weight = torch.zeros(size_out, size_in, dtype=bf16, device="meta")
+    assert can_share_tiles(rows, weight) == can
+    tiles = size_out // held_weights.SHARED_OUTPUTS
+    assert not can or tiles * (size_in // held_weights.TILE_INPUTS) <= module.MOST_TILES
 
 
 def scaled_of(shape: Shape, device: str) -> Scaled:

@@ -88,9 +88,12 @@ class Speculator:
         if self._quiet:
             self._quiet -= 1
             return 0, {}
-        asked = [seq for seq in seqs if not (self.guesses and seq.is_guessable)]
-        unknown = [seq for seq in asked if seq.num_pending_tokens]
-        candidates = [self._candidate(seq, seq not in unknown) for seq in seqs]
+        is_guessed = [self.guesses and seq.is_guessable for seq in seqs]
+        asked = [seq for seq, guessed in zip(seqs, is_guessed, strict=True) if not guessed]
+        candidates = [
+            self._candidate(seq, guessed or not seq.num_pending_tokens)
+            for seq, guessed in zip(seqs, is_guessed, strict=True)
+        ]
         numbers = self.costs.worthwhile(candidates, len(seqs))
         number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
         number = most_within(number, self.most_drafts)
@@ -204,9 +207,12 @@ class Speculator:
         self.num_drafted += num_drafts
         for place in range(num_accepted):
             self.accepted_at[place] += 1
-        judged = num_drafts if seq.finish_reason is None else num_accepted
-        if judged or (batch.num_drafts and seq not in batch.drafts):
-            self._pace(seq).learn(len(seq.token_ids), max(1, judged), num_accepted)
+        judged = num_accepted
+        if seq.finish_reason is None:
+            is_guessed = batch.num_drafts and seq not in batch.drafts
+            judged = max(num_drafts, 1) if is_guessed else num_drafts
+        if judged:
+            self._pace(seq).learn(len(seq.token_ids), judged, num_accepted)
 
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
         """What decides about its drafts; one more token always comes after them."""

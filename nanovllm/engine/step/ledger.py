@@ -70,17 +70,21 @@ class Ledger:
         layout = self.layout
         rows, width = self._change_blocks(seqs)
         lengths = np.fromiter((seq.num_cached_tokens for seq in seqs), np.int64, len(seqs))
-        is_behind = ~self._is_ahead[rows]
-        stale = np.flatnonzero((self._lengths[rows] != lengths) & is_behind)
-        self._change_each(layout.lengths + rows[stale], lengths[stale])
-        unknown = (self._num_tokens[rows] != lengths + 1) & is_behind
+        stale = self._lengths[rows] != lengths
+        unknown = self._num_tokens[rows] != lengths + 1
+        if layout.most_drafts:
+            is_behind = ~self._is_ahead[rows]
+            stale &= is_behind
+            unknown &= is_behind
+            self._is_ahead[rows] = num_drafts > 0
+        changed = np.flatnonzero(stale)
+        self._change_each(layout.lengths + rows[changed], lengths[changed])
         for index in np.flatnonzero(unknown).tolist():
             token_id = seqs[index].token_ids[-1]
             assert token_id != PENDING
             self._change(layout.tokens + 2 * int(rows[index]), [token_id, 0])
         self._lengths[rows] = lengths + 1
         self._num_tokens[rows] = lengths + 2
-        self._is_ahead[rows] = num_drafts > 0
         if num_drafts:
             self._change_drafts(seqs, rows, given)
             self._remember([(seqs[i], int(rows[i])) for i in np.flatnonzero(is_behind).tolist()])

@@ -52,7 +52,7 @@ MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
 BLOCK_B = 512  # sequences that the plan reads together
 MOST_QUERIES = 64  # of a key head and a program: what registers hold
 HALF = 32  # of the queries: with more, half as many programs run at the same time
-NEXT_FIRST_ROWS = 16  # up to which the next kernel begins at the start of this one
+NEXT_FIRST_ROWS = 32  # up to which the next kernel begins at the start of this one
 CODES_STAGES = 5  # of codes: two tiles are in flight
 
 

@@ -9,13 +9,13 @@ and its sums of squares; the next linear layer computes each row's factor from t
 to its outputs.
 
 A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
-Hopper's tensor memory accelerator. Up to 16 rows of small weights take `held_tiles`; one or two
-rows of small weights whose sizes it does not take, `held_weights`.
+Hopper's tensor memory accelerator. Up to 16 rows of small weights take `held_tiles`, and up to 32
+`shared_tiles`; one or two rows of small weights whose sizes these do not take, `held_weights`.
 """
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -48,6 +48,7 @@ MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, 
 MOST_OF_LARGE = 64  # rows, of larger layers
 Weight = torch.Tensor | ArrangedMatrix  # [N, K], or a stack of them
 Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
+MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program holds 128 KiB of weights
 SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
 
 
@@ -97,14 +98,18 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class FewRows:
-    """The kernels, and the largest number of rows for which they are faster."""
+    """The kernels, and the largest number of rows for which they are faster.
+
+    A model has its own: the zeros are for one kernel at a time.
+    """
 
     most_rows: int
+    arrivals: torch.Tensor | None = field(default=None, compare=False)  # zeros, for `shared_tiles`
 
     def linear(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`norm @ weight.T + bias` for weight [N, K]."""
         out = x.product.new_empty(len(x.product), weight.shape[0])
-        _launch(x.product, weight, bias, out, scaled=x)
+        self._launch(x.product, weight, bias, out, scaled=x)
         return out
 
     def product(
@@ -112,13 +117,13 @@ class FewRows:
     ) -> torch.Tensor:
         """`x @ weight.T + bias`: a rank's part of a sum."""
         out = x.new_empty(len(x), weight.shape[0])
-        _launch(x, weight, bias, out)
+        self._launch(x, weight, bias, out)
         return out
 
     def gated(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
         out = rows_with_room(len(x.product), weight.shape[0] // 2, x.product)
-        _launch(x.product, weight, bias, out, scaled=x, gated=True)
+        self._launch(x.product, weight, bias, out, scaled=x, gated=True)
         return out
 
     def add(
@@ -132,7 +137,7 @@ class FewRows:
     ) -> tuple[torch.Tensor, Scaled]:
         """`residual + x @ weight.T + bias`, and the sum scaled by the next norm's weight."""
         total, product = torch.empty_like(residual), rows_with_room(len(x), weight.shape[0], x)
-        squares = _launch(x, weight, bias, total, addends=(residual, norm, product))
+        squares = self._launch(x, weight, bias, total, addends=(residual, norm, product))
         return total, Scaled(product, squares, eps)
 
     def add_experts(
@@ -146,46 +151,53 @@ class FewRows:
         """`residual` plus the experts of the norm, and the sum scaled by the next norm's weight."""
         return add_experts(x, weights, residual, norm, eps)
 
+    def _launch(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        scaled: Scaled | None = None,
+        gated: bool = False,
+        addends: Addends | None = None,
+    ) -> torch.Tensor:
+        """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
+        if isinstance(weight, ArrangedMatrix):
+            assert weight.order is None, "the kernel takes inputs in the order of the codes"
+            return quantized_rows.launch(x, weight, bias, out, scaled, gated, addends)
+        (num_rows, size_in), size_out = x.shape, out.shape[1]
+        squares = x.new_empty(num_rows, 0, dtype=torch.float32)
+        squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
+        if held_weights.can_hold_tiles(num_rows, weight, gated) and can_overlap(x.device):
+            from nanovllm.kernels.triton import held_tiles  # here: Triton may be without Gluon
 
-def _launch(
-    x: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    scaled: Scaled | None = None,
-    gated: bool = False,
-    addends: Addends | None = None,
-) -> torch.Tensor:
-    """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
-    if isinstance(weight, ArrangedMatrix):
-        assert weight.order is None, "the kernel takes inputs in the order of the codes"
-        return quantized_rows.launch(x, weight, bias, out, scaled, gated, addends)
-    (num_rows, size_in), size_out = x.shape, out.shape[1]
-    squares = x.new_empty(num_rows, 0, dtype=torch.float32)
-    squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
-    if held_weights.can_hold_tiles(num_rows, weight, gated) and can_overlap(x.device):
-        from nanovllm.kernels.triton import held_tiles  # here: Triton may be without Gluon
+            return held_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends)
+        if held_weights.can_share_tiles(num_rows, weight) and can_overlap(x.device):
+            from nanovllm.kernels.triton import shared_tiles
 
-        return held_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends)
-    if held_weights.can_hold(num_rows, weight):
-        return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
-    tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
-    columns = size_out // tiles.outputs
-    if addends:
-        squares = x.new_empty(num_rows, columns, dtype=torch.float32)
-    residual, norm, product = addends or (x, x, x)
-    width = squares_in.shape[1]
-    _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
-        tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
-        tiles_of(weight, tiles.outputs, tiles.inputs),
-        squares_in, x if bias is None else bias, residual, norm, out, product, squares,
-        num_rows, eps,
-        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=bias is not None, GATED=gated, ADD=addends is not None,
-        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
-        num_warps=4, num_stages=tiles.stages, **early(x.device),
-    )  # fmt: skip
-    return squares
+            zeros = self.arrivals
+            if zeros is None:
+                zeros = x.new_zeros(MOST_TILES, dtype=torch.int32)
+            return shared_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends, zeros)
+        if held_weights.can_hold(num_rows, weight):
+            return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
+        tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
+        columns = size_out // tiles.outputs
+        if addends:
+            squares = x.new_empty(num_rows, columns, dtype=torch.float32)
+        residual, norm, product = addends or (x, x, x)
+        width = squares_in.shape[1]
+        _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
+            tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
+            tiles_of(weight, tiles.outputs, tiles.inputs),
+            squares_in, x if bias is None else bias, residual, norm, out, product, squares,
+            num_rows, eps,
+            N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
+            BIAS=bias is not None, GATED=gated, ADD=addends is not None,
+            BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
+            num_warps=4, num_stages=tiles.stages, **early(x.device),
+        )  # fmt: skip
+        return squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +265,7 @@ def few_rows_for(
         return None  # gate and up in tiles of 64 would not all run at once: not measured
     size = sum(math.prod(weight.shape) for weight in made)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
-    return FewRows(most)
+    return FewRows(most, torch.zeros(MOST_TILES, dtype=torch.int32, device=device))
 
 
 def _is_computed(weight: Weight | ExpertWeights) -> bool:

@@ -24,13 +24,28 @@ TOGETHER = gl.constexpr(8)  # neighbouring inputs, 16 bytes
 
 
 @gluon.jit
-def _begin(EARLY: gl.constexpr):  # type: ignore[no-untyped-def]
+def begin(EARLY: gl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for the end of the kernel before this one, then let the next one start."""
     if EARLY:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; // dummy $0", "=r", [],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@gluon.jit
+def sum_squares(  # type: ignore[no-untyped-def]
+    squares_ptr, num_rows,
+    BLOCK_T: gl.constexpr, BLOCK_P: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """The sums of P parts of the rows' squares: [BLOCK_T, 1], for outputs with the layout OUT."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])  # noqa: N806
+    row = gl.arange(0, BLOCK_T, gl.SliceLayout(1, ROWS))
+    p = gl.arange(0, BLOCK_P, gl.SliceLayout(0, ROWS))
+    parts = (row < num_rows)[:, None] & (p < P)[None, :]
+    squares = gl.load(squares_ptr + row[:, None] * P + p[None, :], mask=parts, other=0.0)
+    return gl.convert_layout(gl.sum(squares, axis=1), gl.SliceLayout(1, OUT))[:, None]
 
 
 @gluon.jit
@@ -100,14 +115,9 @@ def _held_tiles_kernel(  # type: ignore[no-untyped-def]
     norm, residual, squares = at, at, at
     if ADD:
         norm = gl.load(norm_ptr + n)
-    _begin(EARLY)
+    begin(EARLY)
     if P:
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])  # noqa: N806
-        row = gl.arange(0, BLOCK_T, gl.SliceLayout(1, ROWS))
-        p = gl.arange(0, BLOCK_P, gl.SliceLayout(0, ROWS))
-        parts = (row < num_rows)[:, None] & (p < P)[None, :]
-        squares = gl.load(squares_ptr + row[:, None] * P + p[None, :], mask=parts, other=0.0)
-        squares = gl.convert_layout(gl.sum(squares, axis=1), gl.SliceLayout(1, OUT))[:, None]
+        squares = sum_squares(squares_ptr, num_rows, BLOCK_T, BLOCK_P, P, WARPS, OUT)
     if ADD:
         residual = gl.load(residual_ptr + at, mask=real, other=0.0)
     acc = gl.zeros([WARPS, BLOCK_N, BLOCK_T], gl.float32, MMA)

@@ -23,6 +23,8 @@ HELD = WARPS * 32 * 128  # weights of a program: 128 of a thread, in 64 register
 MOST_TILE_ROWS = 16
 TILE = 16  # outputs of a program of `held_tiles`, which has 4 times as many warps at most
 TILE_INPUTS = 16 * 64  # 64 for each of its warps are two loads of 16 bytes of 4 threads
+MOST_SHARED_ROWS = 32  # of `shared_tiles`
+SHARED_OUTPUTS = 64  # of a program of it
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -81,6 +83,15 @@ def can_hold_tiles(num_rows: int, weight: torch.Tensor, gated: bool) -> bool:
     return (
         num_rows <= MOST_TILE_ROWS and weight.nbytes <= MOST_BYTES and size_in % TILE_INPUTS == 0
         and size_out % (TILE * (1 + gated)) == 0 and TILE * size_in * (1 + gated) <= 4 * HELD
+    )  # fmt: skip
+
+
+def can_share_tiles(num_rows: int, weight: torch.Tensor) -> bool:
+    """Whether `shared_tiles` is faster than `few_rows` for a weight [N, K], or [2 * N, K]."""
+    size_out, size_in = weight.shape
+    return (
+        MOST_TILE_ROWS < num_rows <= MOST_SHARED_ROWS and weight.nbytes <= MOST_BYTES
+        and size_in % TILE_INPUTS == 0 and size_out % SHARED_OUTPUTS == 0
     )  # fmt: skip
 
 
