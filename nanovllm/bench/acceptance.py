@@ -73,4 +73,4 @@ def accept_by_chance(llm: LLM, chance: float, seed: int) -> None:
     engines = llm.scheduler.speculator
     assert engines is not None
     llm.scheduler.speculator = AcceptByChance(engines, chance, llm.model_config.vocab_size, seed)
-    llm.model_runner.ledger.set_luck(chance)
+    llm.model_runner.ledger.set_chance(chance)

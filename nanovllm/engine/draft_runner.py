@@ -36,9 +36,8 @@ def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
     model, *drafts = runner.shards
     if not drafts:
         seconds = model.graph_seconds
-        waits = model.guesser is None
         share = model.head.num_bytes * model.ranks.size / _step_bytes(model) if model.head else 0.0
-        return GraphCosts(seconds, waits=waits) if seconds else TokenCosts(share), None
+        return GraphCosts(seconds) if seconds else TokenCosts(share), None
     (draft,) = drafts
     proposer = DraftModelProposer(
         DraftRunner(runner),

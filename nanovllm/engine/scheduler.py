@@ -118,7 +118,10 @@ class Scheduler:
         return bool(batch.num_drafts) or speculator.wants(self.running, self._has_prompts())
 
     def _is_short_of_blocks(self) -> bool:
-        """Whether a decode step could lack blocks because earlier drafts may still be accepted."""
+        """Whether a decode step could lack blocks because earlier drafts may still be accepted.
+
+        Else a row has a block for its next token, however many drafts are accepted before it.
+        """
         assert self.speculator is not None
         blocks_each = 2 + 2 * self.speculator.most_drafts // self.block_size
         return self.block_manager.num_free_blocks < len(self.running) * blocks_each
@@ -156,11 +159,8 @@ class Scheduler:
         """
         if not batch.ends:
             self.advance(batch)
-        block_size = self.block_size
-        computed = batch.all_seqs if not batch.num_drafts else []  # else it depends on the tokens
-        for seq, end in zip(computed, batch.ends, strict=False):
-            if (batch.is_prefill or end % block_size == 0) and seq.block_table:
-                self.block_manager.publish(seq, end)
+        if not batch.num_drafts:  # else it is known with the tokens what was computed
+            self._publish(batch)
         finished = []
         drawn: Iterable[tuple[Sequence, int]]
         if self.speculator is not None and batch.num_drafts:
@@ -189,6 +189,12 @@ class Scheduler:
         if finished:
             self._remove_finished(finished)
         return finished
+
+    def _publish(self, batch: Batch) -> None:
+        block_size = self.block_size
+        for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
+            if (batch.is_prefill or end % block_size == 0) and seq.block_table:
+                self.block_manager.publish(seq, end)
 
     def preempt(self) -> None:
         """Free the blocks of the last running sequence and move it back to `waiting`."""

@@ -57,6 +57,7 @@ class Sequence:
         "logprobs",
         "max_num_tokens",
         "min_num_tokens",
+        "must_be_known",
         "narrows",
         "num_cached_tokens",
         "num_hit_tokens",
@@ -70,6 +71,7 @@ class Sequence:
         "order",
         "pace",
         "params",
+        "reads_tokens",
         "request_id",
         "seed",
         "seq_id",
@@ -113,6 +115,11 @@ class Sequence:
         if index:  # each sample draws from a stream of its own
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
+        # Whether its draws depend on the tokens before, so that none may be in flight; and whether
+        # these, or the reports of its tokens, are prepared for its position.
+        self.reads_tokens = params.penalizes or bool(bad_words)
+        asks = logprobs is not None and params.logprobs is not None
+        self.must_be_known = self.reads_tokens or asks
         self.pace: Any = None  # of its drafts, from the first one on
         followers: tuple[Follower | None, ...] = (text, counts)
         self.followers = tuple(follower for follower in followers if follower is not None)
@@ -177,18 +184,12 @@ class Sequence:
         return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether its next draw depends on the tokens before, so that none may be in flight."""
-        return self.params.penalizes or bool(self.bad_words)
-
-    @property
     def is_guessable(self) -> bool:
         """Whether the device may guess its next tokens.
 
         Else the host must know them, or how many there are, to prepare a draw or a report.
         """
-        asks = self.logprobs is not None and self.params.logprobs is not None
-        return not (self.reads_tokens or asks or len(self.token_ids) < self.min_num_tokens)
+        return not self.must_be_known and len(self.token_ids) >= self.min_num_tokens
 
     @property
     def ends_by_length(self) -> bool:

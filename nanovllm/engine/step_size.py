@@ -17,15 +17,8 @@ class Size(NamedTuple):
         return self.num_seqs * self.num_queries
 
     def holds(self, other: "Size") -> bool:
-        """Whether a graph of this size computes a step of the other.
-
-        Steps with drafts and steps without have different graphs.
-        """
-        return (
-            self.num_seqs >= other.num_seqs
-            and self.num_queries >= other.num_queries
-            and (self.num_queries > 1) == (other.num_queries > 1)
-        )
+        """Whether a graph of this size computes a step of the other."""
+        return self.num_seqs >= other.num_seqs and self.num_queries == other.num_queries
 
 
 def batch_ladder(largest: int) -> list[int]:

@@ -114,7 +114,7 @@ def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
     if shard.ranks.rank == 0:
         warm_up_logprobs(reported)
     del reported
-    drafts = 2 * MOST_DRAFTS if shard.placement.most_drafts else 0  # padded without graphs
+    drafts = MOST_DRAFTS if shard.placement.most_drafts else 0
     logits = shard.model.compute_logits(hidden[: num_running + drafts])
     ones = torch.ones(len(logits), device=shard.device)
     shard.sampler(logits, ones, ones.long())

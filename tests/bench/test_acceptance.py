@@ -146,7 +146,7 @@ def test_the_command_reports_that_there_were_no_drafts(
     """Else the figures would look like those of right drafts."""
     monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(4e12, 8e14))
     monkeypatch.setattr(
-        TokenCosts, "worthwhile", lambda _, candidates, __: iter([0] * len(candidates))
+        TokenCosts, "worthwhile", lambda _, candidates, *__, **___: iter([0] * len(candidates))
     )
     options = (*SHORT, f"--model={model_dir}", DRAFTS, "--dtype=float32", "--acceptance=1")
     assert main(["bench", *options]) == 0

@@ -48,7 +48,7 @@ def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> Ta
             counts=torch.zeros(NUM_ROWS, dtype=torch.int32),
             recent=torch.zeros(NUM_ROWS, 1 + DRAFTS, dtype=torch.int32),
             history=torch.zeros(NUM_ROWS, 0, dtype=torch.int32),
-            luck=torch.zeros(1, dtype=torch.int32),
+            chance=torch.zeros(1, dtype=torch.int32),
         ),
     )
     room = max_blocks * block_size - 1 - lengths[:, None]

@@ -25,15 +25,15 @@ class Candidate(NamedTuple):
 
 
 class Costs(Protocol):
-    """Knows how long steps take.
+    """Knows how long steps take."""
 
-    If a step `waits` for tokens to ask for drafts, an empty answer counts as a wrong one.
-    """
+    def worthwhile(
+        self, candidates: list[Candidate], num_tokens: int, waits: bool
+    ) -> Iterator[int]:
+        """How many drafts each should have in a step of so many tokens without them.
 
-    waits: bool
-
-    def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
-        """How many drafts each should have in a step of so many tokens without them."""
+        `waits`: whether with drafts it waits for the tokens of the step before.
+        """
 
 
 class TokenCosts:
@@ -45,13 +45,14 @@ class TokenCosts:
     steps: it adds to that probability.
     """
 
-    waits = False
-
     def __init__(self, guess: float = 0.0) -> None:
         self._guess = guess
 
-    def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
+    def worthwhile(
+        self, candidates: list[Candidate], num_tokens: int, waits: bool
+    ) -> Iterator[int]:
         """By each sequence's own chance; its drafts raise the cost of the next one's."""
+        del waits  # where it holds, steps wait anyway
         for pace, length, limit in candidates:
             worth = num_tokens / (FREE_TOKENS + num_tokens) + self._guess
             number = pace.most(length, worth, limit)
@@ -68,24 +69,22 @@ class GraphCosts:
     """
 
     def __init__(
-        self,
-        seconds: Mapping[Size, float],
-        guesses: Mapping[Size, float] | None = None,
-        waits: bool = True,
+        self, seconds: Mapping[Size, float], guesses: Mapping[Size, float] | None = None
     ) -> None:
-        self.waits = waits
         self._seconds = seconds
         self._guesses = guesses or {}
-        self._by_number: dict[int, dict[int, float]] = {}
+        self._by_number: dict[tuple[int, bool], dict[int, float]] = {}
 
-    def worthwhile(self, candidates: list[Candidate], num_tokens: int) -> Iterator[int]:
+    def worthwhile(
+        self, candidates: list[Candidate], num_tokens: int, waits: bool
+    ) -> Iterator[int]:
         """The same number for all, except where a limit is below; none in a step with prompts."""
         has_prompts = num_tokens > len(candidates)
-        number = 0 if has_prompts else self._best(candidates)
+        number = 0 if has_prompts else self._best(candidates, waits)
         return (min(number, candidate.limit) for candidate in candidates)
 
-    def _best(self, candidates: list[Candidate]) -> int:
-        seconds = self._seconds_by_drafts(len(candidates))
+    def _best(self, candidates: list[Candidate], waits: bool) -> int:
+        seconds = self._seconds_by_drafts(len(candidates), waits)
         if len(seconds) < 2:
             return 0
         most = max(seconds)
@@ -102,18 +101,18 @@ class GraphCosts:
             return tried
         return best
 
-    def _seconds_by_drafts(self, num_seqs: int) -> dict[int, float]:
+    def _seconds_by_drafts(self, num_seqs: int, waits: bool) -> dict[int, float]:
         """How long a step of so many sequences takes, by the number of drafts of each."""
-        if num_seqs not in self._by_number:
+        if (num_seqs, waits) not in self._by_number:
             sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
             nearest = {size.num_queries: size for size in reversed(sizes)}
-            host = (HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE) * self.waits
+            host = (HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE) * waits
             if self._guesses:  # whose tokens the host waits for, too
                 host *= 2
             fits = (size for size in sorted(self._guesses) if size.num_seqs >= num_seqs)
             guess = self._guesses.get(next(fits, Size(0)), 0.0)
-            self._by_number[num_seqs] = {
+            self._by_number[num_seqs, waits] = {
                 queries - 1: self._seconds[size] + (host + (queries - 1) * guess) * (queries > 1)
                 for queries, size in nearest.items()
             }
-        return self._by_number[num_seqs]
+        return self._by_number[num_seqs, waits]

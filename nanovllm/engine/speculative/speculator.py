@@ -52,11 +52,11 @@ class Speculator:
         `has_prompts`: whether prompts are computed in the same step. A False holds for some steps.
         """
         if self._quiet:
-            self._quiet -= 1
             return False
         candidates = [*map(self._candidate, seqs)]
-        wants = any(self.costs.worthwhile(candidates, len(candidates) + has_prompts))
-        if self.costs.waits and not wants:
+        num_tokens = len(candidates) + has_prompts
+        wants = any(self.costs.worthwhile(candidates, num_tokens, waits=True))
+        if self.in_table and not wants:
             self._quiet = QUIET_STEPS
         return wants
 
@@ -69,7 +69,8 @@ class Speculator:
         """
         most: dict[Sequence, int] = {}
         candidates = [self._candidate(seq, not seq.num_pending_tokens) for seq in seqs]
-        for seq, number in zip(seqs, self.costs.worthwhile(candidates, num_tokens), strict=True):
+        numbers = self.costs.worthwhile(candidates, num_tokens, waits=True)
+        for seq, number in zip(seqs, numbers, strict=True):
             number = min(number, budget, MOST_DRAFTS // len(seqs))
             room = self._room(seq, number, blocks)
             if room > 0:
@@ -94,7 +95,7 @@ class Speculator:
             self._candidate(seq, guessed or not seq.num_pending_tokens)
             for seq, guessed in zip(seqs, is_guessed, strict=True)
         ]
-        numbers = self.costs.worthwhile(candidates, len(seqs))
+        numbers = self.costs.worthwhile(candidates, len(seqs), waits=bool(asked))
         number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
         number = most_within(number, self.most_drafts)
         if number == 0:
@@ -131,7 +132,7 @@ class Speculator:
         drafts = {seq: tokens[: most[seq]] for seq, tokens in zip(asked, proposed, strict=True)}
         for seq, tokens in drafts.items():
             blocks.shrink(seq, seq.num_tokens + len(tokens))
-            if not tokens and self.costs.waits:
+            if not tokens and self.in_table:
                 self._pace(seq).learn(seq.num_tokens, 1, 0)
         return drafts
 
@@ -149,13 +150,18 @@ class Speculator:
             if not seq.num_pending_tokens:
                 continue  # it has finished
             seq.expect(count, batch.num_drafts)
+            before = seq.num_known_tokens
             for token_id in tokens[:count]:
                 yield seq, token_id
-            self._learn(batch, seq, num_drafts, max(0, count - 1))
+                if seq.finish_reason is not None:
+                    break
+            end = seq.num_known_tokens - 1
+            self._learn(batch, seq, num_drafts, max(0, end - before))
             if not seq.block_table:
                 continue  # it was preempted
-            end = seq.num_known_tokens - 1
             blocks.publish(seq, end)
+            if seq.finish_reason is not None:
+                continue  # a later step may count a token that the device has not computed
             if not seq.num_possible_tokens:
                 blocks.shrink(seq, max(end, seq.num_cached_tokens))
             blocks.pass_by(seq)

@@ -53,8 +53,9 @@ class TableLayout:
         self.are_given = self._add(has_drafts)
         self.limits = self._add(has_drafts)
         self.history = self._add(longest)
-        self.luck = self.size
+        self.chance = self.size
         self.size += 1
+        assert self.size < 1 << 31, "offsets have 32 bits"
 
     def _add(self, width: int) -> int:
         """A further column of `width` words for each row; returns where it starts."""
@@ -117,7 +118,7 @@ class DeviceTable:
                 counts=column(layout.counts, has_drafts),
                 recent=columns(layout.recent, most + has_drafts),
                 history=columns(layout.history, layout.longest),
-                luck=words[layout.luck :],
+                chance=words[layout.chance :],
             ),
         )
         # What a step leaves for the next one, in the ranks that have drawn its tokens.

@@ -14,7 +14,7 @@ from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.step.device_table import TableChanges, TableLayout
 from nanovllm.engine.step.draw_inputs import temperature_of
 from nanovllm.engine.step.transfer import Array
-from nanovllm.kernels.plain.accept import LUCK_BITS
+from nanovllm.kernels.plain.accept import CHANCE_BITS
 from nanovllm.kernels.plain.read_table import NO_DRAFT
 
 UNKNOWN = -2  # in arrays: differs from every length and every row
@@ -41,6 +41,7 @@ class Ledger:
         num_rows = self.layout.num_rows
         self._offsets: list[int] = []
         self._words: list[int] = []
+        self._history: list[tuple[Array, Array]] = []  # offsets and words, which are many
         self._rows: dict[int, int] = {}  # by seq_id
         self._owners: dict[int, weakref.ref[Sequence]] = {}  # by row
         self._free = list(range(num_rows - 1))[::-1]
@@ -50,7 +51,7 @@ class Ledger:
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._is_ahead = np.zeros(num_rows, bool)
         self._is_given = np.full(num_rows, UNKNOWN)
-        self._num_remembered = np.zeros(num_rows, np.int64)  # tokens of the history, at least
+        self._num_sent = np.zeros(num_rows, np.int64)  # tokens of the history, at least
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
         self._last_tables: list[list[int]] = []
@@ -87,7 +88,9 @@ class Ledger:
         self._num_tokens[rows] = lengths + 2
         if num_drafts:
             self._change_drafts(seqs, rows, given)
-            self._remember([(seqs[i], int(rows[i])) for i in np.flatnonzero(is_behind).tolist()])
+            self._send_history(
+                [(seqs[i], int(rows[i])) for i in np.flatnonzero(is_behind).tolist()]
+            )
         if rows is not self._batch_rows:
             self._change_batch(rows)
         return width, self._take_changes()
@@ -104,7 +107,7 @@ class Ledger:
         the unused row, and the next decode step writes the token.
         """
         rows, width = self._change_blocks(seqs)
-        self._distrust(rows[self._is_ahead[rows]])
+        self._resend(rows[self._is_ahead[rows]])
         sample_table_rows = self._rows_of(sampling_seqs)
         if sampling_seqs:
             self._num_tokens[sample_table_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
@@ -118,9 +121,9 @@ class Ledger:
         """Let the next decode step write the last tokens of `seqs`: the rows may hold others."""
         self._num_tokens[self._rows_of(seqs)] = UNKNOWN
 
-    def set_luck(self, chance: float) -> None:
+    def set_chance(self, chance: float) -> None:
         """Let the device accept drafts by chance, right or wrong: for measurements."""
-        self._change(self.layout.luck, [int(chance * 2**LUCK_BITS)])
+        self._change(self.layout.chance, [int(chance * 2**CHANCE_BITS)])
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
@@ -134,7 +137,7 @@ class Ledger:
                     self._tables[row] = table
                     self._num_blocks[row] = 0
                     if self._is_ahead[row]:  # of a sequence that starts over
-                        self._distrust(row)
+                        self._resend(row)
             self._last_tables = tables
         rows = self._last_rows
         known = self._num_blocks[rows]
@@ -170,7 +173,7 @@ class Ledger:
             padded = tokens + [NO_DRAFT] * (most - len(tokens))
             self._change(layout.drafts + int(rows[index]) * most, padded)
 
-    def _remember(self, behind: list[tuple[Sequence, int]]) -> None:
+    def _send_history(self, behind: list[tuple[Sequence, int]]) -> None:
         """Send what the history lacks of rows that the last step did not guess for.
 
         All their tokens are known but the last one, which is in its place.
@@ -180,13 +183,13 @@ class Ledger:
             self._change(layout.counts + row, [1])
             end = len(seq.token_ids) - 1
             if layout.longest:
-                start = int(self._num_remembered[row])
-                self._change(
-                    layout.history + row * layout.longest + start, seq.token_ids[start:end]
-                )
-                self._num_remembered[row] = end
+                start = int(self._num_sent[row])
+                first = layout.history + row * layout.longest
+                tokens = np.array(seq.token_ids[start:end], np.int32)
+                self._history.append((np.arange(first + start, first + end), tokens))
+                self._num_sent[row] = end
 
-    def _distrust(self, rows: Array | int) -> None:
+    def _resend(self, rows: Array | int) -> None:
         """Let the next decode step write the lengths and the last tokens of rows that are ahead."""
         self._lengths[rows] = self._num_tokens[rows] = UNKNOWN
         self._is_ahead[rows] = False
@@ -209,9 +212,9 @@ class Ledger:
         row = self._free.pop()
         self._owners[row] = weakref.ref(seq)
         if self._is_ahead[row]:
-            self._distrust(row)
+            self._resend(row)
         self._num_tokens[row] = UNKNOWN
-        self._num_remembered[row] = 0
+        self._num_sent[row] = 0
         self._change(self.layout.seeds + 2 * row, _words(seq.seed & (2**64 - 1), np.uint64))
         self._change(self.layout.temperatures + row, _words(temperature_of(seq), np.float32))
         return row
@@ -227,8 +230,12 @@ class Ledger:
 
     def _take_changes(self) -> TableChanges:
         changes = TableChanges(np.array(self._offsets, np.int64), np.array(self._words, np.int32))
+        if self._history:
+            columns = zip(changes, *self._history, strict=True)
+            changes = TableChanges(*map(np.concatenate, columns))
         self._offsets.clear()
         self._words.clear()
+        self._history.clear()
         return changes
 
 

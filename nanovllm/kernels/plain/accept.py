@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels.plain.read_table import Decoding, TableState
 
-LUCK_BITS = 20
+CHANCE_BITS = 20
 
 
 def accept(
@@ -25,8 +25,8 @@ def accept(
     lens, keys = (x[: drawn.numel()].view_as(drawn) for x in (decoding.context_lens, decoding.keys))
     used, guessed = lens[:, 0] > 0, lens[:, 1:] > 0
     drafts = table.drafts.tokens[rows, : num_queries - 1].long()
-    lucky = (keys[:, :-1] >> LUCK_BITS) % (1 << LUCK_BITS) < table.drafts.luck
-    drawn = torch.cat([drafts.where(lucky & guessed, drawn[:, :-1]), drawn[:, -1:]], dim=1)
+    by_chance = (keys[:, :-1] >> CHANCE_BITS) % (1 << CHANCE_BITS) < table.drafts.chance
+    drawn = torch.cat([drafts.where(by_chance & guessed, drawn[:, :-1]), drawn[:, -1:]], dim=1)
     right = (drawn[:, :-1] == drafts) & guessed
     counts = (1 + right.cumprod(1).sum(1)) * used
     outcome = torch.cat([counts[:, None], guessed.sum(1, keepdim=True), drawn], dim=1)

@@ -12,8 +12,8 @@ def guess_ngrams(
 
     They are the tokens after the longest n-gram that ends the row and occurred before, of equal
     ones the latest. Where the row's tokens end, the drafts repeat themselves. Before that, the
-    recent tokens are added to the history. With luck each row has drafts: if there is no n-gram,
-    its last token.
+    recent tokens are added to the history. Where drafts are accepted by chance, each row has some:
+    without an n-gram its last token.
     """
     state = table.drafts
     for row in table.batch[:num_rows].tolist():
@@ -30,7 +30,7 @@ def guess_ngrams(
             where = end + torch.arange(num_drafts) % (last + 1 - end)
             state.tokens[row, :num_drafts] = token_ids[where]
         else:
-            state.tokens[row, :num_drafts] = token_ids[last] if state.luck else NO_DRAFT
+            state.tokens[row, :num_drafts] = token_ids[last] if state.chance else NO_DRAFT
 
 
 def _end_of_match(token_ids: list[int], shortest: int, longest: int) -> int:

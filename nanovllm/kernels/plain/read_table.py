@@ -29,7 +29,7 @@ class DraftState(NamedTuple):
     counts: torch.Tensor  # [rows] in int32
     recent: torch.Tensor  # [rows, 1 + most drafts] in int32
     history: torch.Tensor  # [rows, any] in int32: tokens by position, without the recent ones
-    luck: torch.Tensor  # [1] in int32: a wrong draft counts as right in luck * 2^-20 of all cases
+    chance: torch.Tensor  # [1] in int32: that a wrong draft is accepted, in 2^-20; for measurements
 
 
 class TableState(NamedTuple):

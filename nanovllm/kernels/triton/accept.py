@@ -4,15 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.plain.accept import LUCK_BITS
+from nanovllm.kernels.plain.accept import CHANCE_BITS
 from nanovllm.kernels.plain.read_table import Decoding, TableState
 
 
 @triton.jit
 def _accept_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, lengths_ptr, batch_ptr, drafts_ptr, counts_ptr, recent_ptr, luck_ptr,
+    tokens_ptr, lengths_ptr, batch_ptr, drafts_ptr, counts_ptr, recent_ptr, chance_ptr,
     context_lens_ptr, keys_ptr, drawn_ptr, out_ptr, most_drafts,
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr, LUCK_BITS: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr, CHANCE_BITS: tl.constexpr,
 ):  # fmt: skip
     """One program for each row of the batch."""
     place = tl.program_id(0)
@@ -25,8 +25,8 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     draft = tl.load(drafts_ptr + row * most_drafts + query, mask=is_judged, other=-1).to(tl.int64)
     drawn = tl.load(drawn_ptr + at, mask=inside, other=0)
     key = tl.load(keys_ptr + at, mask=inside, other=0)
-    lucky = ((key >> LUCK_BITS) & ((1 << LUCK_BITS) - 1)) < tl.load(luck_ptr)
-    drawn = tl.where(lucky & guessed, draft, drawn)
+    by_chance = ((key >> CHANCE_BITS) & ((1 << CHANCE_BITS) - 1)) < tl.load(chance_ptr)
+    drawn = tl.where(by_chance & guessed, draft, drawn)
     is_wrong = (drawn != draft) | (guessed == 0)
     count = tl.min(tl.where(is_wrong, query, QUERIES - 1), axis=0) + 1
     used = length > 0
@@ -55,8 +55,8 @@ def accept(
     assert state.tokens.stride(0) == state.recent.stride(0) - 1 >= num_queries - 1
     _accept_kernel[(num_rows,)](
         table.tokens, table.lengths, table.batch, state.tokens, state.counts, state.recent,
-        state.luck, decoding.context_lens, decoding.keys, token_ids, out, state.tokens.stride(0),
-        QUERIES=num_queries, BLOCK=triton.next_power_of_2(num_queries), LUCK_BITS=LUCK_BITS,
+        state.chance, decoding.context_lens, decoding.keys, token_ids, out, state.tokens.stride(0),
+        QUERIES=num_queries, BLOCK=triton.next_power_of_2(num_queries), CHANCE_BITS=CHANCE_BITS,
         num_warps=1,
     )  # fmt: skip
     return out

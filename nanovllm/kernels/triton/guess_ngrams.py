@@ -12,7 +12,7 @@ PLACES = tl.constexpr(1 << 25)  # more than any sequence has
 @triton.jit(do_not_specialize=["width", "most_drafts"])
 def _guess_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, lengths_ptr, batch_ptr, drafts_ptr, given_ptr, counts_ptr, recent_ptr, history_ptr,
-    luck_ptr, width, most_drafts, num_drafts,
+    chance_ptr, width, most_drafts, num_drafts,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, NO_DRAFT: tl.constexpr,
     BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _guess_kernel(  # type: ignore[no-untyped-def]
     where = end + index % tl.maximum(last + 1 - end, 1)
     is_draft = index < num_drafts
     draft = tl.load(history_ptr + where, mask=is_draft & (found > 0), other=NO_DRAFT)
-    if tl.load(luck_ptr) > 0:
+    if tl.load(chance_ptr) > 0:
         draft = tl.where(found > 0, draft, last_token)
     tl.store(drafts_ptr + index, draft, mask=is_draft)
 
@@ -65,7 +65,7 @@ def guess_ngrams(
     assert state.history.shape[1] < PLACES.value and longest < 64
     _guess_kernel[(num_rows,)](
         table.tokens, table.lengths, table.batch, state.tokens, state.are_given, state.counts,
-        state.recent, state.history, state.luck, state.history.stride(0), state.tokens.stride(0),
+        state.recent, state.history, state.chance, state.history.stride(0), state.tokens.stride(0),
         num_drafts,
         SHORTEST=shortest, LONGEST=longest, NO_DRAFT=NO_DRAFT, BLOCK=BLOCK,
         MOST=triton.next_power_of_2(state.recent.shape[1]),

@@ -650,8 +650,10 @@ def test_guesses_add_to_what_drafts_cost() -> None:
         (GraphCosts(seconds, {Size(1): 0.1, Size(4): 0.5}), 1),
         (GraphCosts(seconds, {Size(1): 0.1, Size(4): 1.0}), 0),
     ):
-        assert next(iter(costs.worthwhile(candidates, 3))) == number
-    assert [*GraphCosts(seconds, {Size(4): 0.1}).worthwhile(candidates * 2, 6)] == [0] * 6
+        assert next(iter(costs.worthwhile(candidates, 3, waits=True))) == number
+    assert [*GraphCosts(seconds, {Size(4): 0.1}).worthwhile(candidates * 2, 6, waits=True)] == [
+        0
+    ] * 6
 
 
 def ends_of(outputs: list[RequestOutput]) -> list[Any]:

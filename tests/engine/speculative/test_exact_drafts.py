@@ -448,7 +448,7 @@ def test_the_graphs_of_steps_with_drafts_are_timed(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("scheduling", ["prefill-first", "mixed"])
 def test_few_steps_wait_for_drafts_in_vain(scheduling: str, model_dir: Path) -> None:
-    """Where steps overlap, and prompts are computed in most steps, which have no drafts."""
+    """Where the host must know tokens, steps overlap, and most have prompts, and so no drafts."""
     options: dict[str, Any] = dict(ROWS, overlap=True, max_num_seqs=8, max_num_batched_tokens=16)
     with make_llm(model_dir, **options, scheduling=scheduling) as llm:
         scheduler = llm.scheduler
@@ -461,20 +461,86 @@ def test_few_steps_wait_for_drafts_in_vain(scheduling: str, model_dir: Path) -> 
 
         def noted(batch: Batch) -> bool:
             waits_for_it = must_wait(batch)
-            waits.append(waits_for_it and not batch.drafts)
+            waits.append(waits_for_it and not batch.num_drafts)
             return waits_for_it
 
         def scheduled() -> Batch | None:
             batch = schedule()
-            steps.append((bool(waits) and waits.pop(), bool(batch and batch.drafts)))
+            steps.append((bool(waits) and waits.pop(), bool(batch and batch.num_drafts)))
             return batch
 
         scheduler.must_wait, scheduler.schedule = noted, scheduled  # type: ignore[method-assign]
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
         prompts = [[i] * 3 + list(range(90)) for i in range(40)]
         llm.generate(prompts, params, use_tqdm=False)
         in_vain = sum(waited and not drafts for waited, drafts in steps)
+        assert any(waited and drafts for waited, drafts in steps)
         assert in_vain < 0.1 * len(steps), (in_vain, len(steps))
+
+
+def test_texts_without_ngrams_do_not_keep_steps_waiting(model_dir: Path) -> None:
+    """The host, which must know the tokens, looks for n-grams less and less often."""
+    with make_llm(model_dir, **ROWS, overlap=True) as llm:
+        scheduler = llm.scheduler
+        assert scheduler.speculator is not None
+        scheduler.speculator.costs = GraphCosts(
+            {Size(n, q): 1 + 0.01 * q for n in (1, 4) for q in (1, 2, 3, 6)}
+        )
+        must_wait, waits = scheduler.must_wait, list[bool]()
+
+        def noted(batch: Batch) -> bool:
+            waits.append(must_wait(batch))
+            return waits[-1]
+
+        scheduler.must_wait = noted  # type: ignore[method-assign]
+        params = SamplingParams(temperature=5.0, seed=1, max_tokens=60, ignore_eos=True, logprobs=1)
+        llm.generate([[i, i + 1, i + 2] for i in (10, 20, 30, 40)], params, use_tqdm=False)
+        assert len(waits) > 50 and sum(waits) < 30
+
+
+def test_counts_leave_out_what_came_after_a_stop(model_dir: Path) -> None:
+    """The device accepts drafts after a stop; they are no tokens of the request."""
+    with make_llm(model_dir, **ROWS, overlap=True) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        (whole,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        tokens = whole.token_ids
+        stop = next(t for i, t in enumerate(tokens) if 9 < i < 30 and t not in tokens[:i])
+        length = tokens.index(stop) + 1
+        params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop])
+        for seed in range(8):
+            speculate_in_table(llm, [PROMPTS[0] + tokens], seed, VOCAB_SIZE)
+            before = llm.stats().decode_tokens
+            (out,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+            assert len(out.token_ids) == length
+            assert llm.stats().decode_tokens - before <= length
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_texts_that_the_device_guessed_are_found_in_the_cache(
+    window: int | None, tmp_path: Path
+) -> None:
+    """A sequence may end while a later step counts one more token, which is never computed."""
+    options: dict[str, Any] = dict(family="Mistral", sliding_window=window)
+    path = make_model(tmp_path, seed=1, **options)
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True)
+    with make_llm(path, **ROWS, overlap=True, kvcache_block_size=4) as llm:
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        texts = known_texts(PROMPTS, [[one.token_ids] for one in expected])
+        longer = [[*text, 7] for text in texts]
+        with make_llm(path, attention_backend="torch", enable_prefix_caching=False) as plain:
+            follow_ups = [one.token_ids for one in plain.generate(longer, params, use_tqdm=False)]
+        llm.scheduler.restart([])
+        llm.model_runner.recover()
+        speculate_in_table(llm, texts, 2, VOCAB_SIZE)
+        for start in range(0, len(PROMPTS), 3):
+            part = slice(start, start + 3)
+            assert_same(
+                llm.generate(PROMPTS[part], params, use_tqdm=False),
+                [one.token_ids for one in expected[part]],
+            )
+            hits = llm.stats().prefix_cache_hits
+            assert_same(llm.generate(longer[part], params, use_tqdm=False), follow_ups[part])
+            assert llm.stats().prefix_cache_hits > hits
 
 
 @pytest.mark.cuda

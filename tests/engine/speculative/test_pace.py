@@ -227,30 +227,32 @@ def test_all_sequences_have_the_drafts_that_give_most_tokens(
 ) -> None:
     """The chances of all together decide; where no graph is as large, none has any."""
     costs = graph_costs()
-    numbers = costs.worthwhile(candidates(*chances), len(chances))
+    numbers = costs.worthwhile(candidates(*chances), len(chances), waits=True)
     assert [*numbers] == [number] * len(chances)
 
 
 def test_a_step_with_prompts_has_no_graph_for_drafts() -> None:
-    assert [*graph_costs().worthwhile(candidates(0.9, 0.9), 7)] == [0, 0]
+    assert [*graph_costs().worthwhile(candidates(0.9, 0.9), 7, waits=True)] == [0, 0]
 
 
 def test_limits_of_sequences_bound_their_drafts() -> None:
     some = candidates(0.9, 0.9, 0.9)
     some[1] = some[1]._replace(limit=1)
     some[2] = some[2]._replace(limit=0)
-    assert [*graph_costs().worthwhile(some, 3)] == [4, 1, 0]
+    assert [*graph_costs().worthwhile(some, 3, waits=True)] == [4, 1, 0]
 
 
 def test_a_quarter_that_is_due_lets_all_try() -> None:
     """In one step: another step is as long for each of them."""
     some = candidates(0.01, 0.01)
-    assert [*graph_costs().worthwhile(some, 2)] == [0, 0]
+    assert [*graph_costs().worthwhile(some, 2, waits=True)] == [0, 0]
     late = [some[0], some[1]._replace(num_tokens=100)]
-    assert [*graph_costs().worthwhile(late, 2)] == [2, 2]
-    assert [*graph_costs().worthwhile([*candidates(*[0.01] * 6), late[1]], 7)] == [0] * 7
+    assert [*graph_costs().worthwhile(late, 2, waits=True)] == [2, 2]
+    assert [*graph_costs().worthwhile([*candidates(*[0.01] * 6), late[1]], 7, waits=True)] == [
+        0
+    ] * 7
     dear = GraphCosts({Size(2, 1): 0.001, Size(2, 3): 0.0016})
-    assert [*dear.worthwhile(late, 2)] == [0, 0]
+    assert [*dear.worthwhile(late, 2, waits=True)] == [0, 0]
 
 
 def test_to_ask_in_vain_becomes_rare_where_steps_wait_for_it() -> None:
@@ -260,16 +262,21 @@ def test_to_ask_in_vain_becomes_rare_where_steps_wait_for_it() -> None:
         def guess(self, seq: Sequence, most: int) -> list[int]:
             return []
 
+    blocks = BlockManager(99, 4)
     asked = {}
-    for costs in (graph_costs(), None):
-        speculator, seq = Speculator(Silent(0, 2), 4, costs=costs), make_seq(max_tokens=600)
-        asked[costs is None] = 0
+    for in_table in (True, False):
+        costs = graph_costs() if in_table else None
+        speculator = Speculator(Silent(0, 2), 4, costs=costs, in_table=in_table)
+        seq = make_seq(max_tokens=600)
+        asked[in_table] = 0
         for _ in range(500):
-            if speculator.wants([seq]):
-                asked[costs is None] += 1
+            asked[in_table] += speculator.wants([seq])
+            if in_table:
+                assert speculator.plan([seq], 100, blocks) == (0, {})
+            else:
                 assert numbers(speculator, [seq], 1, 100) == {}
             seq.token_ids.append(1)
-    assert asked[True] == 500 and asked[False] < 20
+    assert asked[False] == 500 and asked[True] < 20
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.5, 0.8, 1.0])
