@@ -13,9 +13,9 @@ from nanovllm.engine.step_size import MOST_DRAFTS, most_within, room_for
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
-# Where no sequence should have drafts, none has some for so many steps: to look costs 1 to 3 us a
-# sequence.
-QUIET_STEPS = 3
+# Where none of many sequences should have drafts, none has some for so many steps: to look costs 1
+# to 3 us a sequence.
+QUIET_STEPS, MANY = 3, 9
 
 
 class Speculator:
@@ -99,7 +99,7 @@ class Speculator:
         number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
         number = most_within(number, self.most_drafts)
         if number == 0:
-            self._quiet = QUIET_STEPS
+            self._quiet = QUIET_STEPS if len(seqs) >= MANY else 0
             return 0, {}
         limits = {seq: candidate.limit for seq, candidate in zip(seqs, candidates, strict=True)}
         most = {seq: self._room(seq, min(number, limits[seq]), blocks) for seq in seqs}

@@ -275,9 +275,8 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, head
     """Guesses are part of decode graphs."""
     if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
         pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
-    gpu: dict[str, Any] = options | dict(
-        device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16
-    )
+    gpu: dict[str, Any] = dict(max_num_seqs=4) | options  # with more, few drafts pay
+    gpu |= dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
     params = sampled_params()
     for path, head in ((model_dir, head_dir), (Path(EMBEDDED_MODEL), Path(EMBEDDED_HEAD))):
         with make_llm(path, **gpu) as plain:
@@ -290,9 +289,9 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, head
             assert ends_of(got) == ends_of(expected)
             speculator.num_drafts, speculator.accepted_at = 0, [0] * NUM_DRAFTS
             assert all_samples(solve(llm, "drawn")) == answers
-            assert speculator.num_drafts > (0 if "num_kvcache_blocks" in options else 50)
-            if head == Path(EMBEDDED_HEAD) and speculator.num_drafts > 50:
-                assert sum(speculator.accepted_at) > 1.2 * speculator.num_drafts
+            assert speculator.num_drafts > 20
+            if head == Path(EMBEDDED_HEAD):
+                assert sum(speculator.accepted_at) > 0.8 * speculator.num_drafts
             audit_at_rest(llm)
 
 
