@@ -60,8 +60,8 @@ class StepInputs:
 
     A decode step of `num_seqs` sequences reads everything else from the table: for each of them
     `num_queries` tokens, the last one and drafts. `width` is the number of columns of its block
-    tables, 0 for a prefill that reads none. `whole_logits`: whether
-    rank 0 needs the logits of a decode step, and not only the tokens that the ranks draw together.
+    tables, 0 for a prefill that reads none. `whole_logits`: whether rank 0 needs the logits of a
+    decode step, and not only the tokens that the ranks draw together.
     `report`, which rank 0 alone has, says what is reported of the prompts. `shard` is the index of
     the shard that computes it, if a rank has a draft model too.
     """
