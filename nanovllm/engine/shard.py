@@ -12,7 +12,7 @@ import torch
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.guess.eagle3 import Eagle3Guesser, PrefillTokens
-from nanovllm.engine.guesser import Guesser, guesser_of
+from nanovllm.engine.guess.guesser import Guesser, guesser_of
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.step.computed import Computed
