@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
-from nanovllm.kernels.cpu.packed_linear import pack, packed_linear
+from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.cpu.tiled_linear import arrange, tiled_linear
 from nanovllm.kernels.quantized import QuantizedMatrix
 
@@ -57,8 +58,11 @@ def make_calls(size_out: int, size_in: int, num_bytes: int) -> dict[str, list[Ca
         return range(max(1, num_bytes // size))
 
     weight = torch.randn(size_out, size_in, dtype=torch.bfloat16)
-    packs = [pack(weight) for _ in copies(2 * weight.numel())]
-    calls: dict[str, list[Call]] = {BASE: [lambda x, w=w: packed_linear(x, w) for w in packs]}
+    plain = [weight.clone() for _ in copies(2 * weight.numel())]
+    calls: dict[str, list[Call]] = {BASE: [lambda x, w=w: linear(x, w) for w in plain]}
+    if can_pack(weight):
+        packs = [pack(weight) for weight in plain]
+        calls[BASE] = [lambda x, w=w: packed_linear(x, w) for w in packs]
     for name in FORMATS:
         one = arrange(quantized(name, size_out, size_in))
         all_ = [replace(one, codes=one.codes.clone()) for _ in copies(one.codes.nbytes)]

@@ -165,7 +165,7 @@ def print_result(result: dict[str, Any]) -> None:
             f"  drafts: {result['accepted_tokens']:,} of {drafted:,} were right,"
             f" {result['tokens_per_step']:.2f} tokens a sequence and step"
         )
-    elif result["workload"]["acceptance"] is not None:
+    elif result["workload"]["acceptance"] is not None or result.get("speculates"):
         print("  drafts: none, as none was worth its cost")
 
 
@@ -178,6 +178,7 @@ def run_alone(
         if lengths.acceptance is not None:
             accept_by_chance(llm, lengths.acceptance, lengths.seed)
         result |= measure(llm, plan, repeats)
+        result["speculates"] = plan.config.speculative_config is not None
         result["roofline_percent"] = 100 * result["roofline"]["seconds"] / result["median_seconds"]
         if plan.device.type == "cuda":  # the KV pool counts too
             result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(plan.device)

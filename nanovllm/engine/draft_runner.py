@@ -36,8 +36,10 @@ def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
     model, *drafts = runner.shards
     if not drafts:
         seconds = model.graph_seconds
-        share = model.head.num_bytes * model.ranks.size / _step_bytes(model) if model.head else 0.0
-        return GraphCosts(seconds) if seconds else TokenCosts(share), None
+        if seconds:
+            return GraphCosts(seconds), None
+        bytes_of_head = model.head.num_bytes * model.ranks.size if model.head else 0
+        return _token_costs("head", bytes_of_head / _step_bytes(model)), None
     (draft,) = drafts
     proposer = DraftModelProposer(
         DraftRunner(runner),
@@ -48,11 +50,15 @@ def draft_costs(runner: ModelRunner) -> tuple[Costs, DraftModelProposer | None]:
     )
     if model.graph_seconds:
         return GraphCosts(model.graph_seconds, draft.graph_seconds), proposer
-    share = _step_bytes(draft) / _step_bytes(model)
+    return _token_costs("draft model", _step_bytes(draft) / _step_bytes(model)), proposer
+
+
+def _token_costs(name: str, share: float) -> TokenCosts:
+    """The costs where a draft takes this `share` of a step; a warning if that is too much."""
     if share >= TRIES_UP_TO:
         logger.warning(
-            "a step of the draft model reads %.0f%% of the bytes that the model's reads: hardly any"
-            " draft pays for itself, so few or none will be made",
-            100 * share,
-        )
-    return TokenCosts(share), proposer
+            "a step of the %s reads %.0f%% of the bytes that the model's reads: hardly any draft"
+            " pays for itself, so few or none will be made",
+            name, 100 * share,
+        )  # fmt: skip
+    return TokenCosts(share)

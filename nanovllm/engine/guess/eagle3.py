@@ -142,7 +142,10 @@ class Eagle3Guesser:
         self.head.store(self.embedding(next_ids), positions, fused, context.slot_mapping)
         here = positions[tokens.sampled]
         gap = here - kept.first[samples]
-        follows = (gap > 0) & (gap <= kept.counts[samples]) & (gap < self.most)
+        is_first = torch.zeros_like(positions, dtype=torch.bool)
+        is_first[context.cu_seqlens_q[:-1].long()] = True
+        is_decoded = is_first[tokens.sampled]  # what a row has kept may be another sequence's
+        follows = is_decoded & (gap > 0) & (gap <= kept.counts[samples]) & (gap < self.most)
         index = gap.where(follows, 0)
         before = (index - 1).clamp(min=0)
         table.drafts.recent[samples, before] = input_ids[tokens.sampled].int()

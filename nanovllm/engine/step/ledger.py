@@ -197,8 +197,11 @@ class Ledger:
     def _rows_of(self, seqs: list[Sequence]) -> Array:
         rows = self._rows
         for seq in seqs:
-            if seq.seq_id not in rows:
+            row = rows.get(seq.seq_id)
+            if row is None:
                 rows[seq.seq_id] = self._take_row(seq)
+            elif self._owners[row]() is not seq:  # another copy, of a draft model's
+                self._owners[row] = weakref.ref(seq)
         return np.array([rows[seq.seq_id] for seq in seqs], np.int64)
 
     def _take_row(self, seq: Sequence) -> int:

@@ -1,5 +1,6 @@
 """The device's rows equal the sequences at every decode step, after any history."""
 
+import copy
 import random
 
 import numpy as np
@@ -429,3 +430,25 @@ def test_a_preempted_row_that_was_ahead_is_written_again() -> None:
         engine.run(seq)
     engine.prefill(engine.seqs, 100)
     engine.decode(engine.seqs, padding=0)
+
+
+def test_a_copy_of_a_sequence_takes_over_its_row() -> None:
+    """A draft model's copy is made anew after a preemption; its row must not look unowned."""
+    ledger = Ledger(TableLayout(3, MAX_BLOCKS, BLOCK_SIZE))
+
+    def decode(*seqs: Sequence) -> None:
+        for seq in seqs:
+            seq.status = SequenceStatus.RUNNING
+            seq.block_table, seq.num_cached_tokens = [1], 2
+        ledger.decode(list(seqs))
+
+    first, others = Sequence([1, 2, 3], SamplingParams()), []
+    decode(first)
+    for _ in range(2):
+        others.append(Sequence([1, 2, 3], SamplingParams()))
+        decode(*others)
+    again = copy.copy(first)
+    first.status = SequenceStatus.FINISHED
+    del first
+    others[0].status = SequenceStatus.FINISHED
+    decode(again, others[1], Sequence([1, 2], SamplingParams()))
