@@ -133,9 +133,8 @@ def test_engines_take_turns_on_the_identical_workload(
     assert warmup["prompts"] != measured["prompts"] == again["prompts"]
     assert measured["pid"] == warmup["pid"] != again["pid"]
     assert {"model.safetensors", "tokenizer.json"} <= set(measured["files"])
-    assert measured["config"]["torch_dtype"] == "bfloat16"
-    own = resolve_dtype("auto", "bfloat16", torch.device("cpu"))  # not all CPUs compute in it
-    assert measured["options"]["dtype"] == str(own).removeprefix("torch.")
+    own = str(resolve_dtype("auto", "bfloat16", torch.device("cpu"))).removeprefix("torch.")
+    assert measured["options"]["dtype"] == measured["config"]["torch_dtype"] == own
     assert measured["config"]["rope_theta"] == 1_000_000  # not in one version's own spelling
     # Options that the command line does not set are the peer's.
     assert measured["options"]["max_model_len"] == 4096
