@@ -264,6 +264,17 @@ def test_guesses_add_to_what_drafts_cost(sums: dict[str, list[Any]]) -> None:
         assert accepted.value == stats["accepted_tokens"]  # type: ignore[attr-defined]
 
 
+def test_a_row_that_another_sequence_had_guesses_as_a_new_one() -> None:
+    """What the row has kept of that one is not taken for the new one's."""
+    accepted = []
+    for max_num_seqs in (1, 40):
+        with make(EMBEDDED_MODEL, EMBEDDED_HEAD, max_num_seqs=max_num_seqs) as llm:
+            for prompt, _ in sample_problems(40):
+                llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+            accepted.append(llm.stats().accepted_tokens)
+    assert accepted[0] == accepted[1] > 50
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "options",
