@@ -197,11 +197,9 @@ class Ledger:
     def _rows_of(self, seqs: list[Sequence]) -> Array:
         rows = self._rows
         for seq in seqs:
-            row = rows.get(seq.seq_id)
-            if row is None:
+            if seq.seq_id not in rows:
                 rows[seq.seq_id] = self._take_row(seq)
-            elif self._owners[row]() is not seq:  # another copy, of a draft model's
-                self._owners[row] = weakref.ref(seq)
+            self._owners[rows[seq.seq_id]] = weakref.ref(seq)  # a draft model may copy it again
         return np.array([rows[seq.seq_id] for seq in seqs], np.int64)
 
     def _take_row(self, seq: Sequence) -> int:
@@ -213,7 +211,6 @@ class Ledger:
                     del self._rows[seq_id]
                     self._free.append(row)
         row = self._free.pop()
-        self._owners[row] = weakref.ref(seq)
         if self._is_ahead[row]:
             self._resend(row)
         self._num_tokens[row] = UNKNOWN
