@@ -48,7 +48,7 @@ class GuessInputs(NamedTuple):
 def guess_inputs(
     table: TableState, kept: Kept, num_rows: int, num_queries: int, block_size: int
 ) -> GuessInputs:
-    """The inputs of guesses for the first rows of the batch; `kept` is told of the step that comes.
+    """The inputs of guesses for the first rows of the batch; `kept` is set for the step that comes.
 
     Its first position is the row's length. Of more than Q new positions, the last Q are read:
     what the head made of the others when it guessed is in its cache.

@@ -72,7 +72,7 @@ def _guess_inputs_kernel(  # type: ignore[no-untyped-def]
 def guess_inputs(
     table: TableState, kept: Kept, num_rows: int, num_queries: int, block_size: int
 ) -> GuessInputs:
-    """The inputs of guesses for the first rows of the batch; `kept` is told of the step that comes.
+    """The inputs of guesses for the first rows of the batch; `kept` is set for the step that comes.
 
     Bytes moved: the inputs once, the block tables twice.
     """
