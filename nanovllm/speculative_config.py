@@ -1,7 +1,8 @@
 """SpeculativeConfig: the option that makes an engine guess tokens, by vLLM's names, validated."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,3 +106,15 @@ def check_speculation(name: str, value: Any) -> SpeculativeConfig:
 
 
 SPECULATION = Rule(check_speculation, AN_OBJECT)
+
+ERRORS = (FileNotFoundError, ValueError, TypeError, MemoryError, OSError)
+
+
+@contextmanager
+def errors_name_model(model: str) -> Iterator[None]:
+    """A block whose errors are given the option's name and this `model`'s."""
+    try:
+        yield
+    except ERRORS as error:
+        kind = next(kind for kind in ERRORS if isinstance(error, kind))
+        raise kind(f"speculative_config, {model}: {error}") from error

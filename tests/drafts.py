@@ -2,8 +2,11 @@
 
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from reference import make_llm
 
 from nanovllm import LLM
 from nanovllm.engine.sequence import Sequence
@@ -72,6 +75,19 @@ def speculate(llm: LLM, proposer: RandomProposer, most_drafts: int = 5) -> Specu
     in_table = llm.model_runner.shard.placement.most_drafts > 0
     llm.scheduler.speculator = Speculator(proposer, most_drafts, Eager, in_table=in_table)
     return llm.scheduler.speculator
+
+
+def speculator_of(llm: LLM) -> Speculator:
+    """The engine's own speculator, which must be there."""
+    assert llm.scheduler.speculator is not None
+    return llm.scheduler.speculator
+
+
+def make_eager(path: Path, config: dict[str, Any], **options: Any) -> LLM:
+    """An engine in which all sequences get as many drafts as fit."""
+    llm = make_llm(path, **options | {"speculative_config": config})
+    speculator_of(llm)._make_pace = Eager
+    return llm
 
 
 class TableAdversary:

@@ -1,7 +1,6 @@
 """DraftSource: the smaller model that guesses tokens, found and checked before it is loaded."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
+from nanovllm.speculative_config import errors_name_model
 from nanovllm.utils.checks import shorten
-
-ERRORS = (FileNotFoundError, ValueError, TypeError, MemoryError, OSError)
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class DraftSource:
 
     def errors_name_it(self) -> AbstractContextManager[None]:
         """A block whose errors are given the model's name."""
-        return _errors_name(self.config.model)
+        return errors_name_model(f"draft model {self.config.model!r}")
 
 
 Source = DraftSource | HeadSource
@@ -62,7 +60,7 @@ def find_draft(config: Config, model_config: ModelConfig, tokenizer: Any) -> Sou
         return None
     if asked.method == "eagle3":
         return find_head(config, model_config)
-    with _errors_name(asked.model):
+    with errors_name_model(f"draft model {asked.model!r}"):
         path = resolve_model(asked.model, revision=asked.revision, download_dir=config.download_dir)
         draft = ModelConfig.from_dir(path, asked.quantization)
         by_experts = config.enable_expert_parallel and draft.experts is not None
@@ -106,12 +104,3 @@ def _check_vocabularies(model: ModelConfig, draft: ModelConfig, tokenizer: Any, 
                 f"the draft model must have the model's tokenizer, but token {token_id} is"
                 f" {shorten(others[token_id])}, and the model's is {shorten(own[token_id])}"
             )
-
-
-@contextmanager
-def _errors_name(model: str) -> Iterator[None]:
-    try:
-        yield
-    except ERRORS as error:
-        kind = next(kind for kind in ERRORS if isinstance(error, kind))
-        raise kind(f"speculative_config, draft model {model!r}: {error}") from error

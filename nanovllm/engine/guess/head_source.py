@@ -2,8 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +16,10 @@ from nanovllm.models.eagle3 import HEAD_PATTERNS, Eagle3Head, load_head, random_
 from nanovllm.models.eagle3_config import HeadConfig
 from nanovllm.models.held_bytes import held_bytes
 from nanovllm.models.loader import resolve_model
+from nanovllm.speculative_config import errors_name_model
 from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")
-
-ERRORS = (FileNotFoundError, ValueError, TypeError, MemoryError, OSError)
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class HeadSource:
         not used, as published heads have one below the model's that theirs ignore.
         """
         start = time.perf_counter()
-        with _errors_name(self.name):
+        with errors_name_model(f"head {self.name!r}"):
             own = self._placed(config, placement)
             head = self._load(config, own)
             _share_embedding(head, model)
@@ -85,19 +82,10 @@ def find_head(config: Config, model_config: ModelConfig) -> HeadSource:
     """The head that the options name; one that does not fit is an error."""
     asked = config.speculative_config
     assert asked is not None and asked.model is not None
-    with _errors_name(asked.model):
+    with errors_name_model(f"head {asked.model!r}"):
         path = resolve_model(
             asked.model, HEAD_PATTERNS, revision=asked.revision, download_dir=config.download_dir
         )
         head = HeadConfig.from_dir(path)
         head.layer.check_parallel_size(config.tensor_parallel_size)
         return HeadSource(asked.model, path, head, head.taps(model_config))
-
-
-@contextmanager
-def _errors_name(head: str) -> Iterator[None]:
-    try:
-        yield
-    except ERRORS as error:
-        kind = next(kind for kind in ERRORS if isinstance(error, kind))
-        raise kind(f"speculative_config, head {head!r}: {error}") from error

@@ -38,5 +38,4 @@ class Computed(NamedTuple):
             table_rows=self.table_rows[:number],
             choices=self.choices and (self.choices[0][:number], self.choices[1][:number]),
             token_ids=None if self.token_ids is None else self.token_ids[:number],
-            outcome=None if self.outcome is None else self.outcome[: number // self.num_queries],
         )

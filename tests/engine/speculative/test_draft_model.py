@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import edit_config, make_model
-from drafts import Eager
+from drafts import make_eager, speculator_of
 from reference import (
     HARD,
     SMALL_POOL,
@@ -41,7 +41,6 @@ from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.draft_model import DraftModelProposer, Shadow
 from nanovllm.engine.speculative.pace import Pace
-from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.engine.step.device_table import BUFFERS
 from nanovllm.engine.step_size import Size
 from nanovllm.outputs import RequestOutput
@@ -77,14 +76,7 @@ def near_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(path: Path, draft: Path, keys: dict[str, Any] | None = None, **options: Any) -> LLM:
     """An engine in which all sequences get as many drafts as fit."""
     config = {"model": str(draft), "num_speculative_tokens": NUM_DRAFTS, **(keys or {})}
-    llm = make_llm(path, **options | {"speculative_config": config})
-    speculator_of(llm)._make_pace = Eager
-    return llm
-
-
-def speculator_of(llm: LLM) -> Speculator:
-    assert llm.scheduler.speculator is not None
-    return llm.scheduler.speculator
+    return make_eager(path, config, **options)
 
 
 def proposer_of(llm: LLM) -> DraftModelProposer:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import edit_config, make_model
-from drafts import Eager
+from drafts import make_eager, speculator_of
 from heads import make_head
 from reference import (
     HARD,
@@ -26,7 +26,6 @@ from test_exact_drafts import MODELS, PARAMS, PROMPTS, READERS, all_samples, sam
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
 from nanovllm.engine.speculative.costs import TokenCosts
-from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.models.eagle3_config import LAYER_IDS
 from nanovllm.outputs import RequestOutput
 
@@ -71,14 +70,7 @@ def head_of(model: Path, path: Path, **fields: Any) -> Path:
 def make(path: Path | str, head: Path | str, **options: Any) -> LLM:
     """An engine in which all sequences get as many drafts as fit."""
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": NUM_DRAFTS}
-    llm = make_llm(Path(path), **options | {"speculative_config": config})
-    speculator_of(llm)._make_pace = Eager
-    return llm
-
-
-def speculator_of(llm: LLM) -> Speculator:
-    assert llm.scheduler.speculator is not None
-    return llm.scheduler.speculator
+    return make_eager(Path(path), config, **options)
 
 
 def use_graphs(llm: LLM) -> None:
