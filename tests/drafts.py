@@ -9,6 +9,7 @@ import torch
 from reference import make_llm
 
 from nanovllm import LLM
+from nanovllm.engine.guess.guesser import Guesser
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculative.pace import Pace
 from nanovllm.engine.speculative.speculator import Speculator
@@ -29,8 +30,6 @@ class RandomProposer:
 
     For a sequence that may have few tokens they are of those.
     """
-
-    longest = 1 << 40
 
     def __init__(self, seed: int, num_tokens: int) -> None:
         self.rng, self.num_tokens = random.Random(seed), num_tokens
@@ -70,11 +69,13 @@ class Adversary(RandomProposer):
         return right + guess[len(right) :]
 
 
-def speculate(llm: LLM, proposer: RandomProposer, most_drafts: int = 5) -> Speculator:
-    """Let an engine verify the proposer's drafts."""
-    in_table = llm.model_runner.shard.placement.most_drafts > 0
-    llm.scheduler.speculator = Speculator(proposer, most_drafts, Eager, in_table=in_table)
-    return llm.scheduler.speculator
+def speculate(llm: LLM, adversary: Adversary, most_drafts: int = 5) -> Speculator:
+    """Let an engine verify the adversary's drafts; where the device guesses, one like it there."""
+    if not llm.model_runner.shard.placement.most_drafts:
+        llm.scheduler.speculator = speculator = Speculator(adversary, most_drafts, Eager)
+        return speculator
+    texts = [[*prompt, *output] for (prompt, _), output in adversary.outputs.items()]
+    return speculate_in_table(llm, texts, 3, adversary.num_tokens, most_drafts)[0]
 
 
 def speculator_of(llm: LLM) -> Speculator:
@@ -90,7 +91,7 @@ def make_eager(path: Path, config: dict[str, Any], **options: Any) -> LLM:
     return llm
 
 
-class TableAdversary:
+class TableAdversary(Guesser):
     """An adversary that guesses in the device table, from the tokens that it finds there."""
 
     reads_history = True
@@ -100,12 +101,12 @@ class TableAdversary:
         self.num_guesses = 0
 
     def guess(self, table: TableState, size: Size) -> None:
-        """Right and wrong drafts, some or none, for rows whose drafts are not given."""
+        """Right and wrong drafts, some or none."""
         most, state = size.num_queries - 1, table.drafts
         guess_ngrams(table, size.num_seqs, most, 1, 1)  # completes the history
         for row in table.batch[: size.num_seqs].tolist():
             last = int(table.lengths[row])
-            if last < 0 or state.are_given[row]:
+            if last < 0:
                 continue
             self.num_guesses += 1
             before = state.history[row, : last + 1].tolist()
@@ -121,13 +122,8 @@ class TableAdversary:
 def speculate_in_table(
     llm: LLM, texts: list[list[int]], seed: int, num_tokens: int, most_drafts: int = 5
 ) -> tuple[Speculator, TableAdversary]:
-    """Let an engine verify what an adversary guesses that knows prompts with their outputs.
-
-    The host's proposer, for sequences whose tokens it must know, guesses at random.
-    """
+    """Let an engine verify what an adversary guesses that knows prompts with their outputs."""
     guesser = TableAdversary(seed, num_tokens, texts)
     llm.model_runner.shard.guesser = guesser
-    llm.scheduler.speculator = speculator = Speculator(
-        RandomProposer(seed, num_tokens), most_drafts, Eager, in_table=True, guesses=True
-    )
+    llm.scheduler.speculator = speculator = Speculator(None, most_drafts, Eager)
     return speculator, guesser

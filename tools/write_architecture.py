@@ -34,7 +34,8 @@ CORE: dict[str, list[str]] = {
                       "kernels/plain/store_kvcache", "kernels/plain/paged",
                       "kernels/plain/prefill_attention", "kernels/plain/decode_attention",
                       "kernels/plain/silu_and_mul", "kernels/plain/noise", "kernels/plain/sample"],
-    "startup": ["engine/startup", "engine/engine_config", "engine/placement", "engine/device",
+    "startup": ["engine/startup", "engine/load", "engine/engine_config", "engine/placement",
+                "engine/device",
                 "engine/kv_pool", "models/config", "models/rope", "models/registry",
                 "models/loader", "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip

@@ -24,7 +24,6 @@ class PaddedProposer:
 
     def __init__(self, proposer: Proposer, vocab_size: int, rng: random.Random) -> None:
         self._proposer, self._vocab_size, self._rng = proposer, vocab_size, rng
-        self.longest = proposer.longest
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
         """Exactly `most` drafts for each sequence."""
@@ -49,11 +48,11 @@ class AcceptByChance(Speculator):
 
     def __init__(self, engines: Speculator, chance: float, vocab_size: int, seed: int) -> None:
         self._chance, self._rng = chance, random.Random(seed)
-        proposer = PaddedProposer(engines.proposer, vocab_size, random.Random(seed))
+        own = engines.proposer
+        proposer = own and PaddedProposer(own, vocab_size, random.Random(seed))
         super().__init__(
-            proposer, engines.most_drafts, costs=engines.costs,
-            in_table=engines.in_table, guesses=engines.guesses,
-        )  # fmt: skip
+            proposer, engines.most_drafts, costs=engines.costs, longest=engines.longest
+        )
 
     def accepted(
         self, batch: Batch, drawn: Iterable[tuple[Sequence, int]]

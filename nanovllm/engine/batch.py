@@ -16,8 +16,7 @@ class Batch:
 
     `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
     too, beside the scheduled tokens, and draws the token after each: those of right drafts count.
-    Where drafts are in the device table, each sequence has up to `num_drafts`, and the device
-    guesses those that are not in `drafts`.
+    Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty.
 
     `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
     tokens come between that and the sequence's last one: 0, and for drafts 1, 2, .... When the step

@@ -43,6 +43,16 @@ def hash_block(parent_hash: int, token_ids: list[int]) -> int:
     return xxhash.xxh64_intdigest(data)
 
 
+def block_hashes(seq: Sequence, num_blocks: int, block_size: int) -> list[int]:
+    """The hashes of the first blocks of `seq`, or of more; each is computed once."""
+    hashes = seq.block_hashes
+    for index in range(len(hashes), num_blocks):
+        parent = hashes[index - 1] if index else 0
+        tokens = seq.token_ids[index * block_size : (index + 1) * block_size]
+        hashes.append(hash_block(parent, tokens))
+    return hashes
+
+
 class BlockManager:
     """A pool of `num_blocks` blocks of `block_size` tokens with a prefix cache.
 
@@ -190,7 +200,7 @@ class BlockManager:
         num_full = num_computed // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_published_blocks:
             return
-        hashes = self._block_hashes(seq, num_full)
+        hashes = block_hashes(seq, num_full, self.block_size)
         for index in range(seq.num_published_blocks, num_full):
             block, value, tokens = seq.block_table[index], hashes[index], self._tokens(seq, index)
             before = seq.block_table[index - 1]
@@ -210,7 +220,7 @@ class BlockManager:
         """The hashes of all full blocks of `seq`, computed or not."""
         if not self.enable_prefix_caching:
             return []
-        return self._block_hashes(seq, seq.num_tokens // self.block_size)
+        return block_hashes(seq, seq.num_tokens // self.block_size, self.block_size)
 
     def free(self, seq: Sequence) -> None:
         """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix.
@@ -307,7 +317,7 @@ class BlockManager:
         hits: list[int] = []
         parent = 0
         for index in range(num_blocks if self.enable_prefix_caching else 0):
-            value = self._block_hashes(seq, index + 1)[index]
+            value = block_hashes(seq, index + 1, self.block_size)[index]
             block = self._find_block(value, parent, self._tokens(seq, index))
             if block is None:
                 break
@@ -320,14 +330,6 @@ class BlockManager:
             if self.parents[block] == parent and self.token_ids[block] == token_ids:
                 return block
         return None
-
-    def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """The hashes of the first blocks of `seq`; each is computed once."""
-        hashes = seq.block_hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[index - 1] if index else 0
-            hashes.append(hash_block(parent, self._tokens(seq, index)))
-        return hashes
 
     def _tokens(self, seq: Sequence, index: int) -> list[int]:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]

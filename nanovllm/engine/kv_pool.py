@@ -5,6 +5,7 @@ It knows the size of a block and which layers read it; `sizing` finds how many b
 
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class KVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
-        self.beside: list[KVPool] = []  # pools that have the same blocks
+        self.beside: Sequence[KVPool] = ()  # pools that have the same blocks
         self.release()
 
     @property

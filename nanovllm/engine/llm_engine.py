@@ -9,8 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.draft import find_draft
-from nanovllm.engine.draft_runner import draft_costs
+from nanovllm.engine.guess.costs import costs_of
+from nanovllm.engine.guess.source import find_source
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -78,16 +78,16 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(
             asked.tokenizer, path, download_dir=asked.download_dir, warns=has_meaning
         )
-        draft = find_draft(asked, self.model_config, self.tokenizer)
-        self.model_runner = runner = start_runner(asked, self.model_config, path, draft)
+        source = find_source(asked, self.model_config, self.tokenizer)
+        self.model_runner = runner = start_runner(asked, self.model_config, path, source)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
         shard = runner.shard
         speculator = speculator_of(
-            asked.speculative_config, *draft_costs(runner),
-            in_table=shard.placement.most_drafts > 0, guesses=shard.guesser is not None,
+            asked.speculative_config, costs_of(shard),
+            in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
         )  # fmt: skip
-        self.scheduler = Scheduler(self.config, runner.longest_window, speculator)
+        self.scheduler = Scheduler(self.config, shard.longest_window, speculator)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)

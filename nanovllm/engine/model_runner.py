@@ -4,41 +4,32 @@ Its own shard computes beside the workers' shards; nothing else knows that there
 """
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.shard import Shard
+from nanovllm.engine.step.drafts import known_drafts, with_catch_ups
 from nanovllm.engine.step.draw_inputs import draw_inputs, needs_logits
-from nanovllm.engine.step.inputs import step_inputs
+from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.launched import Launched
 from nanovllm.engine.step.ledger import Ledger
 from nanovllm.engine.step.reports import drawn_reports, prompt_reports
 from nanovllm.engine.workers import Workers
-from nanovllm.models.windows import longest
 
 
 class ModelRunner:
-    """Drives one of the started shards, and the workers if there are other ranks.
+    """Drives the started shard, and the workers if there are other ranks.
 
-    The first shard's runner owns all of them, and the workers. A second shard is a draft model's,
-    which another runner drives. They belong to the process `owner`: a forked one has copies of
-    handles, and must not use them.
+    They belong to the process `owner`: a forked one has copies of handles, and must not use them.
     """
 
-    def __init__(
-        self,
-        shards: list[Shard],
-        config: EngineConfig,
-        workers: Workers | None = None,
-        index: int = 0,
-    ) -> None:
+    def __init__(self, shard: Shard, config: EngineConfig, workers: Workers | None = None) -> None:
         self.owner = os.getpid()
-        self.shards, self.index = shards, index
-        self.shard = shard = shards[index]
+        self.shard = shard
         self.config = config
         self.workers = workers
-        self.ledger = Ledger(shard.table.layout)
+        self.ledger = Ledger(shard.table.layout, shard.guesser.longest)
 
     def launch(self, batch: Batch) -> Launched:
         """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
@@ -49,16 +40,22 @@ class ModelRunner:
         shard, seqs, offsets = self.shard, batch.sampling_seqs, batch.offsets
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
         whole = self.workers is None or needs_logits(seqs)
-        inputs = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
-        inputs.shard = self.index
-        on_others = self.workers.step(inputs) if self.workers else nullcontext()
-        with on_others, shard.computing():
+        step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
+        *before, inputs = with_catch_ups(step, shard.block_size, self.config.max_num_batched_tokens)
+        for catch_up in before:
+            with self._on_others(catch_up), shard.computing():
+                shard.catch_up(catch_up)
+        with self._on_others(inputs), shard.computing():
             computed = shard.compute(inputs)
-            size, kind = shard.vocab_size, shard.device.type
-            draws = draw_inputs(seqs, size, kind, computed, offsets, batch.drafts)
+            kind, drafts = shard.device.type, known_drafts(batch, shard.table)
+            draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
             token_ids, columns = shard.draw(computed, draws)
             reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
             return Launched(batch, token_ids, reports, computed.prompt_logprobs + columns)
+
+    def _on_others(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        """A block that the other ranks take part in, with these inputs."""
+        return self.workers.step(inputs) if self.workers else nullcontext()
 
     def wait(self, launched: Launched) -> list[int]:
         """Wait for a step's tokens. Raises RankError if a rank has ended."""
@@ -69,11 +66,6 @@ class ModelRunner:
     def recover(self) -> None:
         """Start over after an interrupt: the device table's rows are written again."""
         self.ledger.reset()
-
-    @property
-    def longest_window(self) -> int | None:
-        """How far back the shards' models attend; None if a layer attends to all tokens."""
-        return longest(shard.longest_window for shard in self.shards)
 
     @property
     def failure(self) -> str | None:
@@ -88,19 +80,22 @@ class ModelRunner:
     def close(self) -> None:
         """Free the device's memory and end the other ranks; the runner cannot be used again.
 
-        In a forked process, and for a draft model, it does nothing.
+        In a forked process it does nothing.
         """
-        if os.getpid() == self.owner and self.index == 0:
-            close_ranks(self.shards, self.workers)
+        if os.getpid() == self.owner:
+            close_ranks(self.shard, self.workers)
 
 
-def close_ranks(shards: list[Shard], workers: Workers | None) -> None:
-    """Free rank 0's shards, and end the other ranks even if the device has failed."""
+def close_ranks(shard: Shard | None, workers: Workers | None) -> None:
+    """Free rank 0's shard, if there is one, and end the other ranks.
+
+    Even if the device has failed.
+    """
     try:
-        for shard in shards:
+        if shard is not None:
             shard.close(device_works=workers is None or workers.failure is None)
     finally:
         if workers is not None:
             workers.close()
-    for shard in shards:
+    if shard is not None:
         shard.return_memory()

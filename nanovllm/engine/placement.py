@@ -70,6 +70,6 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
     drafting = config.speculative_config
-    if drafting and drafting.method != "eagle3" and backend.attention.packs_few_queries:
+    if drafting and drafting.method == "ngram" and backend.attention.packs_few_queries:
         drafting = None
     return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting)

@@ -99,12 +99,12 @@ class Scheduler:
         """A decode step, with drafts where they pay; None if it must wait for tokens in flight."""
         if self.speculator is None or not self.speculator.in_table:
             return Batch(seqs, is_prefill=False, drafts=self._draft(seqs))
-        number, given = self.speculator.plan(seqs, self.max_num_batched_tokens, self.block_manager)
+        number = self.speculator.plan(seqs, self.max_num_batched_tokens, self.block_manager)
         if number == 0 and any(seq.num_possible_tokens for seq in seqs):
             for seq in seqs:
                 seq.num_scheduled_tokens = 0
             return None
-        return Batch(seqs, is_prefill=False, drafts=given, num_drafts=number)
+        return Batch(seqs, is_prefill=False, num_drafts=number)
 
     def must_wait(self, batch: Batch) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known."""
@@ -113,9 +113,11 @@ class Scheduler:
             return True
         if speculator is None:
             return False
-        if speculator.guesses and all(seq.is_guessable for seq in self.running):
-            return bool(batch.num_drafts) and (self.mixes or self._is_short_of_blocks())
-        return bool(batch.num_drafts) or speculator.wants(self.running, self._has_prompts())
+        if not speculator.in_table:
+            return speculator.wants(self.running, self._has_prompts())
+        if not batch.num_drafts or self.mixes or self._is_short_of_blocks():
+            return bool(batch.num_drafts)
+        return not all(seq.is_guessable for seq in self.running)
 
     def _is_short_of_blocks(self) -> bool:
         """Whether a decode step could lack blocks because earlier drafts may still be accepted.

@@ -11,7 +11,6 @@ import torch
 
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
-from nanovllm.engine.guess.eagle3 import Eagle3Guesser, PrefillTokens
 from nanovllm.engine.guess.guesser import Guesser, guesser_of
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
@@ -24,10 +23,11 @@ from nanovllm.engine.step.reports import Columns, ReportInputs
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
 from nanovllm.engine.step_size import Size, batch_ladder, draft_sizes
 from nanovllm.kernels.plain.read_table import Decoding
-from nanovllm.layers.context import Context, reset_context, set_context
+from nanovllm.layers.context import Context, attending
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.windows import longest
 
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
@@ -46,6 +46,7 @@ class Shard:
         model_config: ModelConfig,
         placement: Placement,
         num_threads: int | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
         self.model = model
         self.model_config = model_config
@@ -57,8 +58,8 @@ class Shard:
             self.device,
         )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
-        self.guesser: Guesser | None = guesser_of(placement.drafting, self.backend.kernels)
-        self.head: Eagle3Guesser | None = None  # the guesser, if it reads the model's residuals
+        self.guesser = guesser or guesser_of(placement.drafting, self.backend.kernels)
+        self.pool.beside = self.guesser.pools
         self.graphs: DecodeGraphs | None = None
         self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
@@ -70,14 +71,15 @@ class Shard:
         return self.model_config.vocab_size
 
     @property
-    def longest_window(self) -> int | None:
-        """How far back its models attend; None if a layer attends to all tokens."""
-        return None if self.head else self.model_config.longest_window
+    def models(self) -> list[tuple[ModelConfig, CausalLM]]:
+        """The model, and one that guesses if there is one."""
+        drafts = self.guesser.model
+        return [(self.model_config, self.model), *([drafts] if drafts else [])]
 
-    def guess_with(self, head: Eagle3Guesser) -> None:
-        """Let this head guess tokens. Its KV pool has the blocks of the model's."""
-        self.guesser = self.head = head
-        self.pool.beside.append(head.pool)
+    @property
+    def longest_window(self) -> int | None:
+        """How far back layers attend; None if one of them attends to all tokens."""
+        return longest((self.model_config.longest_window, self.guesser.longest_window))
 
     def computing(self) -> AbstractContextManager[None]:
         """What holds while this rank computes."""
@@ -87,14 +89,13 @@ class Shard:
         """Make a device table for sequences of up to `max_model_len` tokens."""
         self._drop_table()
         max_blocks = -(-max_model_len // self.block_size)
-        longest = max_model_len if self.guesser and self.guesser.reads_history else 0
+        longest = max_model_len if self.guesser.reads_history else 0
         layout = TableLayout(
             num_running, max_blocks, self.block_size, self.placement.most_drafts, longest
         )
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
-        if self.head is not None:
-            self.head.make_rows(layout.num_rows)
+        self.guesser.make_rows(layout.num_rows)
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
@@ -207,6 +208,12 @@ class Shard:
                 columns.append(prompt_columns(logits, report, start))
         return tuple(columns)
 
+    def catch_up(self, inputs: StepInputs) -> None:
+        """Let the guesser compute tokens. All ranks have them."""
+        self.table.write(inputs.changes)
+        assert inputs.prefill is not None
+        self.guesser.catch_up(*self._upload(inputs.prefill, inputs.width))
+
     def prefill_hidden(
         self, prefill: PrefillInputs, width: int = 0, needed: Array | None = None
     ) -> torch.Tensor:
@@ -214,6 +221,16 @@ class Shard:
 
         It reads block tables of `width` columns, or none if that is 0.
         """
+        input_ids, positions, context = self._upload(prefill, width)
+        rows = None if needed is None else upload_ahead(self.device, needed)[0]
+        hidden, residuals = self._forward(input_ids, positions, context, rows)
+        self.guesser.prefill(self.table.state, prefill, input_ids, positions, context, residuals)
+        return hidden
+
+    def _upload(
+        self, prefill: PrefillInputs, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Context]:
+        """A prefill's tokens, their positions and its metadata on the device."""
         input_ids, positions, slots, q_ends, k_ends = upload_ahead(
             self.device, prefill.input_ids, prefill.positions, prefill.slot_mapping,
             prefill.cu_seqlens_q, prefill.cu_seqlens_k,
@@ -222,12 +239,10 @@ class Shard:
         if len(pending[0]):
             self.share_tokens()
             input_ids = self.table.fill_pending(input_ids, *upload_ahead(self.device, *pending))
-        tables = rows = None
+        tables = None
         if width:
             (table_rows,) = upload_ahead(self.device, prefill.table_rows)
-            tables = self.table.block_tables(table_rows, width)
-        if needed is not None:
-            (rows,) = upload_ahead(self.device, needed)
+            tables = self.table.state.block_tables[:, :width][table_rows]
         context = Context(
             is_prefill=True,
             slot_mapping=slots,
@@ -237,15 +252,11 @@ class Shard:
             max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
             block_tables=tables,
         )
-        hidden, residuals = self._forward(input_ids, positions, context, rows)
-        if self.head is not None:
-            tokens = PrefillTokens.upload(prefill, input_ids, positions)
-            self.head.prefill(self.table.state, tokens, context, residuals)
-        return hidden
+        return input_ids, positions, context
 
     def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding]:
         """The hidden states of the table's batch, and what was read from the table."""
-        if self.guesser is not None and (size.num_queries > 1 or self.head is not None):
+        if size.num_queries > 1 or self.guesser.reads_residuals:
             self.guesser.guess(self.table.state, size)
         decoding = self.backend.kernels.read_table(
             self.table.state, size.num_seqs, width, self.block_size, size.num_queries
@@ -258,8 +269,7 @@ class Shard:
             num_queries=size.num_queries,
         )
         hidden, residuals = self._forward(decoding.input_ids, decoding.positions, context)
-        if self.head is not None:
-            self.head.keep(self.table.state, size, residuals)
+        self.guesser.keep(self.table.state, size, residuals)
         return hidden, decoding
 
     def _decode_and_draw(self, size: Size, out: torch.Tensor) -> Computed:
@@ -291,12 +301,9 @@ class Shard:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The hidden states of these tokens, or only of those at `rows`; the tapped residuals."""
         self.backend.attention.plan(context)
-        set_context(context)
-        try:
+        with attending(context):
             states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
             return states
-        finally:
-            reset_context()
 
     def decode_graphs(self, num_running: int) -> DecodeGraphs:
         """The decode steps of a ladder, not captured; they run on any device."""
@@ -332,7 +339,7 @@ class Shard:
                 torch.cuda.synchronize(self.device)  # a step may be in flight
         self.drop_graphs()
         del self.model, self.pool
-        self.guesser = self.head = None
+        self.guesser = Guesser()
         self._drop_table()
 
     def return_memory(self) -> None:

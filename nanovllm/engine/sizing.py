@@ -12,14 +12,14 @@ from nanovllm.utils.sizes import GIB, MIB
 MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a finite integer
 
 
-def fit_kv_blocks(shards: list[Shard], config: Config) -> int:
-    """How many blocks of each shard fit in memory beside all else: the least of any rank."""
-    shard, block_bytes = shards[0], sum(one.pool.block_bytes for one in shards)
+def fit_kv_blocks(shard: Shard, config: Config) -> int:
+    """How many blocks fit in memory beside all else: the least of any rank."""
+    block_bytes = shard.pool.block_bytes
     if shard.device.type == "cpu":
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
         option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
     else:
-        budget = _free_device_bytes(shards, config)
+        budget = _free_device_bytes(shard, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
     num_blocks = shard.ranks.minimum(budget // block_bytes)
@@ -31,23 +31,20 @@ def fit_kv_blocks(shards: list[Shard], config: Config) -> int:
     return num_blocks
 
 
-def _free_device_bytes(shards: list[Shard], config: Config) -> int:
+def _free_device_bytes(shard: Shard, config: Config) -> int:
     """Device memory left for KV beside weights, activations, sampler and decode graphs.
 
     The largest prefill and the largest sampling batch are run, and all graphs are captured on a
-    placeholder cache, so that every amount that is subtracted was measured. The shards' steps come
-    one after the other, so that their activations use the same memory.
+    placeholder cache, so that every amount that is subtracted was measured.
     """
-    device, num_running = shards[0].device, most_running(config)
-    activations = max(_activation_bytes(shard, config, num_running) for shard in shards)
+    device, num_running = shard.device, most_running(config)
+    activations = _activation_bytes(shard, config, num_running)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    graphs = sum(_graph_bytes(shard, num_running) for shard in shards)
+    graphs = _graph_bytes(shard, num_running)
     others = total - free
     budget = total * config.gpu_memory_utilization - others - activations - graphs
-    sizes = [shard.pool.block_bytes for shard in shards]
-    copied = sum(size * _copies(shard) for size, shard in zip(sizes, shards, strict=True))
-    return int(budget / (1 + copied / sum(sizes)))
+    return int(budget / (1 + _copies(shard)))
 
 
 def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:

@@ -39,11 +39,6 @@ def numbers_of_drafts(most_drafts: int) -> list[int]:
     return [most_drafts >> exponent for exponent in range(most_drafts.bit_length())]
 
 
-def room_for(num_drafts: int, most_drafts: int) -> int:
-    """The least such number that is not below `num_drafts`."""
-    return min(number for number in numbers_of_drafts(most_drafts) if number >= num_drafts)
-
-
 def most_within(num_drafts: int, most_drafts: int) -> int:
     """The largest such number that is not above `num_drafts`, 0 if there is none."""
     return max((n for n in numbers_of_drafts(most_drafts) if n <= num_drafts), default=0)

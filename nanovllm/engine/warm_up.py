@@ -4,7 +4,8 @@ It compiles kernels, connects NCCL and shows how much memory a step takes.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,14 +16,16 @@ from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.step.device_table import TableChanges
+from nanovllm.engine.step.device_table import NO_CHANGES, TableChanges
 from nanovllm.engine.step.draw_inputs import draw_inputs, rows_narrowed_together
-from nanovllm.engine.step.inputs import PrefillInputs
+from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
 from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.step.transfer import upload_all
 from nanovllm.engine.step_size import MOST_DRAFTS
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.filters import Filters
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
 from nanovllm.sampling_params import SamplingParams
 
 SHORT = 64  # tokens of a sequence; attention over longer ones may have another kernel
@@ -47,7 +50,9 @@ def compile_steps(shard: Shard, config: Config) -> None:
             if shard.placement.uses_graphs or size.num_seqs == 1:
                 graphs.run(size)
 
-    with _errors_name_options(shard, config), _two_layers_of_each_kind(shard):
+    with _errors_name_options(shard, config), ExitStack() as stack:
+        for model in shard.models:
+            stack.enter_context(_two_layers_of_each_kind(*model))
         compile_ahead(steps, shard.device)
     shard.pool.release()
 
@@ -72,12 +77,12 @@ def _errors_name_options(shard: Shard, config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def _two_layers_of_each_kind(shard: Shard) -> Iterator[None]:
+def _two_layers_of_each_kind(config: ModelConfig, model: CausalLM) -> Iterator[None]:
     """Without the other layers, which use the same kernels.
 
     The model's first layer may use others than the second one.
     """
-    config, decoder = shard.model_config, shard.model.model
+    decoder = model.model
     layers, kinds = decoder.layers, dict[tuple[object, ...], list[nn.Module]]()
     for layer, *kind in zip(layers, config.sliding_windows, config.rotated_layers, strict=True):
         kinds.setdefault((*kind, type(layer.mlp)), []).append(layer)
@@ -98,9 +103,23 @@ def _run_prefills(shard: Shard, num_tokens: int) -> None:
     for longest in (min(SHORT, most), most):
         for cached in (0, 1):
             inputs = warmup_inputs(num_tokens, max(1, longest - cached), cached)
-            shard.prefill_hidden(inputs, -(-longest // shard.block_size) * cached)
+            _prefill(shard, inputs, -(-longest // shard.block_size) * cached)
     for exponent in range(1, (num_tokens - 1).bit_length()):
-        shard.prefill_hidden(warmup_inputs(1 << exponent, most))
+        _prefill(shard, warmup_inputs(1 << exponent, most))
+
+
+def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tensor:
+    """The hidden states of a prefill, which a draft model computes, too."""
+    if shard.guesser.longest:
+        shard.catch_up(catch_up_inputs(prefill, shard, width))
+    return shard.prefill_hidden(prefill, width)
+
+
+def catch_up_inputs(prefill: PrefillInputs, shard: Shard, width: int = 0) -> StepInputs:
+    """A step in which the draft model computes a prefill's tokens, at positions that it knows."""
+    positions = prefill.positions % (shard.guesser.longest or 1)
+    own = replace(prefill, positions=positions)
+    return StepInputs(0, width, NO_CHANGES, own, catches_up=True)
 
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
@@ -108,8 +127,8 @@ def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
     layout = shard.table.layout
     shard.table.write(TableChanges(np.array([layout.batch]), np.array([layout.unused_row])))
     shard.share_tokens()  # NCCL connects in the first exchange of a kind
-    shard.prefill_hidden(warmup_inputs(1, longest))
-    hidden = shard.prefill_hidden(warmup_inputs(num_tokens, longest))
+    _prefill(shard, warmup_inputs(1, longest))
+    hidden = _prefill(shard, warmup_inputs(num_tokens, longest))
     reported = shard.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
     if shard.ranks.rank == 0:
         warm_up_logprobs(reported)

@@ -53,26 +53,27 @@ def _serve(
     from nanovllm.engine.ranks.channel import Reader
     from nanovllm.engine.ranks.codec import decode
     from nanovllm.engine.ranks.join import join
-    from nanovllm.engine.startup import load_shards, start_shards
+    from nanovllm.engine.startup import load_shard, start_shard
 
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 logs the rest, once
     reader = Reader(ring, bell, rank - 1, size - 1)
-    config, model_config, path, num_threads, draft = pickle.loads(reader.receive())
+    config, model_config, path, num_threads, source = pickle.loads(reader.receive())
     torch.set_num_threads(num_threads)
     ranks = join(rank, size, config.device, address)
     placement = resolve_placement(config, model_config, ranks)
-    shards = load_shards(config, model_config, path, placement, draft=draft)
+    shard = load_shard(config, model_config, path, placement, source=source)
     _report(life_line, ready=True)
     reader.receive()  # when all have loaded
     ranks.connect()
-    start_shards(shards, config)
+    start_shard(shard, config)
     while message := reader.receive():
         inputs = decode(message)
-        shard = shards[inputs.shard]
         with shard.computing():
-            shard.compute(inputs)
-    for shard in shards:
-        shard.close()
+            if inputs.catches_up:
+                shard.catch_up(inputs)
+            else:
+                shard.compute(inputs)
+    shard.close()
     ranks.leave(together=True)
     os._exit(0)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.draft import Source
+from nanovllm.engine.guess.source import Source
 from nanovllm.engine.ranks.channel import Writer
 from nanovllm.engine.ranks.codec import encode
 from nanovllm.engine.ranks.errors import ExchangeError, RankError

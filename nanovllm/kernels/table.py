@@ -62,7 +62,7 @@ class Kernels:
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int, int], Decoding]
     guess_ngrams: Callable[[TableState, int, int, int, int], None]
-    guess_inputs: Callable[[TableState, Kept, int, int, int], GuessInputs]
+    guess_inputs: Callable[[TableState, Kept | None, int, int, int], GuessInputs]
     accept: Callable[[TableState, Decoding, Tensor, int], Tensor]
     arrange: Callable[[QuantizedMatrix], Any]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]

@@ -100,7 +100,7 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     ones = torch.ones(1, device=spec.device)
     kernels.sample(x, ones, ones.long())
     one, word = ones.long(), ones.int()
-    no_drafts = DraftState(word[None], word, word, word, word[None], word[None], word)
+    no_drafts = DraftState(word[None], word, word, word[None], word[None], word)
     table = TableState(one, one, word, ones, word - 1, word[None], no_drafts)
     kernels.read_table(table, 1, 1, 2, 1)
     _try_attention_inputs(kernels, spec)

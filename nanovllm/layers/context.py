@@ -4,6 +4,8 @@ A thread runs one step at a time, and has a context of its own.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,17 +39,17 @@ class Context:
 _current = threading.local()
 
 
-def set_context(context: Context) -> None:
-    """Set the current step's metadata."""
+@contextmanager
+def attending(context: Context) -> Iterator[None]:
+    """A block that computes a step with this metadata, which is dropped afterwards."""
     _current.context = context
+    try:
+        yield
+    finally:
+        del _current.context
 
 
 def get_context() -> Context:
     """The current step's metadata."""
     context: Context = _current.context
     return context
-
-
-def reset_context() -> None:
-    """Drop the step's metadata, and release its tensors."""
-    del _current.context

@@ -101,7 +101,7 @@ class ThreadWorkers:
         placement = resolve_placement(config, model_config, ranks)
         shard = startup.load_shard(config, model_config, path, placement)
         self.connected.wait()
-        startup.start_shards([shard], config)
+        startup.start_shard(shard, config)
         shard.graphs = shard.decode_graphs(len(PROMPTS))
         self.shard = shard
         while message := self.messages.get():

@@ -69,9 +69,7 @@ class Simulation:
         if draft_seed is not None:  # few tokens, so that many drafts are right
             proposer = RandomProposer(draft_seed, 2)
             proposer.on_propose = self.touch
-            speculator = Speculator(
-                proposer, MOST_DRAFTS, Eager, in_table=in_table, guesses=in_table
-            )
+            speculator = Speculator(None if in_table else proposer, MOST_DRAFTS, Eager)
         self.scheduler = Scheduler(self.config, window, speculator)
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
@@ -203,10 +201,8 @@ class Simulation:
         ]
         assert sum(num_tokens) <= config.max_num_batched_tokens
         assert {*batch.drafts} <= {*seqs[: batch.num_decodes]}
-        assert all(batch.drafts.values()) or batch.num_drafts
+        assert all(batch.drafts.values()) and not (batch.drafts and batch.num_drafts)
         for seq, drafts in batch.drafts.items():
-            if not drafts:
-                continue
             assert len(drafts) <= min(MOST_DRAFTS, self.asked[seq][1] - seq.num_tokens - 1)
             assert not seq.num_pending_tokens and seq.num_uncached_tokens == 1
         for seq in seqs:
@@ -355,8 +351,8 @@ class Simulation:
         """Where the device writes a row's last token and its drafts, at most."""
         start = len(self.computed[seq]) - 1
         limit = min(len(seq.block_table) * self.block_size, seq.max_num_tokens - 1)
-        number = len(batch.drafts[seq]) if seq in batch.drafts else batch.num_drafts
-        return [self.slot(seq, place) for place in range(start, min(start + 1 + number, limit))]
+        end = min(start + 1 + batch.num_drafts, limit)
+        return [self.slot(seq, place) for place in range(start, end)]
 
     def verify(
         self, batch: Batch, sampled: list[int]
@@ -369,7 +365,7 @@ class Simulation:
         for index, seq in enumerate(batch.seqs):
             slots, tokens = self.slots_of_drafts(batch, seq), sampled[index * width :][:width]
             guess = self.rng.choices([0, 1], k=self.rng.randint(0, batch.num_drafts))
-            drafts = batch.drafts.get(seq, guess)[: max(0, len(slots) - 1)]
+            drafts = guess[: max(0, len(slots) - 1)]
             numbers = self.numbered(seq, drafts)[len(self.computed[seq]) - 1 :]
             for slot, prefix in zip(slots, numbers, strict=False):
                 self.memory[slot] = prefix

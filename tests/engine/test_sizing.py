@@ -43,7 +43,7 @@ def test_memory_is_left_for_the_copies_of_the_cache(
     )
     with LLM(path, device="cpu", num_kvcache_blocks=4, max_model_len=64, **options) as llm:
         with llm.model_runner.shard.computing():
-            found = sizing._free_device_bytes(llm.model_runner.shards, config)
+            found = sizing._free_device_bytes(llm.model_runner.shard, config)
         left = TOTAL * config.gpu_memory_utilization - OTHERS
     assert found == int(left * LAYERS / (LAYERS + copied_layers * copies))
 
@@ -73,5 +73,5 @@ def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.M
 
         monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
         with shard.computing():
-            sizing._free_device_bytes([shard], config)
+            sizing._free_device_bytes(shard, config)
     assert blocks == [1, 0]

@@ -90,9 +90,7 @@ def table_state() -> Any:
     from nanovllm.kernels.plain.read_table import DraftState, TableState
 
     longs, words = torch.zeros(2, ROWS, dtype=torch.long), int32(ROWS)
-    drafts = DraftState(
-        int32(ROWS, 4), words, words, words, int32(ROWS, 5), int32(ROWS, 999), int32(1)
-    )
+    drafts = DraftState(int32(ROWS, 4), words, words, int32(ROWS, 5), int32(ROWS, 999), int32(1))
     return TableState(*longs, words, torch.zeros(ROWS), words, int32(ROWS, 640), drafts)
 
 
@@ -112,6 +110,7 @@ def drafts() -> None:
     kept = Kept(int32(ROWS), int32(ROWS), bf16(ROWS, 5, 64))
     for num_queries in (1, 5):
         guess_inputs(table_state(), kept, 7, num_queries, 16)
+    guess_inputs(table_state(), None, 7, 5, 16)
     accept(table_state(), read_table(7, 640, 5), torch.zeros(35, dtype=torch.long), 5)
 
 

@@ -33,8 +33,8 @@ def make_state(texts: list[list[int]], num_recent: list[int]) -> TableState:
         batch=torch.arange(num_rows, dtype=torch.int32).flip(0),
         block_tables=torch.arange(num_rows * 200, dtype=torch.int32).view(num_rows, 200),
         drafts=DraftState(
-            words(MOST) + NO_DRAFT, words(), words() + LONGEST, words(), words(1 + MOST),
-            words(LONGEST), torch.zeros(1, dtype=torch.int32),
+            words(MOST) + NO_DRAFT, words() + LONGEST, words(), words(1 + MOST), words(LONGEST),
+            torch.zeros(1, dtype=torch.int32),
         ),
     )  # fmt: skip
     drafts = state.drafts
@@ -72,14 +72,12 @@ def test_the_table_guesses_what_the_text_of_a_sequence_does(
         assert state.drafts.history[row, : len(tokens)].tolist() == tokens
 
 
-def test_given_drafts_stay_and_with_a_chance_each_row_has_some() -> None:
-    state = make_state([[1, 2, 3], [1, 2, 3], [4, 4]], [1, 2, 1])
-    state.drafts.are_given[0] = 1
-    state.drafts.tokens[0] = torch.tensor([7, 8, NO_DRAFT, NO_DRAFT, NO_DRAFT])
+def test_with_a_chance_each_row_has_drafts() -> None:
+    state = make_state([[1, 2, 3], [4, 4]], [2, 1])
     state.drafts.chance.fill_(1)
-    PLAIN.guess_ngrams(state, 5, 3, 1, 2)
-    assert state.drafts.tokens[:3, :3].tolist() == [[7, 8, NO_DRAFT], [3, 3, 3], [4, 4, 4]]
-    assert state.drafts.history[:2, :3].tolist() == [[1, 2, 3]] * 2
+    PLAIN.guess_ngrams(state, 4, 3, 1, 2)
+    assert state.drafts.tokens[:2, :3].tolist() == [[3, 3, 3], [4, 4, 4]]
+    assert state.drafts.history[0, :3].tolist() == [1, 2, 3]
 
 
 @kernel_settings(40)
@@ -94,9 +92,6 @@ def test_the_kernel_guesses_as_its_twin(
 
     rows = [[5] * front + text for text, front, _ in texts]
     twin = make_state(rows, [count for *_, count in texts])
-    twin.drafts.are_given[:] = torch.tensor(data.draw(st.lists(
-        st.integers(0, 1), min_size=len(twin.batch), max_size=len(twin.batch)
-    )))  # fmt: skip
     twin.drafts.chance.fill_(data.draw(st.integers(0, 1)))
     state = on_device(twin, kernel_device)
     guess_ngrams(state, len(rows) + 1, 3, *bounds)

@@ -43,7 +43,6 @@ def random_state(max_blocks: int, block_size: int, seed: int, device: str) -> Ta
         block_tables=torch.randint(2**31, (NUM_ROWS, max_blocks), dtype=torch.int32),
         drafts=DraftState(
             tokens=torch.randint(0, 151_936, (NUM_ROWS, DRAFTS), dtype=torch.int32),
-            are_given=torch.randint(0, 2, (NUM_ROWS,), dtype=torch.int32),
             limits=torch.randint(0, max_blocks * block_size + 1, (NUM_ROWS,), dtype=torch.int32),
             counts=torch.zeros(NUM_ROWS, dtype=torch.int32),
             recent=torch.zeros(NUM_ROWS, 1 + DRAFTS, dtype=torch.int32),

@@ -8,7 +8,7 @@ from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
-from nanovllm.layers.context import Context, reset_context, set_context
+from nanovllm.layers.context import Context, attending
 from nanovllm.layers.layernorm import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,14 +65,11 @@ def attend(
     ends = torch.tensor([0, TOKENS], dtype=torch.int32, device=qkv.device)
     context = Context(True, slots, cu_seqlens_q=ends, cu_seqlens_k=ends)
     backend.plan(context)
-    set_context(context)
-    try:
+    with attending(context):
         out = layer(qkv, rope, norms)
         if quantized:
             caches = caches.float() * scales.transpose(2, 3)[..., None].float()
         return out, caches
-    finally:
-        reset_context()
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -26,7 +26,7 @@ from nanovllm.kernels.plain import few_rows as plain_few
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
-from nanovllm.layers.context import Context, reset_context, set_context
+from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -323,11 +323,8 @@ def in_prefill(prompts: list[list[int]], run: Callable[[torch.Tensor, torch.Tens
         max_seqlen_k=longest,
     )  # fmt: skip
     TorchBackend().plan(context)
-    set_context(context)
-    try:
+    with attending(context):
         return run(ids, positions)
-    finally:
-        reset_context()
 
 
 WHOLE_EXPERTS = "MoE, whole experts"  # 9, which no size divides, of width 30

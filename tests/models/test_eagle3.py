@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
-from nanovllm.layers.context import Context, reset_context, set_context
+from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle3 import Eagle3Head, load_head
@@ -81,11 +81,8 @@ def drafts_of(
             max_seqlen_q=len(ids), max_seqlen_k=len(ids),
         )  # fmt: skip
         TorchBackend().plan(context)
-        set_context(context)
-        try:
+        with attending(context):
             normed, states = head(embed(torch.tensor(ids)), torch.arange(len(ids)), fused)
-        finally:
-            reset_context()
         ids.append(int(head.compute_logits(normed[-1:]).argmax()))
         fused = torch.cat([fused, states[-1:]])
     return ids[len(tokens) - 1 :]

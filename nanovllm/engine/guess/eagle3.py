@@ -1,12 +1,8 @@
-"""Eagle3Guesser: drafts of an EAGLE-3 head, made on the device in the step that verifies them.
+"""Eagle3Guesser: drafts of an EAGLE-3 head.
 
-It reads the device table, and writes drafts into it, without waiting for anything: the same code
-runs in CUDA graphs.
-
-The head's layer has keys and values of its own, in a pool with the block numbers of the model's.
-Those of position j depend on the token at j + 1. So those of a sequence's last computed positions
-are stored when the next step begins, which knows that token. Until then `kept` has what the model
-has computed there. Keys and values of the drafts' own positions are overwritten in the next step.
+The head's keys and values of position j depend on the token at j + 1. So those of a sequence's last
+computed positions are stored when the next step begins, which knows that token. Until then `kept`
+has what the model has computed there.
 
 B sequences, Q queries of the model for each.
 """
@@ -15,54 +11,43 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.kv_pool import KVPool
+from nanovllm.engine.guess.model_guesser import ModelGuesser, Places
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step.transfer import upload_ahead
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
 from nanovllm.kernels.plain.read_table import TableState
-from nanovllm.layers.context import Context, reset_context, set_context
+from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.sampler import Sampler
 from nanovllm.models.eagle3 import Eagle3Head
 
 
 class PrefillTokens(NamedTuple):
     """T tokens of B sequences, of which some are sampled from."""
 
-    input_ids: torch.Tensor  # [T], as all in int64
-    positions: torch.Tensor  # [T]
-    rows: torch.Tensor  # [B]: the sequences' rows in the table
+    rows: torch.Tensor  # [B] in int64, as are the others: the sequences' rows in the table
     next_ids: torch.Tensor  # [B]: the token after a sequence's last one; any, if it is not known
     sampled: torch.Tensor  # [samples]: which of the T tokens
     sample_rows: torch.Tensor  # [samples]: the rows that the samples go to
 
     @classmethod
-    def upload(
-        cls, prefill: PrefillInputs, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> "PrefillTokens":
-        """What a head must know of a prefill, on the device of its tokens."""
+    def upload(cls, prefill: PrefillInputs, device: torch.device) -> "PrefillTokens":
+        """What a head must know of a prefill, on the device."""
         sampled = prefill.sampled_tokens
         assert sampled is not None and prefill.next_tokens is not None
         if prefill.shared_samples is not None:
             sampled = sampled[prefill.shared_samples]
         arrays = prefill.table_rows, prefill.next_tokens, sampled, prefill.sample_table_rows
-        return cls(input_ids, positions, *upload_ahead(positions.device, *arrays))
+        return cls(*upload_ahead(device, *arrays))
 
 
-class Places(NamedTuple):
-    """Where queries are: their positions, their slots, and how many tokens they attend to."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    context_lens: torch.Tensor
-
-
-class Eagle3Guesser:
+class Eagle3Guesser(ModelGuesser):
     """A head, its KV pool, and for each table row what the model has computed in its last step."""
 
-    reads_history = False
+    name = "head"
+    reads_residuals = True
+    longest_window = None
     kept: Kept  # from `make_rows` on
 
     def __init__(
@@ -70,16 +55,11 @@ class Eagle3Guesser:
         head: Eagle3Head,
         embedding: VocabParallelEmbedding,
         placement: Placement,
-        num_bytes: int = 0,
+        num_bytes: float = 0.0,
     ) -> None:
+        super().__init__(head.attentions, head.midlayer.self_attn.head_dim, placement)
         self.head, self.embedding = head, head.embed_tokens or embedding
-        self.num_bytes = num_bytes  # of the weights, which each draft reads
-        self.backend, self.ranks = placement.backend, placement.ranks
-        self.pool = KVPool(
-            head.attentions, placement.block_size, head.midlayer.self_attn.head_dim,
-            placement.kv_dtype, placement.device,
-        )  # fmt: skip
-        self.sampler = Sampler(placement.backend.kernels)
+        self.num_bytes = num_bytes
         self.most, self.dtype = 1 + placement.most_drafts, placement.dtype
 
     def make_rows(self, num_rows: int) -> None:
@@ -89,32 +69,29 @@ class Eagle3Guesser:
         states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)
         self.kept = Kept(first, counts, states)
 
-    def guess(self, table: TableState, size: Size) -> None:
-        """Write drafts for the batch's rows, except those whose drafts are given.
+    def store(self, inputs: GuessInputs) -> None:
+        """Store the keys of positions that nothing is guessed after."""
+        self.head.store(*self._first(inputs), inputs.slots)
 
-        And store the keys of new positions. Each draft has the temperature of its sequence, and the
-        key with which the model will draw there.
-        """
-        num_seqs, num_queries = size
-        inputs = self.backend.kernels.guess_inputs(
-            table, self.kept, num_seqs, num_queries, self.pool.block_size
-        )
-        embedded = self.embedding(inputs.next_ids)
-        fused = self.kept.states.flatten(0, 1)[inputs.sources]
-        if num_queries == 1:
-            self.head.store(embedded, inputs.positions, fused, inputs.slots)
-            return
+    def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of each row's first draft, and what stands for the fused residuals."""
         new = Places(inputs.positions, inputs.slots, inputs.context_lens)
-        later = zip(inputs.later_positions, inputs.later_slots, inputs.later_lens, strict=True)
-        normed, states = self._decode(embedded, new, fused, inputs, inputs.last)
-        drafts = [self._draw(normed, inputs.temperatures, inputs.keys[0])]
-        for key, places in list(zip(inputs.keys, later, strict=True))[1:]:
-            embedded = self.embedding(drafts[-1])
-            normed, states = self._decode(embedded, Places(*places), states, inputs)
-            drafts.append(self._draw(normed, inputs.temperatures, key))
-        rows, state = table.batch[:num_seqs].long(), table.drafts
-        given, own = state.are_given[rows, None] > 0, state.tokens[rows, : num_queries - 1]
-        state.tokens[rows, : num_queries - 1] = own.where(given, torch.stack(drafts, 1).int())
+        with self.attending(new, inputs):
+            normed, states = self.head(*self._first(inputs), inputs.last)
+        return self.head.compute_logits(normed), states
+
+    def go_on(
+        self, drafts: torch.Tensor, places: Places, states: torch.Tensor, inputs: GuessInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the drafts after these ones, and what stands for the residuals there."""
+        with self.attending(places, inputs):
+            normed, states = self.head(self.embedding(drafts), places.positions, states)
+        return self.head.compute_logits(normed), states
+
+    def _first(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The next tokens embedded, the positions, and the fused residuals."""
+        fused = self.kept.states.flatten(0, 1)[inputs.sources]
+        return self.embedding(inputs.next_ids), inputs.positions, fused
 
     def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
         """Keep what the model has computed of its queries [B * Q]."""
@@ -125,7 +102,9 @@ class Eagle3Guesser:
     def prefill(
         self,
         table: TableState,
-        tokens: PrefillTokens,
+        inputs: PrefillInputs,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
         context: Context,
         residuals: list[torch.Tensor],
     ) -> None:
@@ -135,7 +114,8 @@ class Eagle3Guesser:
         that was decoded before keeps its new positions, and has one more.
         """
         assert context.cu_seqlens_q is not None
-        input_ids, positions, samples = tokens.input_ids, tokens.positions, tokens.sample_rows
+        tokens = PrefillTokens.upload(inputs, input_ids.device)
+        samples = tokens.sample_rows
         last = context.cu_seqlens_q[1:].long() - 1
         next_ids = input_ids.roll(-1).index_copy(0, last, tokens.next_ids)
         fused, kept = self.head.fuse(residuals), self.kept
@@ -153,38 +133,3 @@ class Eagle3Guesser:
         kept.states[samples, index] = fused[tokens.sampled]
         kept.first[samples] = (here - index).int()
         kept.counts[samples] = (index + 1).int()
-
-    def _decode(
-        self,
-        embedded: torch.Tensor,
-        places: Places,
-        fused: torch.Tensor,
-        inputs: GuessInputs,
-        rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the head makes of one or some positions of each sequence, or of `rows` of them."""
-        tables = inputs.block_tables
-        context = Context(
-            is_prefill=False,
-            slot_mapping=places.slots,
-            context_lens=places.context_lens,
-            block_tables=tables,
-            num_queries=len(embedded) // len(tables),
-        )
-        self.backend.attention.plan(context)
-        set_context(context)
-        try:
-            states: tuple[torch.Tensor, torch.Tensor]
-            states = self.head(embedded, places.positions, fused, rows)
-            return states
-        finally:
-            reset_context()
-
-    def _draw(
-        self, normed: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor:
-        """The tokens [B] that rank 0 draws, on every rank."""
-        logits = self.head.compute_logits(normed)
-        if self.ranks.rank == 0:
-            return self.ranks.broadcast(self.sampler(logits, temperatures, keys))
-        return self.ranks.broadcast(torch.empty_like(keys))

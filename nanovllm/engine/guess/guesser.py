@@ -1,25 +1,64 @@
 """Guesser: what makes drafts on the device, at the beginning of the step that verifies them."""
 
-from typing import Protocol
+from collections.abc import Sequence
 
+import torch
+
+from nanovllm.engine.kv_pool import KVPool
+from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.kernels.table import Kernels
+from nanovllm.layers.context import Context
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
 from nanovllm.speculative_config import SpeculativeConfig
 
 
-class Guesser(Protocol):
-    """Writes drafts to the device table. It runs in decode graphs, so it waits for nothing."""
+class Guesser:
+    """Writes drafts to the device table. It runs in decode graphs, so it waits for nothing.
 
-    reads_history: bool  # whether the table must have all tokens of its rows
+    The base class makes none: it is for steps without drafts.
+    """
+
+    name = "guesser"  # in messages
+    reads_history = False  # whether the table must have all tokens of its rows
+    reads_residuals = False  # of each step; else it sees only steps that have drafts
+    longest: int | None = None  # most tokens of a sequence, if the host must let it catch up
+    catch_up_seconds = 0.0  # at least, if that was measured
+    num_bytes = 0.0  # that a draft reads of weights, on all ranks together
+    longest_window: int | None = 0  # how far back it attends in blocks; None for everything
+    pools: Sequence[KVPool] = ()  # with the blocks of the model's
+    model: tuple[ModelConfig, CausalLM] | None = None  # that guesses
+
+    def make_rows(self, num_rows: int) -> None:
+        """Make room for what must be known of so many table rows."""
 
     def guess(self, table: TableState, size: Size) -> None:
-        """Write drafts for the batch's rows, except those whose drafts are given."""
+        """Write drafts for the batch's rows."""
+
+    def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
+        """Keep what the model has computed of a decode step's queries [B * Q]."""
+
+    def prefill(
+        self,
+        table: TableState,
+        inputs: PrefillInputs,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        residuals: list[torch.Tensor],
+    ) -> None:
+        """Keep what the model has computed of a prefill's tokens."""
+
+    def catch_up(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> None:
+        """Compute tokens that are before the ones that steps will guess."""
 
 
-class NgramGuesser:
+class NgramGuesser(Guesser):
     """Guesses what came after a row's last tokens when they occurred before."""
 
+    name = "n-grams"
     reads_history = True
 
     def __init__(self, kernels: Kernels, shortest: int, longest: int) -> None:
@@ -27,12 +66,12 @@ class NgramGuesser:
         self._shortest, self._longest = shortest, longest
 
     def guess(self, table: TableState, size: Size) -> None:
-        """Write drafts for the batch's rows, except those whose drafts are given."""
+        """Write drafts for the batch's rows."""
         self._guess(table, size.num_seqs, size.num_queries - 1, self._shortest, self._longest)
 
 
-def guesser_of(config: SpeculativeConfig | None, kernels: Kernels) -> Guesser | None:
-    """The guesser that the option asks for; None if the host makes the drafts."""
+def guesser_of(config: SpeculativeConfig | None, kernels: Kernels) -> Guesser:
+    """The guesser that the option asks for; one with weights has to be loaded."""
     if config is None or config.method != "ngram":
-        return None
+        return Guesser()
     return NgramGuesser(kernels, config.prompt_lookup_min, config.prompt_lookup_max)

@@ -50,7 +50,8 @@ class HeadSource:
             memory_text(num_bytes), time.perf_counter() - start,
             ", ".join(map(str, self.taps)),
         )  # fmt: skip
-        return Eagle3Guesser(head, model.model.embed_tokens, own, num_bytes)
+        all_bytes = num_bytes * placement.ranks.size
+        return Eagle3Guesser(head, model.model.embed_tokens, own, all_bytes)
 
     def _placed(self, config: Config, placement: Placement) -> Placement:
         length = placement.max_positions

@@ -9,11 +9,13 @@ from nanovllm.engine.step_size import Size
 # How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
 # takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
 FREE_TOKENS = 10
-# Where the host makes the drafts, a step with them does not overlap with the next one, so that the
-# host's part adds to the device's: seconds of a step, and of each sequence in it.
-HOST_SECONDS, HOST_SECONDS_OF_SEQUENCE = 120e-6, 20e-6
-# A step with drafts only to try them may take so much longer than one without.
-TRIED_AT = 1.5
+# Where the host must know tokens, a step with drafts does not overlap with the next one. So the
+# host's part adds to the device's: seconds of a step, and of each query in it.
+HOST_SECONDS, HOST_SECONDS_OF_QUERY = 120e-6, 35e-6
+# Where no draft pays, this share of the time goes to tries, at most.
+TRIED_SHARE = 0.02
+# Drafts that begin again must make steps so much faster, if what guesses has to catch up.
+WORTH_TO_CATCH_UP = 1.05
 
 
 class Candidate(NamedTuple):
@@ -61,18 +63,17 @@ class TokenCosts:
 
 
 class GraphCosts:
-    """A step takes as long as the decode graph of its size, which was measured.
+    """A step takes as long as the decode graph of its size, which was measured, guesses included.
 
     All sequences have the drafts that the graph has room for: as many as give the most tokens a
-    second, by the chances of all of them. `guesses` are the seconds in which a draft of each
-    sequence is guessed, if that takes graphs too.
+    second, by the chances of all of them. After steps without drafts, `catch_up` are the seconds in
+    which the guesser sees their tokens.
     """
 
-    def __init__(
-        self, seconds: Mapping[Size, float], guesses: Mapping[Size, float] | None = None
-    ) -> None:
-        self._seconds = seconds
-        self._guesses = guesses or {}
+    def __init__(self, seconds: Mapping[Size, float], catch_up: float = 0.0) -> None:
+        self._seconds, self._catch_up = seconds, catch_up
+        self._most_credit = self._credit = catch_up + max(seconds.values())
+        self._had_drafts = True
         self._by_number: dict[tuple[int, bool], dict[int, float]] = {}
 
     def worthwhile(
@@ -95,24 +96,34 @@ class GraphCosts:
             return (len(gains) + more) / seconds[number]
 
         best = max(seconds, key=speed)
-        tried = min(number for number in seconds if number)
+        if self._catch_up and not self._had_drafts and speed(best) < WORTH_TO_CATCH_UP * speed(0):
+            best = 0
         due = [limit > 0 and pace.is_due(length) for pace, length, limit in candidates]
-        if best == 0 and seconds[tried] <= TRIED_AT * seconds[0] and 4 * sum(due) >= len(due):
-            return tried
+        if best == 0 and 4 * sum(due) >= len(due):
+            best = self._tried(seconds)
+        self._credit = min(self._credit + TRIED_SHARE * seconds[0], self._most_credit)
+        self._had_drafts = best > 0
         return best
+
+    def _tried(self, seconds: dict[int, float]) -> int:
+        """How many drafts to try, which take time that is left for that; 0 if it is too little."""
+        fewest = min(number for number in seconds if number)
+        cost = seconds[fewest] - seconds[0] + self._catch_up
+        if cost > self._credit:
+            return 0
+        self._credit -= max(0.0, cost)
+        return fewest
 
     def _seconds_by_drafts(self, num_seqs: int, waits: bool) -> dict[int, float]:
         """How long a step of so many sequences takes, by the number of drafts of each."""
         if (num_seqs, waits) not in self._by_number:
             sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
             nearest = {size.num_queries: size for size in reversed(sizes)}
-            host = (HOST_SECONDS + num_seqs * HOST_SECONDS_OF_SEQUENCE) * waits
-            if self._guesses:  # whose tokens the host waits for, too
-                host *= 2
-            fits = (size for size in sorted(self._guesses) if size.num_seqs >= num_seqs)
-            guess = self._guesses.get(next(fits, Size(0)), 0.0)
             self._by_number[num_seqs, waits] = {
-                queries - 1: self._seconds[size] + (host + (queries - 1) * guess) * (queries > 1)
+                queries - 1: self._seconds[size] + self._host(num_seqs, queries) * waits
                 for queries, size in nearest.items()
             }
         return self._by_number[num_seqs, waits]
+
+    def _host(self, num_seqs: int, queries: int) -> float:
+        return HOST_SECONDS + num_seqs * queries * HOST_SECONDS_OF_QUERY if queries > 1 else 0.0

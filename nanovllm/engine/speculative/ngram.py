@@ -1,6 +1,5 @@
 """N-grams: what came after a sequence's last tokens when they occurred before, in its own text."""
 
-import sys
 from array import array
 from weakref import WeakKeyDictionary
 
@@ -61,8 +60,6 @@ class NgramText:
 
 class NgramProposer:
     """A proposer with a text for each sequence. It knows no other text than the sequence's."""
-
-    longest = sys.maxsize
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest

@@ -1,5 +1,6 @@
 """Speculator: which sequences get drafts, how many, and what becomes of them."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from nanovllm.engine.batch import Batch
@@ -8,8 +9,8 @@ from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Outlook, Pace
-from nanovllm.engine.speculative.proposer import Proposer, SilentProposer
-from nanovllm.engine.step_size import MOST_DRAFTS, most_within, room_for
+from nanovllm.engine.speculative.proposer import Proposer
+from nanovllm.engine.step_size import MOST_DRAFTS, most_within
 from nanovllm.metrics import Metric, draft_metrics
 from nanovllm.speculative_config import SpeculativeConfig
 
@@ -19,25 +20,23 @@ QUIET_STEPS, MANY = 3, 9
 
 
 class Speculator:
-    """Asks a proposer for drafts where they are worth their cost; counts those that were right.
+    """Asks for drafts where they are worth their cost; counts those that were right.
 
-    Where drafts are `in_table`, a decode step has the same number for all its sequences, and the
-    device accepts them. If it also `guesses` them, steps overlap, and the proposer is asked only
-    for sequences whose tokens the host must know.
+    Without a `proposer` drafts are `in_table`: the device guesses and accepts them, and a decode
+    step has the same number for all its sequences. Sequences of `longest` tokens get no drafts.
     """
 
     def __init__(
         self,
-        proposer: Proposer,
+        proposer: Proposer | None,
         most_drafts: int,
         make_pace: Callable[[Outlook], Pace] = Pace,
         costs: Costs | None = None,
-        *,
-        in_table: bool = False,
-        guesses: bool = False,
+        longest: int | None = None,
     ) -> None:
         self.proposer = proposer
-        self.in_table, self.guesses = in_table, guesses
+        self.in_table = proposer is None
+        self.longest = longest or sys.maxsize
         self.most_drafts = most_drafts
         self.costs = TokenCosts() if costs is None else costs
         self.num_drafts = 0  # of sequences and steps
@@ -49,16 +48,11 @@ class Speculator:
     def wants(self, seqs: Iterable[Sequence], has_prompts: bool = False) -> bool:
         """Whether any of these should have drafts as soon as its tokens are known.
 
-        `has_prompts`: whether prompts are computed in the same step. A False holds for some steps.
+        `has_prompts`: whether prompts are computed in the same step.
         """
-        if self._quiet:
-            return False
         candidates = [*map(self._candidate, seqs)]
         num_tokens = len(candidates) + has_prompts
-        wants = any(self.costs.worthwhile(candidates, num_tokens, waits=True))
-        if self.in_table and not wants:
-            self._quiet = QUIET_STEPS
-        return wants
+        return any(self.costs.worthwhile(candidates, num_tokens, waits=True))
 
     def draft(
         self, seqs: list[Sequence], num_tokens: int, budget: int, blocks: BlockManager
@@ -78,38 +72,25 @@ class Speculator:
                 budget -= room
         return {seq: tokens for seq, tokens in self._propose(most, blocks).items() if tokens}
 
-    def plan(
-        self, seqs: list[Sequence], budget: int, blocks: BlockManager
-    ) -> tuple[int, dict[Sequence, list[int]]]:
-        """How many drafts each of `seqs` has in a decode step, and the drafts that the host makes.
+    def plan(self, seqs: list[Sequence], budget: int, blocks: BlockManager) -> int:
+        """How many drafts each of `seqs` has in a decode step.
 
         Sequences take blocks for the most tokens that they may have then, as far as there are free
         ones; the device uses no more.
         """
         if self._quiet:
             self._quiet -= 1
-            return 0, {}
-        is_guessed = [self.guesses and seq.is_guessable for seq in seqs]
-        asked = [seq for seq, guessed in zip(seqs, is_guessed, strict=True) if not guessed]
-        candidates = [
-            self._candidate(seq, guessed or not seq.num_pending_tokens)
-            for seq, guessed in zip(seqs, is_guessed, strict=True)
-        ]
-        numbers = self.costs.worthwhile(candidates, len(seqs), waits=bool(asked))
+            return 0
+        candidates = [*map(self._candidate, seqs)]
+        waits = not all(seq.is_guessable for seq in seqs)
+        numbers = self.costs.worthwhile(candidates, len(seqs), waits)
         number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
         number = most_within(number, self.most_drafts)
         if number == 0:
             self._quiet = QUIET_STEPS if len(seqs) >= MANY else 0
-            return 0, {}
-        limits = {seq: candidate.limit for seq, candidate in zip(seqs, candidates, strict=True)}
-        most = {seq: self._room(seq, min(number, limits[seq]), blocks) for seq in seqs}
-        proposed = self._propose({seq: most[seq] for seq in asked if most[seq] > 0}, blocks)
-        given = {seq: proposed.get(seq, []) for seq in asked}
-        if len(asked) == len(seqs):
-            number = max(map(len, given.values()))
-            if number == 0:
-                return 0, {}
-        return room_for(number, self.most_drafts), given
+        for seq, candidate in zip(seqs, candidates, strict=True):
+            self._room(seq, min(number, candidate.limit), blocks)
+        return number
 
     def _room(self, seq: Sequence, number: int, blocks: BlockManager) -> int:
         """Give `seq` blocks for drafts; returns for how many of this number it has blocks."""
@@ -127,13 +108,12 @@ class Speculator:
         """
         if not most:
             return {}
+        assert self.proposer is not None
         asked = [*most]
         proposed = self.proposer.propose(asked, [*most.values()])
         drafts = {seq: tokens[: most[seq]] for seq, tokens in zip(asked, proposed, strict=True)}
         for seq, tokens in drafts.items():
             blocks.shrink(seq, seq.num_tokens + len(tokens))
-            if not tokens and self.in_table:
-                self._pace(seq).learn(seq.num_tokens, 1, 0)
         return drafts
 
     def counted(
@@ -199,7 +179,8 @@ class Speculator:
 
     def reset(self) -> None:
         """Drop what an interrupt may have left half done."""
-        self.proposer.reset()
+        if self.proposer is not None:
+            self.proposer.reset()
 
     def _learn(self, batch: Batch, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count a sequence's drafts in a step: the first `num_accepted` were right.
@@ -215,16 +196,13 @@ class Speculator:
             self.accepted_at[place] += 1
         judged = num_accepted
         if seq.finish_reason is None:
-            is_guessed = batch.num_drafts and seq not in batch.drafts
-            judged = max(num_drafts, 1) if is_guessed else num_drafts
+            judged = max(num_drafts, 1) if batch.num_drafts else num_drafts
         if judged:
             self._pace(seq).learn(len(seq.token_ids), judged, num_accepted)
 
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
         """What decides about its drafts; one more token always comes after them."""
-        num_tokens, end = len(seq.token_ids), seq.max_num_tokens - 1
-        if not (self.guesses and seq.is_guessable):
-            end = min(end, self.proposer.longest)
+        num_tokens, end = len(seq.token_ids), min(seq.max_num_tokens - 1, self.longest)
         limit = min(self.most_drafts, end - num_tokens)
         if limit < 0 or not may_draft:
             limit = 0
@@ -238,17 +216,13 @@ class Speculator:
 
 
 def speculator_of(
-    config: SpeculativeConfig | None,
-    costs: Costs,
-    draft_model: Proposer | None,
-    *,
-    in_table: bool = False,
-    guesses: bool = False,
+    config: SpeculativeConfig | None, costs: Costs, *, in_table: bool, longest: int | None
 ) -> Speculator | None:
-    """The speculator that the option asks for, if it does, with the proposer of a draft model."""
+    """The speculator that the option asks for, if it does."""
     if config is None:
         return None
-    ngrams = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    proposer = draft_model or (ngrams if config.method == "ngram" else SilentProposer())
+    proposer = None
+    if not in_table:
+        proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     most = config.num_speculative_tokens
-    return Speculator(proposer, most, costs=costs, in_table=in_table, guesses=guesses)
+    return Speculator(proposer, most, costs=costs, longest=longest)

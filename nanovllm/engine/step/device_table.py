@@ -15,7 +15,7 @@ from nanovllm.engine.step.transfer import Array, upload_ahead
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
 
 FEW = 1024  # changes that a device reads from the host's memory
-BUFFERS = 4  # two steps are in flight at most; of a draft model three, and one is launched
+BUFFERS = 3  # two steps are in flight at most, and one is launched
 
 
 class TableLayout:
@@ -50,7 +50,6 @@ class TableLayout:
         self.batch = self._add(1)
         self.block_tables = self._add(max_blocks)
         self.drafts = self._add(most_drafts)
-        self.are_given = self._add(has_drafts)
         self.limits = self._add(has_drafts)
         self.history = self._add(longest)
         self.chance = self.size
@@ -69,6 +68,9 @@ class TableChanges(NamedTuple):
 
     offsets: Array  # int64
     words: Array  # int32
+
+
+NO_CHANGES = TableChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class DeviceTable:
@@ -113,7 +115,6 @@ class DeviceTable:
             block_tables=columns(layout.block_tables, layout.max_blocks),
             drafts=DraftState(
                 tokens=columns(layout.drafts, most),
-                are_given=column(layout.are_given, has_drafts),
                 limits=column(layout.limits, has_drafts),
                 counts=column(layout.counts, has_drafts),
                 recent=columns(layout.recent, most + has_drafts),
@@ -129,7 +130,6 @@ class DeviceTable:
         """No row has an owner, and the batch is empty."""
         self.state.lengths.fill_(UNUSED_LENGTH)
         self.state.batch.fill_(self.layout.unused_row)
-        self.state.drafts.are_given.zero_()
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""
@@ -156,7 +156,3 @@ class DeviceTable:
     ) -> torch.Tensor:
         """A copy of `input_ids` with the last tokens of `rows` at `places`."""
         return input_ids.index_copy(0, places, self.state.tokens[rows])
-
-    def block_tables(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """The first `width` columns of the block tables of these rows."""
-        return self.state.block_tables[:, :width][rows]

@@ -1,12 +1,14 @@
 """StepInputs: from a batch's sequences to host arrays with all that a rank must know of a step."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.step.device_table import TableChanges
+from nanovllm.engine.step.drafted_blocks import Lack
 from nanovllm.engine.step.ledger import Ledger
 from nanovllm.engine.step.reports import Report, ReportInputs, prompt_report_inputs
 from nanovllm.engine.step.transfer import Array
@@ -62,8 +64,9 @@ class StepInputs:
     `num_queries` tokens, the last one and drafts. `width` is the number of columns of its block
     tables, 0 for a prefill that reads none. `whole_logits`: whether rank 0 needs the logits of a
     decode step, and not only the tokens that the ranks draw together.
-    `report`, which rank 0 alone has, says what is reported of the prompts. `shard` is the index of
-    the shard that computes it, if a rank has a draft model too.
+    If it `catches_up`, the draft model computes the prefill's tokens, and nothing else is done.
+    Rank 0 alone has these: `report` says what is reported of the prompts, and `lacks` what the
+    draft model has to compute before.
     """
 
     num_seqs: int
@@ -73,7 +76,8 @@ class StepInputs:
     num_queries: int = 1
     whole_logits: bool = True
     report: ReportInputs | None = None
-    shard: int = 0
+    catches_up: bool = False
+    lacks: list[Lack] = field(default_factory=list)
 
 
 def step_inputs(
@@ -85,15 +89,17 @@ def step_inputs(
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
     if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
-        changed = ledger.decode(batch.seqs, batch.num_drafts, batch.drafts)
-        queries = 1 + batch.num_drafts
-        return StepInputs(len(batch.seqs), *changed, num_queries=queries, whole_logits=whole_logits)
+        width, changes, lacks = ledger.decode(batch.seqs, batch.num_drafts)
+        step = StepInputs(len(batch.seqs), width, changes, None, 1 + batch.num_drafts)
+        return replace(step, whole_logits=whole_logits, lacks=lacks)
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(
         batch.all_seqs, batch.sampling_seqs, batch.drafts
     )
-    tokens = _tokens(batch, block_size)
+    starts = [seq.num_cached_tokens for seq in seqs]
+    ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
+    tokens = token_arrays(seqs, starts, ends, block_size, batch.drafts)
     sampled, shared = _samples(batch, q_ends=tokens[3])
     prefill = PrefillInputs(
         *tokens,
@@ -103,7 +109,7 @@ def step_inputs(
         shared_samples=shared,
         reported_tokens=_reported_tokens(seqs, q_ends=tokens[3]),
         copied_blocks=_copied_blocks(batch, block_size),
-        next_tokens=_next_tokens(seqs) if ledger.layout.most_drafts else None,
+        next_tokens=_next_tokens(seqs, ends) if ledger.layout.most_drafts else None,
     )
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0
@@ -111,18 +117,23 @@ def step_inputs(
     return StepInputs(len(seqs), width, changes, prefill, report=report)
 
 
-def _tokens(batch: Batch, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
-    """Ids, positions and slots of scheduled tokens and drafts; where queries and keys end."""
+def token_arrays(
+    seqs: list[Sequence],
+    starts: list[int],
+    ends: list[int],
+    block_size: int,
+    drafts: Mapping[Sequence, list[int]] = {},
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Ids, positions and slots of tokens and then drafts; where queries and keys end."""
     token_ids: list[int] = []
     positions, slots = [], []
     q_ends, k_ends = [0], [0]
-    for seq in batch.seqs:
-        end = seq.num_cached_tokens + seq.num_scheduled_tokens
-        token_ids += seq.token_ids[seq.num_cached_tokens : end]
-        if drafts := batch.drafts.get(seq):
-            token_ids += drafts
-            end += len(drafts)
-        where = np.arange(seq.num_cached_tokens, end)
+    for seq, start, end in zip(seqs, starts, ends, strict=True):
+        token_ids += seq.token_ids[start:end]
+        if guessed := drafts.get(seq):
+            token_ids += guessed
+            end += len(guessed)
+        where = np.arange(start, end)
         positions.append(where)
         table = np.asarray(seq.block_table)
         slots.append(table[where // block_size] * block_size + where % block_size)
@@ -162,9 +173,8 @@ def _reported_tokens(seqs: list[Sequence], q_ends: Array) -> Array | None:
     return np.array(reported, np.int64) if reported else None
 
 
-def _next_tokens(seqs: list[Sequence]) -> Array:
+def _next_tokens(seqs: list[Sequence], ends: list[int]) -> Array:
     """The token after each sequence's scheduled ones; 0 where a prompt ends."""
-    ends = (seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs)
     known = (
         seq.token_ids[end] if end < len(seq.token_ids) else 0
         for seq, end in zip(seqs, ends, strict=True)

@@ -6,19 +6,18 @@ changes a step has to send. Only rank 0 has one.
 
 import operator
 import weakref
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator
 
 import numpy as np
 
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.step.device_table import TableChanges, TableLayout
+from nanovllm.engine.step.drafted_blocks import DraftedBlocks, Lack
 from nanovllm.engine.step.draw_inputs import temperature_of
 from nanovllm.engine.step.transfer import Array
 from nanovllm.kernels.plain.accept import CHANCE_BITS
-from nanovllm.kernels.plain.read_table import NO_DRAFT
 
 UNKNOWN = -2  # in arrays: differs from every length and every row
-NONE_GIVEN: Mapping[Sequence, list[int]] = {}
 
 
 class Ledger:
@@ -30,10 +29,14 @@ class Ledger:
 
     After a step with drafts only the device knows a row's last token and length. Such a row is
     ahead, and nothing of that is sent until a step without drafts: by then the host knows them.
+
+    The guesser has seen all tokens of a row that is ahead. Of another it may lack some: these are
+    sent to the row's history, or a draft model computes them before the next step with drafts.
     """
 
-    def __init__(self, layout: TableLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: TableLayout, drafts_longest: int | None = None) -> None:
+        """`drafts_longest` is the most tokens of a sequence that a draft model computes."""
+        self.layout, self._drafts_longest = layout, drafts_longest
         self.reset()
 
     def reset(self) -> None:
@@ -50,23 +53,21 @@ class Ledger:
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._is_ahead = np.zeros(num_rows, bool)
-        self._is_given = np.full(num_rows, UNKNOWN)
-        self._num_sent = np.zeros(num_rows, np.int64)  # tokens of the history, at least
+        self._num_seen = np.zeros(num_rows, np.int64)  # by the guesser: first tokens, at least
+        longest = self._drafts_longest
+        self._drafted = DraftedBlocks(self.layout.block_size, longest) if longest else None
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
         self._last_tables: list[list[int]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
     def decode(
-        self,
-        seqs: list[Sequence],
-        num_drafts: int = 0,
-        given: Mapping[Sequence, list[int]] = NONE_GIVEN,
-    ) -> tuple[int, TableChanges]:
-        """The width of the block tables of a decode step, and the changes to send.
+        self, seqs: list[Sequence], num_drafts: int = 0
+    ) -> tuple[int, TableChanges, list[Lack]]:
+        """The width of the block tables of a decode step, the changes to send, and what lacks.
 
         The rows hold the sequences' last tokens, except for a prompt that was cached up to its last
-        token. In a step with `num_drafts`, those that are not `given` are guessed by the device.
+        token. In a step with `num_drafts` the device guesses so many for each.
         """
         layout = self.layout
         rows, width = self._change_blocks(seqs)
@@ -77,6 +78,8 @@ class Ledger:
             is_behind = ~self._is_ahead[rows]
             stale &= is_behind
             unknown &= is_behind
+            if not num_drafts and not is_behind.all():
+                self._fall_behind(rows, lengths)
             self._is_ahead[rows] = num_drafts > 0
         changed = np.flatnonzero(stale)
         self._change_each(layout.lengths + rows[changed], lengths[changed])
@@ -86,14 +89,13 @@ class Ledger:
             self._change(layout.tokens + 2 * int(rows[index]), [token_id, 0])
         self._lengths[rows] = lengths + 1
         self._num_tokens[rows] = lengths + 2
+        lacks: list[Lack] = []
         if num_drafts:
-            self._change_drafts(seqs, rows, given)
-            self._send_history(
-                [(seqs[i], int(rows[i])) for i in np.flatnonzero(is_behind).tolist()]
-            )
+            for index in np.flatnonzero(is_behind).tolist():
+                lacks += self._let_see(seqs[index], int(rows[index]))
         if rows is not self._batch_rows:
             self._change_batch(rows)
-        return width, self._take_changes()
+        return width, self._take_changes(), lacks
 
     def prefill(
         self,
@@ -107,7 +109,9 @@ class Ledger:
         the unused row, and the next decode step writes the token.
         """
         rows, width = self._change_blocks(seqs)
-        self._resend(rows[self._is_ahead[rows]])
+        if self._is_ahead[rows].any():
+            self._fall_behind(rows, np.array([seq.num_cached_tokens for seq in seqs]))
+            self._resend(rows[self._is_ahead[rows]])
         sample_table_rows = self._rows_of(sampling_seqs)
         if sampling_seqs:
             self._num_tokens[sample_table_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
@@ -116,10 +120,6 @@ class Ledger:
             self._num_tokens[sample_table_rows[lost]] = UNKNOWN
             sample_table_rows[lost] = self.layout.unused_row
         return rows, sample_table_rows, width, self._take_changes()
-
-    def rewrite_tokens(self, seqs: list[Sequence]) -> None:
-        """Let the next decode step write the last tokens of `seqs`: the rows may hold others."""
-        self._num_tokens[self._rows_of(seqs)] = UNKNOWN
 
     def set_chance(self, chance: float) -> None:
         """Let the device accept drafts by chance, right or wrong: for measurements."""
@@ -132,12 +132,9 @@ class Ledger:
         last = self._last_tables
         if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
             self._last_rows = self._rows_of(seqs)
-            for row, table in zip(self._last_rows.tolist(), tables, strict=True):
-                if self._tables[row] is not table:
-                    self._tables[row] = table
-                    self._num_blocks[row] = 0
-                    if self._is_ahead[row]:  # of a sequence that starts over
-                        self._resend(row)
+            for row, seq in zip(self._last_rows.tolist(), seqs, strict=True):
+                if self._tables[row] is not seq.block_table:
+                    self._change_table(seq, row)
             self._last_tables = tables
         rows = self._last_rows
         known = self._num_blocks[rows]
@@ -145,6 +142,8 @@ class Ledger:
             start = int(known[index])
             first = self.layout.block_tables + int(rows[index]) * self.layout.max_blocks
             self._change(first + start, tables[index][start:])
+            if self._drafted and self._is_ahead[rows[index]]:
+                self._drafted.take(seqs[index], start)
             if self.layout.most_drafts:
                 limit = min(
                     len(tables[index]) * self.layout.block_size, seqs[index].max_num_tokens - 1
@@ -160,34 +159,41 @@ class Ledger:
         self._change_each(self.layout.batch + stale, batch[stale])
         self._batch, self._batch_rows = batch, rows
 
-    def _change_drafts(
-        self, seqs: list[Sequence], rows: Array, given: Mapping[Sequence, list[int]]
-    ) -> None:
-        layout, most = self.layout, self.layout.most_drafts
-        are_given = np.fromiter((seq in given for seq in seqs), np.int64, len(seqs))
-        stale = np.flatnonzero(self._is_given[rows] != are_given)
-        self._change_each(layout.are_given + rows[stale], are_given[stale])
-        self._is_given[rows] = are_given
-        for index in np.flatnonzero(are_given).tolist():
-            tokens = given[seqs[index]]
-            padded = tokens + [NO_DRAFT] * (most - len(tokens))
-            self._change(layout.drafts + int(rows[index]) * most, padded)
+    def _change_table(self, seq: Sequence, row: int) -> None:
+        """Send a new table: of a sequence that starts over, or has given back some blocks."""
+        self._tables[row] = seq.block_table
+        self._num_blocks[row] = 0
+        if self._is_ahead[row]:
+            self._fall_behind(np.array([row]), np.array([seq.num_cached_tokens]))
+            self._resend(row)
 
-    def _send_history(self, behind: list[tuple[Sequence, int]]) -> None:
-        """Send what the history lacks of rows that the last step did not guess for.
+    def _fall_behind(self, rows: Array, lengths: Array) -> None:
+        """Note what the guesser has seen of rows that are ahead, whose lengths are known by now.
 
-        All their tokens are known but the last one, which is in its place.
+        Before the last step it was all but the last token.
+        """
+        is_ahead = self._is_ahead[rows]
+        seen = lengths[is_ahead] - 1 - self.layout.most_drafts
+        self._num_seen[rows[is_ahead]] = np.maximum(self._num_seen[rows[is_ahead]], seen)
+
+    def _let_see(self, seq: Sequence, row: int) -> Iterator[Lack]:
+        """Let what guesses see the tokens of a row that is behind, by a history or a draft model.
+
+        All its tokens are known but the last one, which is in its place.
         """
         layout = self.layout
-        for seq, row in behind:
-            self._change(layout.counts + row, [1])
-            end = len(seq.token_ids) - 1
-            if layout.longest:
-                start = int(self._num_sent[row])
-                first = layout.history + row * layout.longest
-                tokens = np.array(seq.token_ids[start:end], np.int32)
-                self._history.append((np.arange(first + start, first + end), tokens))
-                self._num_sent[row] = end
+        self._change(layout.counts + row, [1])
+        start, end = int(self._num_seen[row]), len(seq.token_ids) - 1
+        if layout.longest:
+            first = layout.history + row * layout.longest
+            tokens = np.array(seq.token_ids[start:end], np.int32)
+            self._history.append((np.arange(first + start, first + end), tokens))
+        if self._drafted:
+            end = min(end, self._drafted.longest)
+            start = self._drafted.complete(seq, start, end)
+            if start < end:
+                yield Lack(seq, row, start, end)
+        self._num_seen[row] = end
 
     def _resend(self, rows: Array | int) -> None:
         """Let the next decode step write the lengths and the last tokens of rows that are ahead."""
@@ -199,7 +205,6 @@ class Ledger:
         for seq in seqs:
             if seq.seq_id not in rows:
                 rows[seq.seq_id] = self._take_row(seq)
-            self._owners[rows[seq.seq_id]] = weakref.ref(seq)  # a draft model may copy it again
         return np.array([rows[seq.seq_id] for seq in seqs], np.int64)
 
     def _take_row(self, seq: Sequence) -> int:
@@ -211,10 +216,11 @@ class Ledger:
                     del self._rows[seq_id]
                     self._free.append(row)
         row = self._free.pop()
+        self._owners[row] = weakref.ref(seq)
         if self._is_ahead[row]:
             self._resend(row)
         self._num_tokens[row] = UNKNOWN
-        self._num_sent[row] = 0
+        self._num_seen[row] = 0
         self._change(self.layout.seeds + 2 * row, _words(seq.seed & (2**64 - 1), np.uint64))
         self._change(self.layout.temperatures + row, _words(temperature_of(seq), np.float32))
         return row

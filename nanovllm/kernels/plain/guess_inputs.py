@@ -1,7 +1,7 @@
-"""Reading the inputs of an EAGLE-3 head's guesses from the device table.
+"""Reading the inputs of guesses from the device table: those of an EAGLE-3 head or a draft model.
 
-The head reads what the model has computed at a row's last positions, and the tokens after these,
-which the table has.
+The head reads what the large model has computed at a row's last positions, and the tokens after
+these, which the table has. A draft model reads these tokens alone, at their own positions.
 """
 
 from typing import NamedTuple
@@ -10,6 +10,8 @@ import torch
 
 from nanovllm.kernels.plain.noise import noise_keys
 from nanovllm.kernels.plain.read_table import TableState
+
+MODEL_FIRST = 2  # tokens that a draft model reads at first
 
 
 class Kept(NamedTuple):
@@ -24,18 +26,19 @@ class Kept(NamedTuple):
 
 
 class GuessInputs(NamedTuple):
-    """The inputs of guesses for B rows in a step with Q queries: first Q of each row, then 1 each.
+    """The inputs of guesses for B rows in a step with Q queries: first F of each row, then 1 each.
 
-    The first ones are a row's last computed positions, fewer than Q at times: then the last queries
-    are not used. An unused one has slot -1 and context length 0. Row i of the `later` ones is that
-    of draft i; row 0 has no use.
+    A head's first ones are a row's last computed positions, Q at most; a draft model's are the last
+    token, and the one before if that was a draft. Where they are fewer than F, the last queries are
+    not used. An unused one has slot -1 and context length 0. Row i of the `later` ones is that of
+    draft i; row 0 only says whether the first draft has a place.
     """
 
-    sources: torch.Tensor  # [B * Q] in int64: which of all kept states
-    next_ids: torch.Tensor  # [B * Q] in int64, as are the next two: the tokens after the positions
+    sources: torch.Tensor  # [B * F] in int64: which of all kept states; for a head
+    next_ids: torch.Tensor  # [B * F] in int64, as are the next two: the tokens that are read
     positions: torch.Tensor
     slots: torch.Tensor
-    context_lens: torch.Tensor  # [B * Q] in int32
+    context_lens: torch.Tensor  # [B * F] in int32
     last: torch.Tensor  # [B] in int64: the last used query of each row
     later_positions: torch.Tensor  # [Q - 1, B] in int64, as are the next two
     later_slots: torch.Tensor
@@ -46,33 +49,42 @@ class GuessInputs(NamedTuple):
 
 
 def guess_inputs(
-    table: TableState, kept: Kept, num_rows: int, num_queries: int, block_size: int
+    table: TableState, kept: Kept | None, num_rows: int, num_queries: int, block_size: int
 ) -> GuessInputs:
-    """The inputs of guesses for the first rows of the batch; `kept` is set for the step that comes.
+    """The inputs of guesses for the first rows of the batch: a head's with `kept`, or a model's.
 
-    Its first position is the row's length. Of more than Q new positions, the last Q are read:
-    what the head made of the others when it guessed is in its cache.
+    `kept` is set for the step that comes: its first position is the row's length. Of more than F
+    new positions, the last F are read: what was made of the others when they were guessed is in
+    the cache.
     """
     rows = table.batch[:num_rows].long()
     lengths, block_tables = table.lengths[rows, None].long(), table.block_tables[rows]
-    queries = torch.arange(num_queries, device=rows.device)
-    num_new = lengths - kept.first[rows, None]
-    num_new = num_new.where((num_new > 0) & (num_new <= kept.counts[rows, None]), 0)
-    num_used = num_new.clamp(max=num_queries)
+    limits = table.drafts.limits[rows, None]
+    if kept is None:
+        num_first, shift = MODEL_FIRST, 1
+        num_new = table.drafts.counts[rows, None].where(lengths >= 0, 0)
+    else:
+        num_first, shift = num_queries, 0
+        num_new = lengths - kept.first[rows, None]
+        num_new = num_new.where((num_new > 0) & (num_new <= kept.counts[rows, None]), 0)
+        kept.first[rows] = lengths.flatten().int()
+        kept.counts.index_fill_(0, rows, num_queries)
+    queries = torch.arange(num_first, device=rows.device)
+    num_used = num_new.clamp(max=num_first)
     used = queries < num_used
     index = (num_new - num_used + queries).where(used, 0)
     recent = table.drafts.recent[rows].long().gather(1, index)
     next_ids = recent.where(index < num_new - 1, table.tokens[rows, None])
-    new = _places((lengths - num_used + queries).where(used, -1), block_tables, block_size)
-    drafts = queries[1:] - 1  # one less than there are queries
-    later = (lengths + drafts - 1).where(lengths >= 0, -1)
-    later = later.where(later < table.drafts.limits[rows, None], -1)
+    here = lengths - num_used + queries + shift
+    new = _places(here.where(used & (here < limits), -1), block_tables, block_size)
+    drafts = torch.arange(num_queries - 1, device=rows.device)
+    later = (lengths + drafts - 1 + shift).where(lengths >= 0, -1)
+    later = later.where(later < limits, -1)
     later_positions, later_slots, later_lens = _places(later, block_tables, block_size)
-    kept.first[rows] = lengths.flatten().int()
-    kept.counts.index_fill_(0, rows, num_queries)
-    each = torch.arange(num_rows, device=rows.device) * num_queries
+    each = torch.arange(num_rows, device=rows.device) * num_first
+    most = table.drafts.recent.shape[1]
     return GuessInputs(
-        (rows[:, None] * kept.states.shape[1] + index).flatten(),
+        (rows[:, None] * most + index).flatten(),
         next_ids.flatten(),
         new[0].flatten(),
         new[1].flatten(),

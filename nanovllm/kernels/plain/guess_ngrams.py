@@ -8,7 +8,7 @@ from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 def guess_ngrams(
     table: TableState, num_rows: int, num_drafts: int, shortest: int, longest: int
 ) -> None:
-    """Write drafts for the first rows of the batch, except those whose drafts are given.
+    """Write drafts for the first rows of the batch.
 
     They are the tokens after the longest n-gram that ends the row and occurred before, of equal
     ones the latest. Where the row's tokens end, the drafts repeat themselves. Before that, the
@@ -23,8 +23,6 @@ def guess_ngrams(
         token_ids, count = state.history[row], int(state.counts[row])
         token_ids[last - count + 1 : last] = state.recent[row, : count - 1]
         token_ids[last] = table.tokens[row]
-        if state.are_given[row]:
-            continue
         end = _end_of_match(token_ids[: last + 1].tolist(), shortest, longest)
         if end:
             where = end + torch.arange(num_drafts) % (last + 1 - end)

@@ -18,13 +18,12 @@ NO_DRAFT = -1
 class DraftState(NamedTuple):
     """What the device table has for drafts: empty columns where there are none.
 
-    A row's drafts are tokens that may come after its last one, NO_DRAFT where there are fewer. The
-    host gives them, or they are guessed at the beginning of the step that verifies them. The last
-    `counts` tokens of a row are those that its last step has added: the `recent` ones.
+    A row's drafts are tokens that may come after its last one, NO_DRAFT where there are fewer. They
+    are guessed at the beginning of the step that verifies them. The last `counts` tokens of a row
+    are those that its last step has added: the `recent` ones.
     """
 
     tokens: torch.Tensor  # [rows, most drafts] in int32
-    are_given: torch.Tensor  # [rows] in int32: 1 where the host gives them
     limits: torch.Tensor  # [rows] in int32: the first position that has no block or no use
     counts: torch.Tensor  # [rows] in int32
     recent: torch.Tensor  # [rows, 1 + most drafts] in int32

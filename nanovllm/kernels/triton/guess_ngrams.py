@@ -11,8 +11,8 @@ PLACES = tl.constexpr(1 << 25)  # more than any sequence has
 
 @triton.jit(do_not_specialize=["width", "most_drafts"])
 def _guess_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, lengths_ptr, batch_ptr, drafts_ptr, given_ptr, counts_ptr, recent_ptr, history_ptr,
-    chance_ptr, width, most_drafts, num_drafts,
+    tokens_ptr, lengths_ptr, batch_ptr, drafts_ptr, counts_ptr, recent_ptr, history_ptr, chance_ptr,
+    width, most_drafts, num_drafts,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, NO_DRAFT: tl.constexpr,
     BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
@@ -30,8 +30,6 @@ def _guess_kernel(  # type: ignore[no-untyped-def]
     last_token = tl.load(tokens_ptr + row).to(tl.int32)
     tl.store(history_ptr + last, last_token)
     tl.debug_barrier()
-    if tl.load(given_ptr + row) != 0:
-        return
     best = tl.zeros([BLOCK], tl.int32)
     for start in range(0, last, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -57,16 +55,15 @@ def _guess_kernel(  # type: ignore[no-untyped-def]
 def guess_ngrams(
     table: TableState, num_rows: int, num_drafts: int, shortest: int, longest: int
 ) -> None:
-    """Write drafts for the first rows of the batch, except those whose drafts are given.
+    """Write drafts for the first rows of the batch.
 
     It reads a row's history `longest` times, all but once from the cache.
     """
     state = table.drafts
     assert state.history.shape[1] < PLACES.value and longest < 64
     _guess_kernel[(num_rows,)](
-        table.tokens, table.lengths, table.batch, state.tokens, state.are_given, state.counts,
-        state.recent, state.history, state.chance, state.history.stride(0), state.tokens.stride(0),
-        num_drafts,
+        table.tokens, table.lengths, table.batch, state.tokens, state.counts, state.recent,
+        state.history, state.chance, state.history.stride(0), state.tokens.stride(0), num_drafts,
         SHORTEST=shortest, LONGEST=longest, NO_DRAFT=NO_DRAFT, BLOCK=BLOCK,
         MOST=triton.next_power_of_2(state.recent.shape[1]),
     )  # fmt: skip

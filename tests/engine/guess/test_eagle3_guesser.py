@@ -4,15 +4,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_model
 from heads import Definition, make_head, residuals
 
 from nanovllm.config import Config
-from nanovllm.engine.guess.eagle3 import Eagle3Guesser, PrefillTokens
+from nanovllm.engine.guess.eagle3 import Eagle3Guesser
 from nanovllm.engine.placement import resolve_placement
 from nanovllm.engine.step.device_table import DeviceTable, TableLayout
+from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.noise import noise_keys
 from nanovllm.kernels.plain.sample import sample
@@ -104,12 +106,15 @@ class Engine:
             max_seqlen_q=max(end - start for _, start, end in parts), max_seqlen_k=80,
             block_tables=self.state.block_tables[rows] if any(p[1] for p in parts) else None,
         )  # fmt: skip
-        places, samples = (torch.tensor([x[i] for x in sampled]).long() for i in (0, 1))
-        tokens = PrefillTokens(
-            torch.tensor(ids), torch.cat(positions), rows, torch.tensor(follow), places, samples
-        )
+        places, samples = (np.array([x[i] for x in sampled], np.int64) for i in (0, 1))
+        nothing = np.zeros(0)
+        inputs = PrefillInputs(
+            *[nothing] * 5, table_rows=rows.numpy(), sample_table_rows=samples,
+            sampled_tokens=places, next_tokens=np.array(follow),
+        )  # fmt: skip
         tapped = [torch.cat(parts) for parts in zip(*taps, strict=True)]
-        self.guesser.prefill(self.state, tokens, context, tapped)
+        tokens = torch.tensor(ids), torch.cat(positions)
+        self.guesser.prefill(self.state, inputs, *tokens, context, tapped)
 
     def expected(self, row: int, number: int) -> list[int]:
         tokens = self.tokens[row]
@@ -129,7 +134,7 @@ class Engine:
         taps = []
         for row, own, right in zip(rows, drafts, accepted, strict=True):
             known = len(self.tokens[row]) - 1
-            both = self.tokens[row] + own
+            both = self.tokens[row] + [max(token, 0) for token in own]
             taps.append([x[known:] for x in residuals(self.target, both, TAPS)])
             drawn = [*own[:right], 7 * len(both) % 251]
             self.tokens[row] += drawn
@@ -199,19 +204,6 @@ def test_a_draft_is_drawn_with_the_key_of_its_position(engine: Engine) -> None:
     logits = torch.cat(seen)
     assert drafts == sample(logits, torch.full((4,), 50.0), keys).tolist()
     assert drafts != logits.argmax(-1).tolist()
-
-
-@torch.inference_mode()
-def test_given_drafts_are_kept(engine: Engine) -> None:
-    """The host makes those of sequences whose tokens it must know."""
-    engine.add(0, ids(0, 20), chunks=[])
-    engine.add(1, ids(1, 20), chunks=[])
-    state = engine.state.drafts
-    state.are_given[1], state.tokens[1] = 1, torch.tensor([5, 6, -1, -1], dtype=torch.int32)
-    expected = engine.expected(0, 4)
-    size = engine.batch([0, 1], 5)
-    engine.guesser.guess(engine.state, size)
-    assert state.tokens[:2].tolist() == [expected, [5, 6, -1, -1]]
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 def assert_equal(one: StepInputs, other: StepInputs) -> None:
     assert (one.prefill is None) == (other.prefill is None)
     assert (one.num_seqs, one.width) == (other.num_seqs, other.width)
-    assert one.whole_logits is other.whole_logits and one.shard == other.shard
+    assert one.whole_logits is other.whole_logits and one.catches_up is other.catches_up
     pairs = [*zip(one.changes, other.changes, strict=True)]
     if one.prefill is not None:
         names = [field.name for field in dataclasses.fields(one.prefill)]
@@ -55,7 +55,7 @@ def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
         is_prefill = data.draw(st.booleans())
         batch = Batch(seqs, is_prefill)
         inputs = step_inputs(batch, 4, ledger, [])
-        inputs.whole_logits, inputs.shard = data.draw(st.booleans()), data.draw(st.integers(0, 1))
+        inputs.whole_logits, inputs.catches_up = data.draw(st.booleans()), data.draw(st.booleans())
         if inputs.prefill is not None and data.draw(st.booleans()):
             some = np.arange(step, dtype=np.int64)
             blocks = np.arange(2 * step, dtype=np.int32)

@@ -1,10 +1,10 @@
 """A draft model: output stays the same, its drafts are what it would generate, nothing is twice."""
 
-import functools
+import itertools
 import json
 import random
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,15 @@ from reference import (
     make_prompts,
 )
 from safetensors.torch import load_file, save_file
-from test_exact_drafts import (
-    MODELS,
-    PROMPTS,
-    READERS,
-    REGIMES,
-    ROWS,
-    all_samples,
-    sampled_params,
-)
+from test_exact_drafts import MODELS, PROMPTS, READERS, REGIMES, all_samples, sampled_params
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.sequence import PENDING, Sequence
-from nanovllm.engine.speculative.costs import Candidate, GraphCosts, TokenCosts
-from nanovllm.engine.speculative.draft_model import DraftModelProposer, Shadow
+from nanovllm.engine.guess.draft_model import DraftModelGuesser
+from nanovllm.engine.speculative.costs import Candidate, TokenCosts
 from nanovllm.engine.speculative.pace import Pace
-from nanovllm.engine.step.device_table import BUFFERS
+from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.engine.step_size import Size
+from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -74,85 +64,99 @@ def near_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(path: Path, draft: Path, keys: dict[str, Any] | None = None, **options: Any) -> LLM:
-    """An engine in which all sequences get as many drafts as fit."""
+    """An engine in which all sequences get as many drafts as fit.
+
+    Of many sequences none would get some where the budget is small.
+    """
+    if "max_num_batched_tokens" in options:
+        options = {"max_num_seqs": 3, **options}
     config = {"model": str(draft), "num_speculative_tokens": NUM_DRAFTS, **(keys or {})}
     return make_eager(path, config, **options)
 
 
-def proposer_of(llm: LLM) -> DraftModelProposer:
-    proposer = speculator_of(llm).proposer
-    assert isinstance(proposer, DraftModelProposer)
-    return proposer
+def guesser_of(llm: LLM) -> DraftModelGuesser:
+    guesser = llm.model_runner.shard.guesser
+    assert isinstance(guesser, DraftModelGuesser)
+    return guesser
 
 
-def repeat_steps(llm: LLM) -> None:
-    """Let the draft model compute a few missing tokens by decode steps, as where it has graphs."""
-    shard = llm.model_runner.shards[1]
-    shard.graphs = shard.decode_graphs(8)
-    proposer_of(llm)._repeats_steps = True
+def use_graphs(llm: LLM) -> None:
+    """Compute decode steps as in graphs: padded, with block tables of full width."""
+    shard = llm.model_runner.shard
+    shard.graphs = shard.decode_graphs(llm.config.max_num_running)
 
 
-@dataclass
-class Steps:
-    """What the draft model computes: the tokens of each prefill and each decode step."""
+class AnyNumber:
+    """Costs by which a step has any number of drafts, often none."""
 
-    prefills: list[int] = field(default_factory=list)
-    decodes: list[int] = field(default_factory=list)
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.prefills) + sum(self.decodes)
-
-
-def count_steps(llm: LLM) -> Steps:
-    steps, runner = Steps(), proposer_of(llm)._runner
-    launch = runner.launch
-
-    def counting(batch: Batch) -> Any:
-        kind = steps.prefills if batch.is_prefill else steps.decodes
-        kind.append(sum(seq.num_scheduled_tokens for seq in batch.seqs))
-        return launch(batch)
-
-    runner.launch = counting  # type: ignore[method-assign]
-    return steps
+    def worthwhile(
+        self, candidates: list[Candidate], num_tokens: int, waits: bool
+    ) -> Iterator[int]:
+        del num_tokens, waits
+        number = self.rng.choice([0, 0, 0, 1, 2, NUM_DRAFTS])
+        return (min(number, candidate.limit) for candidate in candidates)
 
 
-@dataclass
-class Proposals:
-    """The drafts of each proposal, with the tokens before them and the sequence's parameters."""
+def count_catch_ups(llm: LLM) -> list[int]:
+    """How many tokens the draft model computes each time before a step."""
+    counts, shard = [], llm.model_runner.shard
+    catch_up = shard.catch_up
 
-    prompts: list[list[int]] = field(default_factory=list)
-    params: list[SamplingParams] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)
+    def counting(inputs: StepInputs) -> None:
+        assert inputs.prefill is not None
+        counts.append(len(inputs.prefill.input_ids))
+        catch_up(inputs)
 
-
-def note_proposals(llm: LLM) -> Proposals:
-    noted, proposer = Proposals(), proposer_of(llm)
-    propose = proposer.propose
-
-    def noting(seqs: list[Sequence], most: list[int]) -> list[list[int]]:
-        proposed = propose(seqs, most)
-        for seq, drafts in zip(seqs, proposed, strict=True):
-            if drafts:
-                noted.prompts.append(list(seq.token_ids))
-                noted.drafts.append(drafts)
-                some = dict(temperature=seq.temperature, seed=seq.seed, max_tokens=len(drafts))
-                noted.params.append(SamplingParams(**some, ignore_eos=True))  # type: ignore[arg-type]
-        return proposed
-
-    proposer.propose = noting  # type: ignore[method-assign]
-    return noted
+    shard.catch_up = counting  # type: ignore[method-assign]
+    return counts
 
 
+def endless(number: int, *, max_tokens: int = 16, sampled: bool = True) -> list[SamplingParams]:
+    """Every other one greedy, if they are not all."""
+    return [
+        SamplingParams(temperature=i % 2 * sampled, seed=i, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(number)
+    ]
+
+
+@pytest.fixture(scope="module")
+def endless_outputs(model_dir: Path) -> list[list[int]]:
+    with make_llm(model_dir) as plain:
+        outputs = plain.generate(PROMPTS, endless(len(PROMPTS)), use_tqdm=False)
+    return [one.token_ids for one in outputs]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("toggles", [False, True])
 @pytest.mark.parametrize("name", REGIMES)
-def test_drafts_of_the_model_itself_are_all_right(name: str, standard: Case) -> None:
-    with make(standard.path, standard.path, **REGIMES[name]) as llm:
-        assert_same(generate(llm, standard), standard.expected)
-        audit_at_rest(llm)
+def test_drafts_of_the_model_itself_are_all_right(
+    name: str, toggles: bool, graphs: bool, model_dir: Path, endless_outputs: list[list[int]]
+) -> None:
+    """Whatever became of the blocks, and also after steps that the draft model does not see."""
+    with make(model_dir, model_dir, **REGIMES[name]) as llm:
         speculator = speculator_of(llm)
-        assert sum(speculator.accepted_at) == speculator.num_drafted > 60
-        assert_same(generate(llm, standard), standard.expected)  # from the cache
-        assert sum(speculator.accepted_at) == speculator.num_drafted > 120
+        if toggles:
+            speculator.costs = AnyNumber(len(name))
+        if graphs:
+            use_graphs(llm)
+        for _ in range(2):  # then from the cache
+            got = llm.generate(PROMPTS, endless(len(PROMPTS)), use_tqdm=False)
+            assert_same(got, endless_outputs)
+            audit_at_rest(llm)
+        assert sum(speculator.accepted_at) == speculator.num_drafted > 100
+
+
+@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed", overlap=True)])
+def test_greedy_drafts_keep_what_transformers_generates(
+    options: dict[str, Any], standard: Case
+) -> None:
+    with make(standard.path, standard.path, **options) as llm:
+        assert_same(generate(llm, standard), standard.expected)
+        speculator = speculator_of(llm)
+        assert 60 < sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
 
 
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed", overlap=True)])
@@ -184,28 +188,19 @@ def test_sampled_drafts_keep_every_output(
         ]
         speculator = speculator_of(llm)
         if is_own:
-            assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
+            assert sum(speculator.accepted_at) > 0.4 * speculator.num_drafted
         assert sum(speculator.accepted_at) > 50
         audit_at_rest(llm)
 
 
-def test_the_draft_models_runner_does_not_end_the_ranks(model_dir: Path) -> None:
-    """The model's runner owns all shards, and the workers."""
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with make(model_dir, model_dir, tensor_parallel_size=2) as llm:
-        (expected,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        proposer_of(llm)._runner.close()  # type: ignore[attr-defined]
-        (got,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        assert got.token_ids == expected.token_ids
-        assert llm.model_runner.failure is None
-
-
 @pytest.mark.parametrize("is_own", [True, False])
-@pytest.mark.parametrize("options", [{}, dict(HARD, overlap=True), dict(SMALL_POOL, **ROWS)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(HARD, overlap=True), dict(SMALL_POOL, tensor_parallel_size=2)]
+)
 def test_penalties_and_bad_words_keep_every_output(
     options: dict[str, Any], is_own: bool, model_dir: Path, near_dir: Path
 ) -> None:
-    """The large model's draws count all drafts, the draft model's those that are not in flight."""
+    """The large model's draws count the drafts before them; the draft model draws without."""
     params = sampled_params(READERS)
     with make_llm(model_dir, **options) as plain:
         plain.scheduler.speculator = None
@@ -217,136 +212,79 @@ def test_penalties_and_bad_words_keep_every_output(
         audit_at_rest(llm)
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(kvcache_block_size=4),
-        SMALL_POOL,
-        dict(HARD, scheduling="mixed"),
-        dict(HARD, **ROWS),
-    ],
-)
+def note_drafts(llm: LLM) -> dict[tuple[int, int], list[int]]:
+    """The drafts of each step, by the sequence's seed and its number of tokens."""
+    noted: dict[tuple[int, int], list[int]] = {}
+    guesser = guesser_of(llm)
+    guess = guesser.guess
+
+    def noting(table: TableState, size: Size) -> None:
+        guess(table, size)
+        for row in table.batch[: size.num_seqs].tolist():
+            drafts = table.drafts.tokens[row, : size.num_queries - 1].tolist()
+            key = int(table.seeds[row]), int(table.lengths[row]) + 1
+            noted[key] = [*itertools.takewhile(NO_DRAFT.__ne__, drafts)]
+
+    guesser.guess = noting  # type: ignore[method-assign]
+    return noted
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+@pytest.mark.parametrize("name", REGIMES)
 def test_drafts_are_what_the_draft_model_generates(
-    options: dict[str, Any], repeats: bool, model_dir: Path, near_dir: Path
+    name: str, toggles: bool, model_dir: Path, near_dir: Path
 ) -> None:
-    """After right drafts and wrong ones, whatever became of the blocks."""
-    params = [
-        SamplingParams(temperature=i % 2, seed=i, max_tokens=16, ignore_eos=True)
-        for i in range(len(PROMPTS))
-    ]
-    with make(model_dir, near_dir, **options) as llm:
-        if repeats:
-            repeat_steps(llm)
-        noted = note_proposals(llm)
-        llm.generate(PROMPTS, params, use_tqdm=False)
+    """After right drafts and wrong ones."""
+    params = endless(len(PROMPTS))
+    with make(model_dir, near_dir, **REGIMES[name]) as llm:
+        speculator = speculator_of(llm)
+        if toggles:
+            speculator.costs = AnyNumber(len(name))
+        noted = note_drafts(llm)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         audit_at_rest(llm)
-        speculator = speculator_of(llm)
         assert 0.2 < sum(speculator.accepted_at) / speculator.num_drafted < 0.9
+    asked = [
+        (prompt + output.token_ids[:number], param, noted[param.seed, len(prompt) + number])
+        for prompt, param, output in zip(PROMPTS, params, outputs, strict=True)
+        for number in range(16)
+        if noted.get((param.seed or 0, len(prompt) + number))
+    ]
+    assert len(asked) > 30
     with make_llm(near_dir) as plain:
-        expected = plain.generate(noted.prompts, noted.params, use_tqdm=False)
-        assert noted.drafts == [output.token_ids for output in expected]
+        some = [
+            SamplingParams(
+                temperature=param.temperature, seed=param.seed, max_tokens=len(drafts),
+                ignore_eos=True,
+            )
+            for _, param, drafts in asked
+        ]  # fmt: skip
+        expected = plain.generate([text for text, *_ in asked], some, use_tqdm=False)
+    assert [drafts for *_, drafts in asked] == [output.token_ids for output in expected]
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_a_proposal_takes_as_many_steps_as_drafts(repeats: bool, model_dir: Path) -> None:
-    """Prompts are computed once. A draft that was right and the last is computed the next time."""
-    params = SamplingParams(temperature=0, max_tokens=31, ignore_eos=True)
+def test_a_text_is_computed_once(model_dir: Path) -> None:
+    """The prompt before the first drafts, and later what steps without drafts have added."""
     with make(model_dir, model_dir) as llm:
-        if repeats:
-            repeat_steps(llm)
-        steps = count_steps(llm)
+        counts, speculator = count_catch_ups(llm), speculator_of(llm)
+        params = endless(1, max_tokens=31)
         llm.generate([[1, 2, 3, 4, 5, 6, 7]], params, use_tqdm=False)
-        assert speculator_of(llm).num_drafts == 6
-        if repeats:
-            assert steps.prefills == [8]
-            assert steps.decodes == [1] * (3 + 5 * (NUM_DRAFTS + 1))
-        else:
-            assert steps.prefills == [8] + [2] * 5
-            assert steps.decodes == [1] * 6 * (NUM_DRAFTS - 1)
+        assert (counts, speculator.num_drafts) == ([7], 6)
+        numbers = iter([NUM_DRAFTS, 0, 0, 0, NUM_DRAFTS, NUM_DRAFTS])
+        speculator.costs.worthwhile = lambda *_, **__: iter([next(numbers, 0)])  # type: ignore
+        counts.clear()
+        llm.generate([[9, 8, 7]], params, use_tqdm=False)
+        lost = NUM_DRAFTS + 1  # that the host is not sure of
+        assert counts == [3, 3 + lost]
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_drafts_leave_the_counts_of_tokens_alone(
-    repeats: bool, model_dir: Path, near_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each token is counted once, in spite of wrong drafts."""
-    counted, place_of = [0], TokenCounts._place_of
-
-    def counting(self: TokenCounts, token_id: int) -> int:
-        counted[0] += 1
-        return place_of(self, token_id)
-
-    monkeypatch.setattr(TokenCounts, "_place_of", counting)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, presence_penalty=0.5)
-    with make(model_dir, near_dir) as llm:
-        if repeats:
-            repeat_steps(llm)
-        llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        accepted = sum(speculator_of(llm).accepted_at)
-        assert 0 < accepted < speculator_of(llm).num_drafted
-        assert counted[0] <= 3 + 30
-
-
-def test_penalties_of_a_draft_count_the_drafts_before_it() -> None:
-    """Those that are known; the text is not kept for drafts."""
-    counts = TokenCounts()
-    seq = Sequence([7, 8], SamplingParams(presence_penalty=1), counts=counts, text=counts)
-    shadow = Shadow(seq)
-    for known, drafts, expected in (
-        ([], [7, 9], {7: 1, 8: 0, 9: 1}),
-        ([9], [9, PENDING], {7: 0, 8: 0, 9: 2}),
-        ([8], [5], {7: 0, 8: 1, 9: 1, 5: 1}),
-    ):
-        seq.token_ids += known
-        seq.follow()
-        shadow.follow(seq)
-        shadow.seq.token_ids += drafts
-        shadow.seq.num_pending_tokens = drafts.count(PENDING)
-        shadow.seq.counts.update(shadow.seq)
-        assert dict(zip(*shadow.seq.counts.after([]), strict=True)) == expected
-        shadow.seq.num_pending_tokens = 0
-    assert dict(zip(*counts.after([]), strict=True)) == {7: 0, 8: 1, 9: 1}
-    assert shadow.seq.text is None and not shadow.seq.followers
-
-
-@pytest.mark.parametrize("repeats", [False, True])
-def test_no_more_steps_are_in_flight_than_the_device_table_has_buffers(
-    repeats: bool, model_dir: Path, near_dir: Path
-) -> None:
-    """A step's changes of the table may be read from the host's memory when it runs."""
-    with make(model_dir, near_dir, dict(num_speculative_tokens=9)) as llm:
-        if repeats:
-            repeat_steps(llm)
-        runner, numbers = proposer_of(llm)._runner, [0]
-        launch, wait = runner.launch, runner.wait
-
-        def counting_launch(batch: Batch) -> Any:
-            numbers.append(numbers[-1] + 1)
-            return launch(batch)
-
-        def counting_wait(launched: Any) -> list[int]:
-            numbers.append(numbers[-1] - 1)
-            return wait(launched)
-
-        runner.launch, runner.wait = counting_launch, counting_wait  # type: ignore[method-assign]
-        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-        llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
-        assert max(numbers) == BUFFERS - 1 and numbers[-1] == 0
-
-
-def test_no_token_is_computed_twice_except_wrong_drafts(model_dir: Path, near_dir: Path) -> None:
-    """Blocks that only wrong drafts had are freed, and the table becomes a new list."""
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    prompts = [[i, 2, 3] * (i + 1) for i in range(6)]
-    with make(model_dir, near_dir, kvcache_block_size=2) as llm:
-        steps = count_steps(llm)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        speculator = speculator_of(llm)
-        num_wrong = speculator.num_drafted - sum(speculator.accepted_at)
-        num_tokens = sum(len(o.prompt_token_ids) + len(o.token_ids) for o in outputs)
-        assert num_wrong > 100 and steps.num_tokens <= num_tokens + num_wrong
+def test_a_prompt_is_computed_in_chunks(model_dir: Path) -> None:
+    with make(model_dir, model_dir, max_num_batched_tokens=16) as llm:
+        counts = count_catch_ups(llm)
+        prompts = [[i] * 3 + list(range(20)) for i in range(3)]
+        llm.generate(prompts, endless(3), use_tqdm=False)
+        assert max(counts) == 16 and sum(counts) == 3 * 23
+        assert sum(speculator_of(llm).accepted_at) == speculator_of(llm).num_drafted > 20
 
 
 def test_samples_of_a_prompt_share_what_is_computed_of_it(model_dir: Path) -> None:
@@ -357,22 +295,21 @@ def test_samples_of_a_prompt_share_what_is_computed_of_it(model_dir: Path) -> No
         for seed, n in ((1, 3), (2, 1))
     )
     with make(model_dir, model_dir, kvcache_block_size=16) as llm:
-        steps = count_steps(llm)
+        counts = count_catch_ups(llm)
         llm.generate([prompt], params, use_tqdm=False)
-        assert steps.prefills == [166 + 2 * 6]
+        assert counts == [165 + 2 * 5]
         llm.generate([prompt], again, use_tqdm=False)
-        assert steps.prefills == [166 + 2 * 6, 6]
+        assert counts == [165 + 2 * 5, 5]
         assert sum(speculator_of(llm).accepted_at) == 4
 
 
 def test_preempted_sequences_keep_what_their_blocks_hold(standard: Case) -> None:
     """Each prompt is computed once if its blocks were still cached."""
     with make(standard.path, standard.path, kvcache_block_size=4, num_kvcache_blocks=80) as llm:
-        steps = count_steps(llm)
+        counts = count_catch_ups(llm)
         assert_same(generate(llm, standard), standard.expected)
         assert llm.scheduler.num_preemptions > 3
-        total = sum(map(len, standard.prompts)) + sum(map(len, standard.expected))
-        assert steps.num_tokens < 1.1 * total
+        assert sum(counts) < 1.3 * sum(map(len, standard.prompts))
 
 
 @pytest.mark.slow
@@ -414,32 +351,22 @@ def test_drafts_with_an_fp8_cache(standard: Case) -> None:
         assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
 
 
-def test_an_error_in_a_proposal_keeps_the_output(
-    standard: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The draft model starts over, too: with the seeds and temperatures of all sequences."""
-    prompts = standard.prompts[:12]
-    params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True)
-        for seed in range(12)
-    ]
+def test_an_error_keeps_the_output(standard: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model starts over, too."""
+    prompts, params = standard.prompts[:12], endless(12, max_tokens=24)
     with make_llm(standard.path, **SMALL_POOL) as plain:
         expected = [one.token_ids for one in plain.generate(prompts, params, use_tqdm=False)]
     with make(standard.path, standard.path, **SMALL_POOL) as llm:
-        runner: Any = proposer_of(llm)._runner
-        calls = 0
+        shard, calls = llm.model_runner.shard, itertools.count(1)
+        catch_up = shard.catch_up
 
-        def failing(method: Any, argument: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 2 or calls % 17 == 0:  # the first step is the rows' first, too
+        def failing(inputs: StepInputs) -> None:
+            if next(calls) % 3 == 1:
                 raise InterruptedError
-            return method(argument)
+            catch_up(inputs)
 
-        for owner, name in ((runner, "launch"), (runner.shard, "compute"), (runner, "wait")):
-            monkeypatch.setattr(owner, name, functools.partial(failing, getattr(owner, name)))
-        pairs = zip(prompts, params, strict=True)
-        ids = [llm.add_request(prompt, some) for prompt, some in pairs]
+        monkeypatch.setattr(shard, "catch_up", failing)
+        ids = [llm.add_request(*pair) for pair in zip(prompts, params, strict=True)]
         outputs, errors = {}, 0
         while not llm.is_finished():
             try:
@@ -448,35 +375,17 @@ def test_an_error_in_a_proposal_keeps_the_output(
             except InterruptedError:
                 errors += 1
             llm.scheduler.audit()
-        assert errors > 3
+        assert errors > 2
         assert_same([outputs[i] for i in ids], expected)
         speculator = speculator_of(llm)
         assert sum(speculator.accepted_at) == speculator.num_drafted > 100
         audit_at_rest(llm)
 
 
-def test_nothing_of_a_draft_is_reported(model_dir: Path) -> None:
-    with make(model_dir, model_dir) as llm:
-        runner: Any = proposer_of(llm)._runner
-        launch, reports = runner.launch, []
-
-        def noting(batch: Batch) -> Any:
-            launched = launch(batch)
-            reports.append(launched._reports)
-            return launched
-
-        runner.launch = noting
-        params = SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1)
-        (out,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        assert reports and not any(reports) and len(out.logprobs) == len(out.token_ids)
-
-
-def test_aborts_leave_the_others_alone_and_free_their_rows(standard: Case) -> None:
-    """Finished requests, which the caller keeps, have no row of the draft model's table."""
-    with make(standard.path, standard.path, max_num_seqs=4) as llm:
+def test_aborts_leave_the_others_alone(standard: Case) -> None:
+    with make(standard.path, standard.path, max_num_seqs=4, overlap=True) as llm:
         pairs = zip(standard.prompts, standard.params, strict=True)
         ids = [llm.add_request(prompt, params) for prompt, params in pairs]
-        requests = dict(llm.unfinished)
         outputs, step = {}, 0
         victims = ids[::4]
         while not llm.is_finished():
@@ -486,8 +395,6 @@ def test_aborts_leave_the_others_alone_and_free_their_rows(standard: Case) -> No
             for output in llm.step():
                 outputs[output.request_id] = output
             llm.scheduler.audit()
-            assert len(proposer_of(llm)._shadows) <= 2 * 4
-        assert len(requests) == len(ids)
         kept = [i for i in ids if i in outputs]
         assert 10 < len(kept) < len(ids)
         assert_same([outputs[i] for i in kept], [standard.expected[ids.index(i)] for i in kept])
@@ -501,7 +408,7 @@ def padded(tmp_path: Path) -> Path:
 
 
 def test_a_draft_model_may_be_padded_more(model_dir: Path, padded: Path) -> None:
-    """A draft that is no token of the model ends the drafts."""
+    """It draws only tokens of the model."""
     params = SamplingParams(temperature=2.0, seed=1, max_tokens=60, ignore_eos=True)
     with make_llm(model_dir) as plain:
         expected = plain.generate(PROMPTS[:8], params, use_tqdm=False)
@@ -512,51 +419,41 @@ def test_a_draft_model_may_be_padded_more(model_dir: Path, padded: Path) -> None
         assert speculator_of(llm).num_drafted > 100
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params"),
-    [
-        ([1, 270, 3], {}), ([1], dict(allowed_token_ids=[1, 280])),
-        ([1], dict(logit_bias={260: 1})), ([1], dict(stop_token_ids=[287], min_tokens=5)),
-        ([1], dict(bad_words=["a"])),
-    ],
-)  # fmt: skip
-def test_sequences_with_ids_that_the_draft_model_lacks_get_no_drafts(
-    prompt: list[int],
-    params: dict[str, Any],
-    model_dir: Path,
-    padded: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ids_that_the_draft_model_lacks_keep_the_output(model_dir: Path, padded: Path) -> None:
+    """It reads another token in their place."""
+    prompts = [[1, 270, 3], [280, 287], [1, 2]]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, **more)
+        for i, more in enumerate(
+            [{}, dict(allowed_token_ids=[1, 280]), dict(logit_bias={260: 9, 270: 9})]
+        )
+    ]
+    with make_llm(padded) as plain:
+        expected = plain.generate(prompts, params, use_tqdm=False)
     with make(padded, model_dir) as llm:
-        # As the ids of a tokenizer that has more tokens than the draft model's.
-        monkeypatch.setattr(llm._intake, "_bad_words", lambda p: ((270,),) if p.bad_words else ())
-        some = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **params)
-        llm.generate([prompt], some, use_tqdm=False)
-        assert speculator_of(llm).num_drafted == 0
-        outputs = llm.generate([[1, 2]], SamplingParams(max_tokens=20, seed=1), use_tqdm=False)
-        assert speculator_of(llm).num_drafted > 0 and len(outputs[0].token_ids) == 20
+        assert all_samples(llm.generate(prompts, params, use_tqdm=False)) == all_samples(expected)
+        assert speculator_of(llm).num_drafted > 50
 
 
-def test_sequences_that_are_too_long_for_the_draft_model_get_no_drafts(model_dir: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_sequences_that_are_too_long_for_the_draft_model_get_no_drafts(
+    graphs: bool, model_dir: Path
+) -> None:
+    """Beside others they may have some, of no worth, which take no harm."""
+    params, prompts = endless(3, max_tokens=30, sampled=False), [[1, 2, 3], [7] * 30, [8, 9]]
     with make_llm(model_dir) as plain:
-        expected = plain.generate([[1, 2, 3], [7] * 30], params, use_tqdm=False)
-    options = dict(kvcache_block_size=1)
-    with make(model_dir, model_dir, dict(max_model_len=20), **options) as llm:
-        longest = 0
-        propose = proposer_of(llm).propose
-
-        def noting(seqs: list[Sequence], most: list[int]) -> list[list[int]]:
-            nonlocal longest
-            drafts = propose(seqs, most)
-            ends = (seq.num_tokens + len(d) for seq, d in zip(seqs, drafts, strict=True) if d)
-            longest = max(longest, *ends, 0)
-            return drafts
-
-        proposer_of(llm).propose = noting  # type: ignore[method-assign]
-        got = llm.generate([[1, 2, 3], [7] * 30], params, use_tqdm=False)
+        expected = plain.generate(prompts, params, use_tqdm=False)
+    with make(model_dir, model_dir, dict(max_model_len=20), kvcache_block_size=1) as llm:
+        if graphs:
+            use_graphs(llm)
+        noted = note_drafts(llm)
+        got = llm.generate([prompts[0]], params[0], use_tqdm=False)
+        assert max(length + len(drafts) for (_, length), drafts in noted.items()) == 20
+        llm.generate([prompts[1]], params[1], use_tqdm=False)
+        assert max(length for _, length in noted) < 20
+        got = llm.generate(prompts, params, use_tqdm=False)
         assert all_samples(got) == all_samples(expected)
-        assert longest == 20
+        assert max(length for _, length in noted) > 20
 
 
 def test_the_pools_share_the_memory(model_dir: Path, small_dir: Path) -> None:
@@ -565,10 +462,9 @@ def test_the_pools_share_the_memory(model_dir: Path, small_dir: Path) -> None:
         num_blocks = plain.config.num_kvcache_blocks
     with make(model_dir, small_dir, cpu_kvcache_gib=0.03) as llm:
         assert llm.config.num_kvcache_blocks == num_blocks * 2 // 3
-        model, draft = llm.model_runner.shards
+        model, draft = llm.model_runner.shard, guesser_of(llm)
         assert model.pool.cache.shape[2] == draft.pool.cache.shape[2] == num_blocks * 2 // 3
         assert speculator_of(llm).costs._guess == pytest.approx(0.6, abs=0.05)  # type: ignore
-    assert not hasattr(draft, "model") and not hasattr(draft, "pool")
 
 
 def test_random_weights_need_no_tokenizers(model_dir: Path, tmp_path: Path) -> None:
@@ -630,22 +526,10 @@ def test_a_pool_without_room_for_both_models_is_an_error(model_dir: Path) -> Non
 
 
 def test_guesses_add_to_what_drafts_cost() -> None:
-    """By steps of the model where each token takes the same time, by seconds with graphs."""
-    seconds = {Size(n, queries): 1.0 + 0.1 * queries for n in (1, 4) for queries in (1, 2, 5)}
+    """In steps of the model, where each token takes the same time."""
     candidates = [Candidate(Pace(), 10, 4)] * 3
-    for costs, number in (
-        (TokenCosts(), 4),
-        (TokenCosts(guess=0.3), 2),
-        (TokenCosts(guess=1.0), 0),
-        (GraphCosts(seconds), 4),
-        (GraphCosts(seconds, {Size(1): 0.1, Size(4): 0.2}), 4),
-        (GraphCosts(seconds, {Size(1): 0.1, Size(4): 0.5}), 1),
-        (GraphCosts(seconds, {Size(1): 0.1, Size(4): 1.0}), 0),
-    ):
+    for costs, number in ((TokenCosts(), 4), (TokenCosts(guess=0.3), 2), (TokenCosts(1.0), 0)):
         assert next(iter(costs.worthwhile(candidates, 3, waits=True))) == number
-    assert [*GraphCosts(seconds, {Size(4): 0.1}).worthwhile(candidates * 2, 6, waits=True)] == [
-        0
-    ] * 6
 
 
 def ends_of(outputs: list[RequestOutput]) -> list[Any]:
@@ -660,7 +544,7 @@ def ends_of(outputs: list[RequestOutput]) -> list[Any]:
      dict(tensor_parallel_size=2)],
 )  # fmt: skip
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near_dir: Path) -> None:
-    """Draft steps are decode graphs, and so is what a few missing tokens take."""
+    """Guesses are a part of the decode graphs."""
     if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
         pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
     gpu: dict[str, Any] = options | dict(
@@ -678,8 +562,8 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near
             got = llm.generate(PROMPTS, params, use_tqdm=False)
             assert ends_of(got) == ends_of(expected)
             if draft == model_dir:
-                assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
-            assert sum(speculator.accepted_at) > 30
+                assert sum(speculator.accepted_at) > 0.4 * speculator.num_drafted
+            assert sum(speculator.accepted_at) > 20
             audit_at_rest(llm)
 
 

@@ -25,6 +25,7 @@ from test_exact_drafts import MODELS, PARAMS, PROMPTS, READERS, all_samples, sam
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
+from nanovllm.engine.guess.eagle3 import Eagle3Guesser
 from nanovllm.engine.speculative.costs import TokenCosts
 from nanovllm.models.eagle3_config import LAYER_IDS
 from nanovllm.outputs import RequestOutput
@@ -71,6 +72,12 @@ def make(path: Path | str, head: Path | str, **options: Any) -> LLM:
     """An engine in which all sequences get as many drafts as fit."""
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": NUM_DRAFTS}
     return make_eager(Path(path), config, **options)
+
+
+def guesser_of(llm: LLM) -> Eagle3Guesser:
+    guesser = llm.model_runner.shard.guesser
+    assert isinstance(guesser, Eagle3Guesser)
+    return guesser
 
 
 def use_graphs(llm: LLM) -> None:
@@ -140,7 +147,7 @@ def test_a_trained_head_keeps_every_output_and_is_mostly_right(
 def test_every_parameter_keeps_every_output(
     options: dict[str, Any], model_dir: Path, head_dir: Path
 ) -> None:
-    """Sequences whose tokens the host must know get no drafts, and leave the others theirs."""
+    """Also of sequences whose tokens the host must know."""
     params = sampled_params([*PARAMS, *READERS])
     with make_llm(model_dir, **options) as plain:
         expected = all_samples(plain.generate(PROMPTS, params, use_tqdm=False))
@@ -148,17 +155,6 @@ def test_every_parameter_keeps_every_output(
         assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
         assert speculator_of(llm).num_drafted > 50
         audit_at_rest(llm)
-
-
-def test_only_sequences_that_need_the_host_do_not_wait(model_dir: Path, head_dir: Path) -> None:
-    """They would wait for drafts that do not come."""
-    with make(model_dir, head_dir, overlap=True) as llm:
-        llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8, logprobs=1), use_tqdm=False)
-        assert speculator_of(llm).num_drafted == 0
-        must_wait, waits = llm.scheduler.must_wait, []
-        llm.scheduler.must_wait = lambda batch: waits.append(must_wait(batch)) or waits[-1]  # type: ignore
-        llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8, logprobs=1), use_tqdm=False)
-        assert len(waits) > 5 and not any(waits)
 
 
 @pytest.mark.slow
@@ -178,7 +174,7 @@ def test_a_quantized_cache_is_the_heads_too(sums: dict[str, list[Any]]) -> None:
     with make(
         EMBEDDED_MODEL, EMBEDDED_HEAD, kv_cache_dtype="fp8", attention_backend="torch"
     ) as llm:
-        (attention,) = llm.model_runner.shard.head.head.attentions
+        (attention,) = guesser_of(llm).head.attentions
         assert attention.kv.k_scales is not None
         outputs = all_samples(solve(llm, "greedy"))
         same = sum(a == b for a, b in zip(outputs, sums["greedy"], strict=True))
@@ -190,27 +186,27 @@ def test_a_quantized_cache_is_the_heads_too(sums: dict[str, list[Any]]) -> None:
 def test_a_head_has_the_types_and_blocks_of_its_model(head_dir: Path, model_dir: Path) -> None:
     with make(model_dir, head_dir, dtype="bfloat16", num_kvcache_blocks=20) as llm:
         shard = llm.model_runner.shard
-        assert shard.head is not None
-        assert shard.head.pool.cache.shape[2] == shard.pool.cache.shape[2] == 20
-        assert shard.head.pool.cache.dtype == shard.head.kept.states.dtype == torch.bfloat16
-        own = [pool.cache.nbytes for pool in (shard.pool, shard.head.pool)]
+        guesser = guesser_of(llm)
+        assert guesser.pool.cache.shape[2] == shard.pool.cache.shape[2] == 20
+        assert guesser.pool.cache.dtype == guesser.kept.states.dtype == torch.bfloat16
+        own = [pool.cache.nbytes for pool in (shard.pool, guesser.pool)]
         assert shard.pool.block_bytes == sum(own) / 20 and own[0] == 2 * own[1]
-        assert shard.head.head.embed_tokens is None
+        assert guesser.head.embed_tokens is None
         llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8), use_tqdm=False)
 
 
 def test_an_equal_embedding_is_shared(model_dir: Path, tmp_path: Path) -> None:
     path = head_of(model_dir, tmp_path, own=True)
     with make(model_dir, path) as llm:
-        head = llm.model_runner.shard.head
-        assert head is not None and head.embedding is head.head.embed_tokens
+        guesser = guesser_of(llm)
+        assert guesser.embedding is guesser.head.embed_tokens
     weights = load_file(path / "model.safetensors")
     model = load_file(model_dir / "model.safetensors")
     weights["embed_tokens.weight"] = model["model.embed_tokens.weight"]
     save_file(weights, path / "model.safetensors")
     with make(model_dir, path) as llm:
-        head, decoder = llm.model_runner.shard.head, llm.model_runner.shard.model.model
-        assert head is not None and head.embedding is decoder.embed_tokens
+        guesser, decoder = guesser_of(llm), llm.model_runner.shard.model.model
+        assert guesser.embedding is decoder.embed_tokens
 
 
 def test_random_weights_make_a_head_too(model_dir: Path, head_dir: Path) -> None:

@@ -1,6 +1,5 @@
 """The device's rows equal the sequences at every decode step, after any history."""
 
-import copy
 import random
 
 import numpy as np
@@ -15,7 +14,7 @@ from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.draw_inputs import noise_key
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.ledger import Ledger
-from nanovllm.kernels.plain.read_table import NO_DRAFT, Decoding, TableState
+from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.table import PLAIN
 
 BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5
@@ -66,9 +65,7 @@ class Engine:
         )
         assert filled.tolist() == given
         if inputs.width:
-            tables = self.table.block_tables(
-                torch.from_numpy(inputs.prefill.table_rows), inputs.width
-            )
+            tables = self.table.state.block_tables[:, : inputs.width][inputs.prefill.table_rows]
             for seq, table in zip(seqs, tables.tolist(), strict=True):
                 assert table[: len(seq.block_table)] == seq.block_table
         self.leave_tokens(batch, torch.from_numpy(inputs.prefill.sample_table_rows))
@@ -354,14 +351,15 @@ def drafting_engine(most: int = 3) -> Engine:
     return engine
 
 
-def guess(engine: Engine, accepted: list[int], given: dict[Sequence, list[int]]) -> TableState:
+def guess(engine: Engine, accepted: list[int]) -> TableState:
     """A step with three drafts each, of which so many are right; returns what it found."""
     seqs = engine.seqs
     for seq in seqs:
         engine.grow(seq)
         seq.num_scheduled_tokens = 1
-    batch = Batch(seqs, is_prefill=False, drafts=given, num_drafts=3)
-    engine.write(step_inputs(batch, BLOCK_SIZE, engine.ledger, []))
+    batch = Batch(seqs, is_prefill=False, num_drafts=3)
+    inputs = step_inputs(batch, BLOCK_SIZE, engine.ledger, [])
+    engine.write(inputs)
     state = engine.table.state
     found = TableState(*(column.clone() for column in state[:-1]), state.drafts)
     rows = state.batch[: len(seqs)].long()
@@ -388,8 +386,8 @@ def test_a_row_that_is_ahead_is_left_alone() -> None:
     engine = drafting_engine()
     for seq in engine.seqs:
         engine.read(seq)
-    guess(engine, [2, 0], {})
-    found = guess(engine, [0, 1], {})  # before the host knows of the first two
+    guess(engine, [2, 0])
+    found = guess(engine, [0, 1])  # before the host knows of the first two
     assert engine.num_changes == 0
     rows = found.batch[:2].tolist()
     assert found.lengths[rows].tolist() == [5 + 3, 9 + 1]
@@ -399,56 +397,33 @@ def test_a_step_without_drafts_goes_on_from_those_that_were_accepted() -> None:
     engine = drafting_engine()
     for seq in engine.seqs:
         engine.read(seq)
-    guess(engine, [2, 0], {})
+    guess(engine, [2, 0])
     take(engine, [2, 0])
     engine.decode(engine.seqs, padding=1)  # asserts that lengths and tokens are right
     assert engine.num_changes <= 6, "a block and a limit, and no lengths"
 
 
 def test_what_a_row_was_sent_for_drafts() -> None:
-    """Its history without the last token, where blocks end, and drafts that are given."""
+    """Its history without the last token, and where blocks end."""
     engine = drafting_engine()
     for seq in engine.seqs:
         engine.read(seq)
-    guess(engine, [0, 0], {engine.seqs[1]: [7, 8]})
+    guess(engine, [0, 0])
     drafts, rows = engine.table.state.drafts, engine.table.state.batch[:2].tolist()
     for row, seq in zip(rows, engine.seqs, strict=True):
         end = seq.num_tokens - 2
         assert drafts.history[row, :end].tolist() == seq.token_ids[:end]
         assert drafts.limits[row] == len(seq.block_table) * BLOCK_SIZE
-    assert drafts.are_given[rows].tolist() == [0, 1] and drafts.counts[rows].tolist() == [1, 1]
-    assert drafts.tokens[rows[1]].tolist() == [7, 8, NO_DRAFT]
+    assert drafts.counts[rows].tolist() == [1, 1]
 
 
 def test_a_preempted_row_that_was_ahead_is_written_again() -> None:
     engine = drafting_engine()
     for seq in engine.seqs:
         engine.read(seq)
-    guess(engine, [1, 1], {})
+    guess(engine, [1, 1])
     take(engine, [1, 1])
     for seq in engine.seqs:
         engine.run(seq)
     engine.prefill(engine.seqs, 100)
     engine.decode(engine.seqs, padding=0)
-
-
-def test_a_copy_of_a_sequence_takes_over_its_row() -> None:
-    """A draft model's copy is made anew after a preemption; its row must not look unowned."""
-    ledger = Ledger(TableLayout(3, MAX_BLOCKS, BLOCK_SIZE))
-
-    def decode(*seqs: Sequence) -> None:
-        for seq in seqs:
-            seq.status = SequenceStatus.RUNNING
-            seq.block_table, seq.num_cached_tokens = [1], 2
-        ledger.decode(list(seqs))
-
-    first, others = Sequence([1, 2, 3], SamplingParams()), []
-    decode(first)
-    for _ in range(2):
-        others.append(Sequence([1, 2, 3], SamplingParams()))
-        decode(*others)
-    again = copy.copy(first)
-    first.status = SequenceStatus.FINISHED
-    del first
-    others[0].status = SequenceStatus.FINISHED
-    decode(again, others[1], Sequence([1, 2], SamplingParams()))

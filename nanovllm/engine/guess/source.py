@@ -1,16 +1,18 @@
 """DraftSource: the smaller model that guesses tokens, found and checked before it is loaded."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.guess.draft_model import DraftModelGuesser
 from nanovllm.engine.guess.head_source import HeadSource, find_head
+from nanovllm.engine.load import load_part
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import resolve_model
 from nanovllm.speculative_config import errors_name_model
 from nanovllm.utils.checks import shorten
@@ -26,32 +28,30 @@ class DraftSource:
     config: Config
     model_config: ModelConfig
     path: Path
+    vocab_size: int  # of the large model
 
-    def placed(
-        self, config: Config, placement: Placement
-    ) -> tuple[Config, ModelConfig, Path, Placement]:
-        """What `load_shard` takes, for a rank that places the model so: by the settled `config`.
+    def load(self, config: Config, model: CausalLM, placement: Placement) -> DraftModelGuesser:
+        """Load this rank's part, for a model that is placed so by the settled `config`.
 
         Both models have KV blocks of the same size.
         """
+        del model
         assert self.config.max_model_len is not None
         own = replace(
             self.config, device=config.device, kvcache_block_size=placement.block_size,
             max_model_len=min(self.config.max_model_len, placement.max_positions),
         )  # fmt: skip
-        placement = resolve_placement(own, self.model_config, placement.ranks)
-        return own, self.model_config, self.path, placement
-
-    def errors_name_it(self) -> AbstractContextManager[None]:
-        """A block whose errors are given the model's name."""
-        return errors_name_model(f"draft model {self.config.model!r}")
+        with errors_name_model(f"draft model {self.config.model!r}"):
+            placement = resolve_placement(own, self.model_config, placement.ranks)
+            draft = load_part(own, self.model_config, self.path, placement)
+        return DraftModelGuesser(draft, self.model_config, placement, self.vocab_size)
 
 
 Source = DraftSource | HeadSource
 
 
-def find_draft(config: Config, model_config: ModelConfig, tokenizer: Any) -> Source | None:
-    """The draft model or head that the options name, if they do.
+def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> Source | None:
+    """The draft model or the head that the options name, if they do.
 
     One that does not fit is an error.
     """
@@ -72,7 +72,7 @@ def find_draft(config: Config, model_config: ModelConfig, tokenizer: Any) -> Sou
             max_model_len=_longest(draft, asked.max_model_len), enable_expert_parallel=by_experts,
             speculative_config=None,
         )  # fmt: skip
-    return DraftSource(own, draft, path)
+    return DraftSource(own, draft, path, model_config.vocab_size)
 
 
 def _longest(model: ModelConfig, asked: int | None) -> int:

@@ -1,0 +1,29 @@
+"""What drafts cost on the ranks that guess them."""
+
+import logging
+
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.speculative.costs import Costs, GraphCosts, TokenCosts
+from nanovllm.engine.speculative.pace import TRIES_UP_TO
+from nanovllm.models.model_size import step_weight_bytes
+from nanovllm.models.weight_bytes import WeightBytes
+
+logger = logging.getLogger("nanovllm")
+
+
+def costs_of(shard: Shard) -> Costs:
+    """By the times of decode graphs, which guess, or else by the bytes that a draft reads.
+
+    A warning if those are too many.
+    """
+    if shard.graph_seconds:
+        return GraphCosts(shard.graph_seconds, shard.guesser.catch_up_seconds)
+    sizes = WeightBytes(shard.placement.dtype.itemsize, shard.model_config.quantization)
+    share = shard.guesser.num_bytes / step_weight_bytes(shard.model_config, sizes, rows=1)
+    if share >= TRIES_UP_TO:
+        logger.warning(
+            "a step of the %s reads %.0f%% of the bytes that the model's reads: hardly any draft"
+            " pays for itself, so few or none will be made",
+            shard.guesser.name, 100 * share,
+        )  # fmt: skip
+    return TokenCosts(share)

@@ -1,0 +1,79 @@
+"""DraftModelGuesser: drafts of a smaller model with the same tokens.
+
+In a step with drafts it reads a sequence's last token, and the one before if that was a draft. What
+it has not seen by then, prompts and the tokens of steps without drafts, the host lets it compute
+before (`catch_up`).
+"""
+
+import torch
+
+from nanovllm.engine.guess.model_guesser import ModelGuesser, Places
+from nanovllm.engine.placement import Placement
+from nanovllm.kernels.plain.guess_inputs import GuessInputs
+from nanovllm.layers.context import Context, attending
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.model_size import step_weight_bytes
+from nanovllm.models.weight_bytes import WeightBytes
+
+
+class DraftModelGuesser(ModelGuesser):
+    """A draft model and its KV pool.
+
+    It draws only tokens of the large model, which has `vocab_size` of them. For one that it lacks
+    itself it reads its own last id. The host asks for no drafts of sequences that are longer than
+    its limit; where others have some, theirs are of no worth.
+    """
+
+    name = "draft model"
+    longest: int
+
+    def __init__(
+        self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int
+    ) -> None:
+        super().__init__(model.attentions, config.head_dim, placement)
+        self.model = config, model
+        self.longest_window = config.longest_window
+        self.longest = placement.max_positions
+        self._model, self._vocab_size, self._own_size = model, vocab_size, config.vocab_size
+        sizes = WeightBytes(placement.dtype.itemsize, config.quantization)
+        self.num_bytes = step_weight_bytes(config, sizes, rows=1)
+
+    def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of each row's first draft."""
+        new = Places(inputs.positions, inputs.slots, inputs.context_lens)
+        return self._logits(inputs.next_ids, new, inputs, inputs.last)
+
+    def go_on(
+        self, drafts: torch.Tensor, places: Places, states: torch.Tensor, inputs: GuessInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the drafts after these ones."""
+        del states
+        return self._logits(drafts, places, inputs)
+
+    def catch_up(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> None:
+        """Store the keys of these tokens."""
+        nothing = positions.new_empty(0)
+        self.backend.attention.plan(context)
+        with attending(context):
+            self._model(self._own(input_ids), positions, nothing)
+
+    def _logits(
+        self,
+        ids: torch.Tensor,
+        places: Places,
+        inputs: GuessInputs,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = places.positions.clamp(max=self.longest - 1)
+        with self.attending(places, inputs):
+            hidden, _ = self._model(self._own(ids), positions)
+        if rows is not None:
+            hidden = hidden[rows]
+        logits = self._model.compute_logits(hidden)
+        if self._own_size > self._vocab_size:
+            logits = logits[:, : self._vocab_size].contiguous()
+        return logits, hidden
+
+    def _own(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.clamp(max=self._own_size - 1) if self._own_size < self._vocab_size else ids
