@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths
 from nanovllm.command import interrupts
-from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.field_options import SPECULATE, add_field_options, given_fields
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
@@ -121,9 +121,7 @@ def _check(args: argparse.Namespace, shape: str | None) -> None:
         )
     given = {name: getattr(args, name, None) for name in ("acceptance", "speculative_config")}
     if given["acceptance"] is not None and given["speculative_config"] is None:
-        raise UsageError(
-            '--acceptance needs drafts to accept: add --speculative-config \'{"method": "ngram"}\''
-        )
+        raise UsageError(f"--acceptance needs drafts to accept: add {SPECULATE}")
     if args.json is not None and args.json == args.profile:
         raise UsageError("--json and --profile must be different files")
 

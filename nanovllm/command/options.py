@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,12 @@ from nanovllm.command.interrupts import Interruptible
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.json_text import parse_json
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
+
+THINKING = """--chat-template-kwargs '{"enable_thinking": false}'"""  # as a shell takes it
 
 
 class UsageError(Exception):
@@ -42,13 +44,13 @@ def add_template_options(parser: argparse.ArgumentParser) -> None:
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
     """The chat template's own options: any JSON object."""
-    text = args.chat_template_kwargs
+    text, example = args.chat_template_kwargs, f"an example is {THINKING}"
     try:
-        value = {} if text is None else json.loads(text)
+        value = {} if text is None else parse_json(text)
     except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}") from None
+        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}; {example}") from None
     if not isinstance(value, dict):
-        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}")
+        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}; {example}")
     return value
 
 
