@@ -26,6 +26,7 @@ from nanovllm.command.options import (
     add_engine_options,
     engine_options,
     usage_errors,
+    user_file,
 )
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = N
         help="runs to take the median of (default: 3, or 1 if a run takes a minute)",
     )  # fmt: skip
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE",
+        "--profile", type=user_file, metavar="FILE",
         help="write a trace of a few steps after the measured runs",
     )  # fmt: skip
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the JSON line to a file"
+        "--json", type=user_file, metavar="FILE", help="also write the JSON line to a file"
     )
     add_engine_options(parser, **shown)
 

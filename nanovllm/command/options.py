@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.command.field_options import add_field_options, given_fields
@@ -20,6 +22,16 @@ THINKING = """--chat-template-kwargs '{"enable_thinking": false}'"""  # as a she
 
 class UsageError(Exception):
     """A mistake in the command line."""
+
+
+def user_path(text: str) -> str:
+    """A path in which `~` is the user's home, as no shell replaces it in quotes or after `=`."""
+    return os.path.expanduser(text)  # noqa: PTH111 - a Path would turn "" into "."
+
+
+def user_file(text: str) -> Path:
+    """The Path of `user_path`."""
+    return Path(user_path(text))
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:

@@ -24,6 +24,8 @@ from nanovllm.command.options import (
     engine_options,
     open_llm,
     sampling_options,
+    user_file,
+    user_path,
 )
 
 if TYPE_CHECKING:
@@ -36,8 +38,8 @@ SUMMARY = "answer a file of requests, and resume where it stopped"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("input", metavar="INPUT", help="JSON Lines; - is stdin")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the file of results")
+    parser.add_argument("input", type=user_path, metavar="INPUT", help="JSON Lines; - is stdin")
+    parser.add_argument("-o", "--output", type=user_file, required=True, help="the file of results")
     parser.add_argument(
         "--strict",
         action="store_true",
