@@ -81,9 +81,9 @@ def run(
     options = engine_options(args)
     lengths = _lengths(args, options.get("max_model_len") or (MAX_MODEL_LEN if shape else None))
     from nanovllm.bench.measure import describe, print_floor, run_alone
-    from nanovllm.bench.plan import make_plan
+    from nanovllm.bench.plan import errors_name_shapes, make_plan, named_by_shape
 
-    with _scratch() as scratch:
+    with _scratch() as scratch, errors_name_shapes(scratch):
         plan = make_plan(options, shape, lengths, scratch)
         for path in (args.json, args.profile):
             if path is not None:
@@ -94,7 +94,7 @@ def run(
             measure(plan, result)
         else:
             run_alone(plan, result, args.repeats, args.profile)
-    line = json.dumps(result)
+    line = named_by_shape(json.dumps(result), scratch)
     print(line)
     if args.json is not None:
         args.json.write_text(line + "\n", encoding="utf-8")
