@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models.config import ModelConfig, fields_of
+from nanovllm.models.registry import ARCHITECTURES as MODELS
 from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
 
 ARCHITECTURES = (
@@ -52,6 +53,11 @@ class HeadConfig:
     def _parse(cls, raw: Mapping[str, Any]) -> "HeadConfig":
         names = raw.get("architectures")
         name = names[0] if isinstance(names, list) and len(names) == 1 else names
+        if _is_whole_model(name, raw):
+            raise ValueError(
+                f"this is a whole model, of {name}, and no EAGLE-3 head; its method in"
+                ' speculative_config is "draft_model"'
+            )
         check_choice("the architecture of an EAGLE-3 head", name, ARCHITECTURES)
         nested = raw.get(NESTED, raw)
         extra = raw.get("eagle_config") or {}
@@ -62,7 +68,8 @@ class HeadConfig:
             for fields in (raw, extra, nested):
                 if fields.get(field, value) not in (value, None):
                     raise ValueError(f"{field}={shorten(fields[field])} is not supported")
-        layer = ModelConfig.parse({**nested, "architectures": ["LlamaForCausalLM"]})
+        fields = {field: value for field, value in nested.items() if field != "draft_vocab_size"}
+        layer = ModelConfig.parse({**fields, "architectures": ["LlamaForCausalLM"]})
         sizes = {"draft_vocab_size": layer.vocab_size, "target_hidden_size": layer.hidden_size}
         draft_vocab_size, target_hidden_size = (
             check_int(field, size if raw.get(field) is None else raw[field], 1)
@@ -110,6 +117,13 @@ class HeadConfig:
                 f" {num_layers} layers"
             )
         return taps
+
+
+def _is_whole_model(name: Any, raw: Mapping[str, Any]) -> bool:
+    """Whether the config is that of a model which could generate text by itself."""
+    if name not in ARCHITECTURES:
+        return isinstance(name, str) and name in MODELS
+    return name in MODELS and raw.get("num_hidden_layers", 1) != 1 and "draft_vocab_size" not in raw
 
 
 def _layer_ids(value: Any) -> tuple[int, ...] | None:

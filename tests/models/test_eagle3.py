@@ -11,6 +11,7 @@ from conftest import edit_config, make_model
 from heads import Definition, make_head, residuals
 from safetensors.torch import load_file, save_file
 
+from nanovllm import LLM
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
@@ -153,8 +154,9 @@ def test_layers_are_counted_by_their_inputs(
     """A first layer of 1 says that they are counted by their outputs."""
     raw = json.loads((head_dir / "config.json").read_text())
     raw |= {"eagle_config": {LAYER_IDS: ids}} if nested else {LAYER_IDS: ids}
+    fields = {name: value for name, value in raw.items() if name != "draft_vocab_size"}
     model: Any = ModelConfig.parse(
-        raw | dict(num_hidden_layers=8, architectures=["LlamaForCausalLM"])
+        fields | dict(num_hidden_layers=8, architectures=["LlamaForCausalLM"])
     )
     assert HeadConfig._parse(raw).taps(model) == taps
 
@@ -190,6 +192,24 @@ def test_what_a_config_cannot_say_is_refused_by_name(
     with pytest.raises((TypeError, ValueError), match=message) as raised:
         HeadConfig.from_dir(path)
     assert str(raised.value).startswith(f"{path / 'config.json'}: ")
+
+
+@pytest.mark.parametrize("changes", [{}, dict(architectures=["LlamaForCausalLM"])], ids=str)
+def test_a_head_is_no_draft_model(
+    changes: dict[str, Any], copy_of_head: Callable[..., Path], model_dir: Path
+) -> None:
+    """Some heads have the architecture of a whole model."""
+    path = copy_of_head()
+    edit_config(path, **changes)
+    with pytest.raises(ValueError, match=r'an EAGLE-3 head; its method .* is "eagle3"$') as raised:
+        LLM(model_dir, device="cpu", speculative_config={"model": str(path)})
+    assert str(raised.value).startswith(f"speculative_config, draft model {str(path)!r}: ")
+    HeadConfig.from_dir(path)
+
+
+def test_a_whole_model_is_no_head(target: Path) -> None:
+    with pytest.raises(ValueError, match=r'a whole model, .* its method .* is "draft_model"$'):
+        HeadConfig.from_dir(target)
 
 
 @pytest.mark.parametrize(
