@@ -86,7 +86,10 @@ def test_bad_keys_are_refused_by_name(
     ("text", "message"),
     [
         ("{", "cannot read '{' as JSON"),
-        ("{'method': 'ngram'}", "as JSON, whose texts are in double quotes"),
+        ("{'method': 'ngram'}", "Expecting property name enclosed in double quotes"),
+        ("ngram", """; an example is --speculative-config '{"method": "ngram"}' (see"""),
+        ('{"method": "ngram", "method": "eagle3"}', "as JSON: 'method' occurs twice; an example"),
+        ("[" * 100_000, "as JSON: it is nested too deeply"),
         ('"ngram"', "speculative_config must be a dict such as"),
         ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', 'eagle3', got 'mtp'"),
     ],

@@ -3,13 +3,12 @@
 It knows no engine, and leaves the body to nanovllm.openai.request.
 """
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.openai.request import CHAT, COMPLETIONS, APIRequest, check_name, parse_body
 from nanovllm.utils.checks import shorten
+from nanovllm.utils.json_text import parse_json
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 
@@ -19,22 +18,13 @@ def parse_line(data: bytes | None) -> dict[str, Any]:
     if data is None:
         raise ValueError("the line is too long")
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_object)
+        value = parse_json(data.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"the line is not valid UTF-8: {error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise TypeError(f"a line must be a JSON object, got {shorten(value)}")
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse equal names, of which JSON's parser would silently keep the last."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{shorten(name)} occurs twice")
     return value
 
 

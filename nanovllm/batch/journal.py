@@ -33,7 +33,8 @@ class Journal:
     """The records of lines, by their numbers. Memory: 8 bytes for each line of the input.
 
     `num_lines` is the number of the input's lines, if it is known: a record of a later line is an
-    error. `num_failed` is the number of error records in the file when it was opened.
+    error. `num_failed` is the number of error records in the file when it was opened. A `with`
+    block that fails before anything is written leaves no new file.
     """
 
     def __init__(self, path: Path, num_lines: int | None = None) -> None:
@@ -44,6 +45,7 @@ class Journal:
         self._synced = time.monotonic()
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise OSError(f"{path} is not a regular file; choose another output")
+        self._is_new = not (path.exists() or path.is_symlink())
         # Unbuffered: closing must not try again to write what could not be written.
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
@@ -94,6 +96,18 @@ class Journal:
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
+    def remove_unused(self) -> None:
+        """Remove the file if it was made here and nothing has been written; `close` comes next."""
+        is_ours = self._is_new and not self._file.closed and self._is_at_path()
+        if is_ours and not self.path.stat().st_size:
+            self.path.unlink()
+
+    def _is_at_path(self) -> bool:
+        """Whether the open file still has its name."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        return False
+
     def close(self) -> None:
         """Sync, close the file and release its lock."""
         if not self._file.closed:
@@ -113,6 +127,9 @@ class Journal:
         traceback: TracebackType | None,
     ) -> None:
         """Close the file. An error of closing does not replace the error that ended the block."""
+        if error is not None:
+            with contextlib.suppress(OSError):
+                self.remove_unused()  # still locked, so that no other job has begun to use it
         with contextlib.suppress(*([OSError] if error else [])):
             self.close()
 
@@ -121,6 +138,8 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(f"another job is writing {self.path}") from None
+        if not self._is_at_path():  # removed between opening and locking
+            raise OSError(f"another job has just removed {self.path}; try again")
 
     def _read(self) -> None:
         """Read the records; cut off a half-written last one, and blank lines at the end."""

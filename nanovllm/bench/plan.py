@@ -1,6 +1,8 @@
 """Everything that a benchmark needs: a model or a shape, the engine's options, the requests."""
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ from nanovllm.bench.shapes import SHAPES, write_shape
 from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths, Workload, draw_workload
 from nanovllm.config import Config
 from nanovllm.engine.device import resolve_device
+from nanovllm.engine.guess.source import find_source
+from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
+from nanovllm.speculative_config import ERRORS
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,9 @@ def make_plan(
     model or the head may be the name of one, too.
     """
     if shape is not None:
-        options = {"load_format": "dummy", **options, "model": write_shape(shape, scratch)}
-        options |= _draft_shape(options, scratch / "draft")
+        path = _directory(scratch, "model", shape)
+        options = {"load_format": "dummy", **options, "model": write_shape(shape, path)}
+        options |= _draft_shape(options, scratch)
     asked = Config(**options)
     path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
     model = ModelConfig.from_dir(path, asked.quantization)
@@ -49,16 +55,53 @@ def make_plan(
     config = Config(**{"max_model_len": longest, **options, **local})
     lengths.check_fit(config.max_model_len or model.max_position_embeddings)
     model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
+    _check_draft(config, model, path)
     device = resolve_device(config.device, Ranks(0, config.tensor_parallel_size))
     workload = draw_workload(lengths, model.vocab_size)
     return Plan(shape, shape or options["model"], config, model, device, lengths, workload)
 
 
-def _draft_shape(options: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def named_by_shape(text: str, scratch: Path) -> str:
+    """The text with the names of shapes in place of their files in `scratch`."""
+    return re.sub(rf"{re.escape(str(scratch))}/\w+/([\w.-]+)(/config\.json)?", r"\1", text)
+
+
+@contextlib.contextmanager
+def errors_name_shapes(scratch: Path) -> Iterator[None]:
+    """A block whose errors name shapes, and not their files in `scratch`."""
+    try:
+        yield
+    except ERRORS as error:
+        text = named_by_shape(str(error), scratch)
+        if text == str(error):
+            raise
+        raise next(kind for kind in ERRORS if isinstance(error, kind))(text) from error
+
+
+def _directory(scratch: Path, use: str, shape: str) -> Path:
+    """A new directory for a shape, which has its name."""
+    path = scratch / use / shape
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _draft_shape(options: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     """The option `speculative_config` with a directory where it names a shape."""
     asked = options.get("speculative_config")
     if not isinstance(asked, Mapping) or asked.get("model") not in SHAPES:
         return {}
-    path.mkdir()
+    path = _directory(scratch, "draft", asked["model"])
     model = write_shape(asked["model"], path, is_head=asked.get("method") == "eagle3")
     return {"speculative_config": {**asked, "model": model}}
+
+
+def _check_draft(config: Config, model: ModelConfig, path: Path) -> None:
+    """Raise for a draft model or a head that is missing or does not fit, before any measurement."""
+    asked, tokenizer = config.speculative_config, None
+    if asked is None or asked.model is None:
+        return
+    if config.load_format != "dummy":
+        tokenizer = load_tokenizer(
+            config.tokenizer, path, download_dir=config.download_dir, warns=False
+        )
+    find_source(config, model, tokenizer)

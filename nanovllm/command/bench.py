@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths
 from nanovllm.command import interrupts
-from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.field_options import SPECULATE, add_field_options, given_fields
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
     engine_options,
     usage_errors,
+    user_file,
 )
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = N
         help="runs to take the median of (default: 3, or 1 if a run takes a minute)",
     )  # fmt: skip
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE",
+        "--profile", type=user_file, metavar="FILE",
         help="write a trace of a few steps after the measured runs",
     )  # fmt: skip
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the JSON line to a file"
+        "--json", type=user_file, metavar="FILE", help="also write the JSON line to a file"
     )
     add_engine_options(parser, **shown)
 
@@ -80,9 +81,9 @@ def run(
     options = engine_options(args)
     lengths = _lengths(args, options.get("max_model_len") or (MAX_MODEL_LEN if shape else None))
     from nanovllm.bench.measure import describe, print_floor, run_alone
-    from nanovllm.bench.plan import make_plan
+    from nanovllm.bench.plan import errors_name_shapes, make_plan, named_by_shape
 
-    with _scratch() as scratch:
+    with _scratch() as scratch, errors_name_shapes(scratch):
         plan = make_plan(options, shape, lengths, scratch)
         for path in (args.json, args.profile):
             if path is not None:
@@ -93,7 +94,7 @@ def run(
             measure(plan, result)
         else:
             run_alone(plan, result, args.repeats, args.profile)
-    line = json.dumps(result)
+    line = named_by_shape(json.dumps(result), scratch)
     print(line)
     if args.json is not None:
         args.json.write_text(line + "\n", encoding="utf-8")
@@ -121,9 +122,7 @@ def _check(args: argparse.Namespace, shape: str | None) -> None:
         )
     given = {name: getattr(args, name, None) for name in ("acceptance", "speculative_config")}
     if given["acceptance"] is not None and given["speculative_config"] is None:
-        raise UsageError(
-            '--acceptance needs drafts to accept: add --speculative-config \'{"method": "ngram"}\''
-        )
+        raise UsageError(f"--acceptance needs drafts to accept: add {SPECULATE}")
     if args.json is not None and args.json == args.profile:
         raise UsageError("--json and --profile must be different files")
 

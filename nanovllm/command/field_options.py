@@ -6,7 +6,6 @@ namespace, so the class supplies its default; the class also checks all values.
 
 import argparse
 import dataclasses
-import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +13,14 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.speculative_config import SpeculativeConfig
+from nanovllm.utils.checks import shorten
+from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import NOTHING, Option, options_of
 
 OTHER_NAMES: dict[tuple[type, str], str] = {
     (Config, "seed"): "engine_seed"
 }  # `--seed` is a request's or a workload's
+SPECULATE = """--speculative-config '{"method": "ngram"}'"""  # as a shell takes it
 
 
 def token_ids(text: str) -> list[int]:
@@ -28,8 +30,22 @@ def token_ids(text: str) -> list[int]:
 
 def biases(text: str) -> dict[int, float]:
     """Parse `1=-100,2=5.5`."""
-    pairs = (part.split("=") for part in text.split(","))
-    return {int(token): float(bias) for token, bias in pairs}
+    found: dict[int, float] = {}
+    for part in text.split(","):
+        token, bias = part.split("=")
+        if int(token) in found:
+            raise argparse.ArgumentTypeError(f"token {int(token)} occurs twice in {text!r}")
+        found[int(token)] = float(bias)
+    return found
+
+
+def speculation(text: str) -> Any:
+    """Parse JSON; the error for other text shows what to write."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        message = f"cannot read {shorten(text)} as JSON: {error}; an example is {SPECULATE}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 # For each field type: how an option's text is parsed, and the placeholder for it in the help.
@@ -40,7 +56,7 @@ READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     Iterable[int]: (token_ids, "ID,..."),
     Iterable[str]: (str, "TEXT"),
     Mapping[int, float]: (biases, "ID=BIAS,..."),
-    SpeculativeConfig: (json.loads, "JSON"),
+    SpeculativeConfig: (speculation, "JSON"),
 }
 
 
@@ -128,8 +144,6 @@ def _reader(read: Callable[[str], Any], none_fits: bool, metavar: str) -> Callab
         try:
             return read(text)
         except ValueError:
-            hint = ", whose texts are in double quotes" if metavar == "JSON" else ""
-            message = f"cannot read {text!r} as {metavar}{hint}"
-            raise argparse.ArgumentTypeError(message) from None
+            raise argparse.ArgumentTypeError(f"cannot read {text!r} as {metavar}") from None
 
     return value

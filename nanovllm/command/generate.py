@@ -24,6 +24,7 @@ from nanovllm.command.options import (
     open_llm,
     sampling_options,
     template_options,
+    user_path,
 )
 from nanovllm.sampling_params import SamplingParams
 
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="a text to complete (default: stdin is one)"
     )
-    parser.add_argument("-f", "--file", help="read the prompt from a file; - is stdin")
+    parser.add_argument(
+        "-f", "--file", type=user_path, help="read the prompt from a file; - is stdin"
+    )
     parser.add_argument(
         "--lines",
         action="store_true",

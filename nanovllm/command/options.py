@@ -2,8 +2,9 @@
 
 import argparse
 import contextlib
-import json
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.command.field_options import add_field_options, given_fields
@@ -11,13 +12,26 @@ from nanovllm.command.interrupts import Interruptible
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.json_text import parse_json
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
+THINKING = """--chat-template-kwargs '{"enable_thinking": false}'"""  # as a shell takes it
+
 
 class UsageError(Exception):
     """A mistake in the command line."""
+
+
+def user_path(text: str) -> str:
+    """A path in which `~` is the user's home, as no shell replaces it in quotes or after `=`."""
+    return os.path.expanduser(text)  # noqa: PTH111 - a Path would turn "" into "."
+
+
+def user_file(text: str) -> Path:
+    """The Path of `user_path`."""
+    return Path(user_path(text))
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -42,13 +56,13 @@ def add_template_options(parser: argparse.ArgumentParser) -> None:
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
     """The chat template's own options: any JSON object."""
-    text = args.chat_template_kwargs
+    text, example = args.chat_template_kwargs, f"an example is {THINKING}"
     try:
-        value = {} if text is None else json.loads(text)
+        value = {} if text is None else parse_json(text)
     except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}") from None
+        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}; {example}") from None
     if not isinstance(value, dict):
-        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}")
+        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}; {example}")
     return value
 
 

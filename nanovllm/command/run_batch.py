@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from nanovllm.command import interrupts
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
@@ -24,10 +25,13 @@ from nanovllm.command.options import (
     engine_options,
     open_llm,
     sampling_options,
+    user_file,
+    user_path,
 )
 
 if TYPE_CHECKING:
     from nanovllm.batch.job import Job, Tally
+    from nanovllm.batch.journal import Journal
     from nanovllm.llm import LLM
 
 NAME = "run-batch"
@@ -36,8 +40,8 @@ SUMMARY = "answer a file of requests, and resume where it stopped"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("input", metavar="INPUT", help="JSON Lines; - is stdin")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the file of results")
+    parser.add_argument("input", type=user_path, metavar="INPUT", help="JSON Lines; - is stdin")
+    parser.add_argument("-o", "--output", type=user_file, required=True, help="the file of results")
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -67,11 +71,10 @@ def _run(args: argparse.Namespace) -> int:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
             raise UsageError("the output must not be the input")
         from nanovllm.batch.job import Job
-        from nanovllm.batch.journal import Journal
         from nanovllm.batch.lines import count_lines, read_lines
 
         num_lines = count_lines(file) if file.seekable() else None
-        with Journal(args.output, num_lines) as journal, open_llm(options) as llm:
+        with _open_output(args.output, num_lines) as journal, open_llm(options) as llm:
             job, start = Job(llm, journal, defaults, args.strict), time.perf_counter()
             with _bar(llm, num_lines, job) as bar:
                 for tally in job.run(read_lines(file)):
@@ -90,6 +93,19 @@ def _open_input(name: str) -> Iterator[BinaryIO]:
         return
     with Path(name).open("rb") as file:
         yield file
+
+
+@contextlib.contextmanager
+def _open_output(path: Path, num_lines: int | None) -> "Iterator[Journal]":
+    """The journal. A Ctrl-C that ends the process at once leaves no empty file either."""
+    from nanovllm.batch.journal import Journal
+
+    with Journal(path, num_lines) as journal:
+        interrupts.cleanups.append(journal.remove_unused)
+        try:
+            yield journal
+        finally:
+            interrupts.cleanups.pop()
 
 
 def _bar(llm: "LLM", num_lines: int | None, job: "Job") -> AbstractContextManager[Any]:

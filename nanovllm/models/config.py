@@ -215,10 +215,11 @@ def fields_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def _architecture_name(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
+    if "draft_vocab_size" in raw or "Eagle3" in str(names):
+        raise ValueError('this is an EAGLE-3 head; its method in speculative_config is "eagle3"')
     if not isinstance(names, list) or len(names) != 1:
         raise ValueError(f"architectures must be a list of one model class, got {shorten(names)}")
-    name: str = names[0]
-    return name
+    return str(names[0])
 
 
 def _heads(raw: Mapping[str, Any], default_head_dim: int | None) -> tuple[int, int, int]:

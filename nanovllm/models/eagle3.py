@@ -5,6 +5,7 @@ of its layers, fused into one, and the embedding of the token at j + 1. For the 
 one its own output stands for the residuals that the model has not computed yet.
 """
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from nanovllm.models.loader import InFile, load_dummy, load_model, read_weights
 PICKLED = "pytorch_model.bin"
 HEAD_PATTERNS = (*MODEL_PATTERNS, PICKLED)
 EMBEDDING, VOCABULARY = "embed_tokens.weight", "d2t.offsets"
+LAYER, OTHER_LAYER = "midlayer.", "layers.0."  # the second one in files of the speculators library
 TYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64",
@@ -197,15 +199,32 @@ class Pickled:
 
 def read_head(path: Path) -> Iterator[dict[str, InFile]]:
     """The tensors of a head's files, by their names here. `t2d` says what `d2t` says."""
-    is_pickled = (path / PICKLED).exists() and not list(path.glob("*.safetensors"))
-    for tensors in _unpickled(path / PICKLED) if is_pickled else read_weights(path):
+    for tensors in _files(path):
         yield {_own_name(name): tensor for name, tensor in tensors.items() if name != "t2d"}
 
 
+def _files(path: Path) -> Iterator[dict[str, InFile]]:
+    """The tensors of each file, by their names there."""
+    is_pickled = (path / PICKLED).exists() and not list(path.glob("*.safetensors"))
+    return _unpickled(path / PICKLED) if is_pickled else read_weights(path)
+
+
 def _own_name(name: str) -> str:
-    if name.startswith("layers.0."):  # as the speculators library has it
-        return name.replace("layers.0.", "midlayer.", 1)
+    if name.startswith(OTHER_LAYER):
+        return name.replace(OTHER_LAYER, LAYER, 1)
     return VOCABULARY if name == "d2t" else name
+
+
+@contextlib.contextmanager
+def _errors_name_as_files(path: Path) -> Iterator[None]:
+    """A block whose errors have the names that tensors have in the files, and not those here."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error).replace(VOCABULARY, "d2t")
+        if any(name.startswith(OTHER_LAYER) for tensors in _files(path) for name in tensors):
+            text = text.replace(LAYER, OTHER_LAYER)
+        raise ValueError(text) from None
 
 
 def _unpickled(file: Path) -> Iterator[dict[str, InFile]]:
@@ -223,7 +242,7 @@ def load_head(
     names = {name for tensors in read_head(path) for name in tensors}
     knows_all = config.draft_vocab_size == config.layer.vocab_size and VOCABULARY not in names
     head = Eagle3Head(config, max_positions, ranks, EMBEDDING in names, not knows_all)
-    with torch.no_grad():
+    with torch.no_grad(), _errors_name_as_files(path):
         load_model(head, path, files=read_head(path))
     if EMBEDDING not in names and config.needs_embedding:
         raise ValueError(f"{path}: the files lack {EMBEDDING}, and the model's has another size")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models.config import ModelConfig, fields_of
+from nanovllm.models.registry import ARCHITECTURES as MODELS
 from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
 
 ARCHITECTURES = (
@@ -31,8 +32,9 @@ FIXED: Mapping[str, Any] = {
 class HeadConfig:
     """The shape of a head. Its vocabulary is `draft_vocab_size` tokens of the model's.
 
-    It reads the model's residuals before the layers `layer_ids`; None: the usual ones. Its own
-    residual starts from the fused ones, or from their norm with `norm_before_residual`.
+    `taps` makes the layers that it reads of `layer_ids`, as the file has them; None: the usual
+    ones. Its own residual starts from the fused ones, or from their norm with
+    `norm_before_residual`.
     """
 
     layer: ModelConfig
@@ -51,6 +53,11 @@ class HeadConfig:
     def _parse(cls, raw: Mapping[str, Any]) -> "HeadConfig":
         names = raw.get("architectures")
         name = names[0] if isinstance(names, list) and len(names) == 1 else names
+        if _is_whole_model(name, raw):
+            raise ValueError(
+                f"this is a whole model, of {name}, and no EAGLE-3 head; its method in"
+                ' speculative_config is "draft_model"'
+            )
         check_choice("the architecture of an EAGLE-3 head", name, ARCHITECTURES)
         nested = raw.get(NESTED, raw)
         extra = raw.get("eagle_config") or {}
@@ -61,10 +68,12 @@ class HeadConfig:
             for fields in (raw, extra, nested):
                 if fields.get(field, value) not in (value, None):
                     raise ValueError(f"{field}={shorten(fields[field])} is not supported")
-        layer = ModelConfig.parse({**nested, "architectures": ["LlamaForCausalLM"]})
+        fields = {field: value for field, value in nested.items() if field != "draft_vocab_size"}
+        layer = ModelConfig.parse({**fields, "architectures": ["LlamaForCausalLM"]})
         sizes = {"draft_vocab_size": layer.vocab_size, "target_hidden_size": layer.hidden_size}
         draft_vocab_size, target_hidden_size = (
-            check_int(field, raw.get(field) or size, 1) for field, size in sizes.items()
+            check_int(field, size if raw.get(field) is None else raw[field], 1)
+            for field, size in sizes.items()
         )
         if draft_vocab_size > layer.vocab_size:
             raise ValueError(
@@ -72,7 +81,9 @@ class HeadConfig:
             )
         before = raw.get("norm_before_residual", NESTED in raw)
         before = check_bool("norm_before_residual", before)
-        layer_ids = _layer_ids(raw.get(LAYER_IDS) or extra.get(LAYER_IDS))
+        layer_ids = _layer_ids(
+            extra.get(LAYER_IDS) if raw.get(LAYER_IDS) is None else raw[LAYER_IDS]
+        )
         return cls(layer, draft_vocab_size, target_hidden_size, before, layer_ids)
 
     @property
@@ -83,7 +94,8 @@ class HeadConfig:
     def taps(self, model: ModelConfig) -> tuple[int, ...]:
         """The layers of the model before which its residual is read.
 
-        A model that the head is not made for is a ValueError.
+        Some tools count from the outputs of layers instead: then the first one is 1, as the output
+        of layer 0 is hardly of use. A model that the head is not made for is a ValueError.
         """
         own = {"target_hidden_size": self.target_hidden_size, "vocab_size": self.layer.vocab_size}
         others = {"target_hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
@@ -94,24 +106,30 @@ class HeadConfig:
                     f" {others[name]}"
                 )
         num_layers = model.num_hidden_layers
-        taps = self.layer_ids or (2, num_layers // 2, num_layers - 3)
+        ids = self.layer_ids
+        counts_outputs = ids is not None and ids[0] == 1
+        taps = ids or (2, num_layers // 2, num_layers - 3)
+        taps = tuple(layer + counts_outputs for layer in taps)
         if not all(0 <= layer < num_layers for layer in taps):
+            given = f"without {LAYER_IDS}" if ids is None else f"with {LAYER_IDS}={list(ids)}"
             raise ValueError(
-                f"the head reads the residuals before layers {taps} of the model, which has"
+                f"{given} the head reads the residuals before layers {taps} of the model, which has"
                 f" {num_layers} layers"
             )
         return taps
 
 
-def _layer_ids(value: Any) -> tuple[int, ...] | None:
-    """The layers before which residuals are read.
+def _is_whole_model(name: Any, raw: Mapping[str, Any]) -> bool:
+    """Whether the config is that of a model which could generate text by itself."""
+    if name not in ARCHITECTURES:
+        return isinstance(name, str) and name in MODELS
+    return name in MODELS and raw.get("num_hidden_layers", 1) != 1 and "draft_vocab_size" not in raw
 
-    Some tools count from the outputs of layers instead: then the first one is 1, as the output of
-    layer 0 is hardly of use.
-    """
+
+def _layer_ids(value: Any) -> tuple[int, ...] | None:
+    """The layers that a file names, checked as far as this is possible without the model."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != NUM_TAPS:
         raise ValueError(f"{LAYER_IDS} must be a list of {NUM_TAPS} layers, got {shorten(value)}")
-    ids = [check_int(LAYER_IDS, layer, 0) for layer in value]
-    return tuple(layer + (ids[0] == 1) for layer in ids)
+    return tuple(check_int(LAYER_IDS, layer, 0) for layer in value)

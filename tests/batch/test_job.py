@@ -578,7 +578,7 @@ def test_a_missing_chat_template_ends_the_job(
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(RuntimeError, match="no chat template for 'a'"):
         run(llm, tmp_path / "out", jsonl(chat()))
-    assert (tmp_path / "out").read_bytes() == b""
+    assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     assert len(run(llm, tmp_path / "out", jsonl(chat()))) == 1
 
@@ -595,6 +595,48 @@ def test_two_jobs_cannot_write_one_output(tmp_path: Path) -> None:
     with Journal(tmp_path / "out"), pytest.raises(OSError, match="another job is writing"):
         Journal(tmp_path / "out")
     Journal(tmp_path / "out").close()
+
+
+def fail(journal: Journal, *written: bytes) -> None:
+    """A job that ends after these records."""
+    with journal:
+        journal.append(written)
+        raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("before", "written", "left"), [(None, b"", None), (b"", b"", b""), (None, b"{}\n", b"{}\n")]
+)
+def test_a_failure_before_the_first_record_leaves_no_new_output(
+    before: bytes | None, written: bytes, left: bytes | None, tmp_path: Path
+) -> None:
+    """A file that was there before stays, also if it is empty; so does one with a record."""
+    output = tmp_path / "out"
+    if before is not None:
+        output.write_bytes(before)
+    with pytest.raises(MemoryError):
+        fail(Journal(output), written)
+    assert (output.read_bytes() if output.exists() else None) == left
+
+
+def test_only_the_jobs_own_output_is_removed(tmp_path: Path) -> None:
+    """Its name may have another file by then."""
+    journal = Journal(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "moved")
+    (tmp_path / "out").touch()
+    with pytest.raises(MemoryError):
+        fail(journal)
+    assert (tmp_path / "out").exists() and (tmp_path / "moved").exists()
+
+
+def test_an_output_that_is_removed_before_it_is_locked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job has opened it first, and has failed: results would be lost with its name."""
+    output = tmp_path / "out"
+    monkeypatch.setattr("fcntl.flock", lambda *_: output.unlink())
+    with pytest.raises(OSError, match="another job has just removed"):
+        Journal(output)
 
 
 def test_the_requests_on_the_page_are_valid() -> None:

@@ -69,6 +69,10 @@ def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def speculate(method: str, model: str, **keys: Any) -> str:
+    return f"--speculative-config={json.dumps(dict(method=method, model=model, **keys))}"
+
+
 PLAIN = WeightBytes(itemsize=2)
 
 
@@ -404,7 +408,45 @@ class TestCommandLine:
         )  # fmt: skip
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert result["drafted_tokens"] > 0
-        assert result["options"]["speculative_config"]["method"] == method
+        asked = result["options"]["speculative_config"]
+        assert (asked["method"], asked["model"]) == (method, draft), "the shape, and not its file"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--quantization=awq"], "qwen3-42m: quantization='awq': the checkpoint has plain"),
+            (
+                [speculate("eagle3", "qwen3-0.6b")],
+                "speculative_config, head 'qwen3-0.6b': the head is made for another model",
+            ),
+            (
+                [speculate("draft_model", "qwen3-42m", quantization="gptq")],
+                "draft model 'qwen3-42m': qwen3-42m: quantization='gptq': the checkpoint has",
+            ),
+            (
+                [speculate("eagle3", "/nope/x")],
+                "speculative_config, head '/nope/x': model directory '/nope/x' does not exist",
+            ),
+        ],
+    )
+    def test_errors_name_shapes_and_come_before_anything_is_measured(
+        self, options: list[str], message: str, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: pytest.fail("it is measured"))
+        assert bench.main(["--shape=qwen3-42m", "--device=cpu", *options]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and tempfile.gettempdir() not in err
+
+    def test_a_draft_model_with_another_tokenizer_is_found_before_anything_is_measured(
+        self, model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measure, "measure_machine", lambda *_: pytest.fail("it is measured"))
+        draft = speculate("draft_model", EMBEDDED_MODEL)
+        options = ["--max-input-len=100", "--max-output-len=100", "--device=cpu", draft]
+        assert bench.main([f"--model={model_dir}", *options]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and "the draft model must have the model's tokenizer" in err
 
     def test_a_shape_needs_no_files(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -210,3 +210,5 @@ def test_every_moment_of_the_start_is_interrupted(striker: Striker, name: str) -
         time.sleep(0.05)
     assert processes_in(striker.folder) == []
     assert list(striker.scratch.iterdir()) == []
+    output = striker.folder / "out"
+    assert not output.exists() or output.stat().st_size

@@ -176,6 +176,17 @@ def test_errors_are_a_failure(runs: Runs) -> None:
     assert "0 computed, 0 failed, 2 done before" in runs.printed()
 
 
+def test_a_start_that_fails_leaves_no_output(runs: Runs) -> None:
+    """One that was there before stays."""
+    write_requests(runs.input, 1)
+    assert runs.finish(runs.start("--model", "/nope/x")) == 1
+    assert "model directory '/nope/x' does not exist" in runs.printed()
+    assert not runs.output.exists()
+    runs.output.write_bytes(b"")
+    assert runs.finish(runs.start("--model", "/nope/x")) == 1
+    assert runs.output.read_bytes() == b""
+
+
 def test_an_empty_input_is_no_failure(runs: Runs) -> None:
     runs.input.write_bytes(b"")
     assert runs.finish(runs.start()) == 0

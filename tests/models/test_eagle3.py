@@ -11,6 +11,7 @@ from conftest import edit_config, make_model
 from heads import Definition, make_head, residuals
 from safetensors.torch import load_file, save_file
 
+from nanovllm import LLM
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
@@ -150,8 +151,9 @@ def test_layers_are_counted_by_their_inputs(
     """A first layer of 1 says that they are counted by their outputs."""
     raw = json.loads((head_dir / "config.json").read_text())
     raw |= {"eagle_config": {LAYER_IDS: ids}} if nested else {LAYER_IDS: ids}
+    fields = {name: value for name, value in raw.items() if name != "draft_vocab_size"}
     model: Any = ModelConfig.parse(
-        raw | dict(num_hidden_layers=8, architectures=["LlamaForCausalLM"])
+        fields | dict(num_hidden_layers=8, architectures=["LlamaForCausalLM"])
     )
     assert HeadConfig._parse(raw).taps(model) == taps
 
@@ -166,9 +168,14 @@ def test_layers_are_counted_by_their_inputs(
         (dict(eagle_config=[1]), r"eagle_config must be an object, got \[1\]"),
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config=.* not supported"),
         (dict(draft_vocab_size=300), "draft_vocab_size=300 is above vocab_size=259"),
+        (dict(draft_vocab_size=0), "draft_vocab_size must be >= 1, got 0"),
+        (dict(target_hidden_size=0), "target_hidden_size must be >= 1, got 0"),
         (dict(draft_vocab_size=0.5), "draft_vocab_size must be an int"),
         (dict(norm_before_residual=1), "norm_before_residual must be True or False, got 1"),
         ({LAYER_IDS: [1, 2]}, rf"{LAYER_IDS} must be a list of 3 layers, got \[1, 2\]"),
+        ({LAYER_IDS: []}, rf"{LAYER_IDS} must be a list of 3 layers, got \[\]"),
+        ({LAYER_IDS: 0}, f"{LAYER_IDS} must be a list of 3 layers, got 0"),
+        (dict(eagle_config={LAYER_IDS: []}), rf"{LAYER_IDS} must be a list of 3 layers, got \[\]"),
         ({LAYER_IDS: [1, 2, -3]}, f"{LAYER_IDS} must be >= 0, got -3"),
         (dict(rms_norm_eps=-1), "rms_norm_eps must be"),
     ],
@@ -184,14 +191,37 @@ def test_what_a_config_cannot_say_is_refused_by_name(
     assert str(raised.value).startswith(f"{path / 'config.json'}: ")
 
 
+@pytest.mark.parametrize("changes", [{}, dict(architectures=["LlamaForCausalLM"])], ids=str)
+def test_a_head_is_no_draft_model(
+    changes: dict[str, Any], copy_of_head: Callable[..., Path], model_dir: Path
+) -> None:
+    """Some heads have the architecture of a whole model."""
+    path = copy_of_head()
+    edit_config(path, **changes)
+    with pytest.raises(ValueError, match=r'an EAGLE-3 head; its method .* is "eagle3"$') as raised:
+        LLM(model_dir, device="cpu", speculative_config={"model": str(path)})
+    assert str(raised.value).startswith(f"speculative_config, draft model {str(path)!r}: ")
+    HeadConfig.from_dir(path)
+
+
+def test_a_whole_model_is_no_head(target: Path) -> None:
+    with pytest.raises(ValueError, match=r'a whole model, .* its method .* is "draft_model"$'):
+        HeadConfig.from_dir(target)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(hidden_size=32), "its target_hidden_size is 32, the model's is 64"),
         (dict(target_hidden_size=32), "its target_hidden_size is 32, the model's is 64"),
         (dict(vocab_size=260), "its vocab_size is 260, the model's is 259"),
-        ({LAYER_IDS: [0, 1, 2]}, r"before layers \(0, 1, 2\) of the model, which has 2 layers"),
-        ({}, r"before layers \(2, 1, -1\) of the model, which has 2 layers"),
+        (
+            {LAYER_IDS: [0, 1, 2]},
+            rf"with {LAYER_IDS}=\[0, 1, 2\] the head reads the residuals before layers \(0, 1, 2\)"
+            " of the model, which has 2 layers",
+        ),
+        ({LAYER_IDS: [1, 0, 1]}, rf"with {LAYER_IDS}=\[1, 0, 1\] .* before layers \(2, 1, 2\) of"),
+        ({}, rf"without {LAYER_IDS} the head .* before layers \(2, 1, -1\) of the model, which"),
     ],
     ids=str,
 )
@@ -208,7 +238,7 @@ def test_a_model_that_the_head_is_not_made_for_is_refused(
     ("changes", "message"),
     [
         (dict(fc__weight=None), "the files lack fc.weight"),
-        (dict(d2t=None), "the files lack d2t.offsets"),
+        (dict(d2t=None), r"the files lack d2t$"),
         (dict(lm_head__weight=None), "the files lack lm_head.weight"),
         (dict(midlayer__mlp__up_proj__weight=None), "the files lack midlayer.mlp.up_proj.weight"),
         (
@@ -216,10 +246,16 @@ def test_a_model_that_the_head_is_not_made_for_is_refused(
             r"'fc.weight' has shape \(64, 128\), .* \(64, 192\)",
         ),
         (dict(fc__bias=torch.ones(64)), "unexpected tensor 'fc.bias'"),
-        (dict(d2t=torch.ones(39, dtype=torch.long)), r"has shape \(39,\), the model needs \(40,\)"),
-        (dict(d2t=torch.full((40,), 220)), r"ids that are not distinct and in \[0, 259\)"),
+        (
+            dict(d2t=torch.ones(39, dtype=torch.long)),
+            r"'d2t' has shape \(39,\), the model needs \(40",
+        ),
+        (
+            dict(d2t=torch.full((40,), 220)),
+            r"'d2t' has offsets to ids that are not distinct and in \[0, 259\)",
+        ),
         (dict(d2t=-torch.arange(40)), "not distinct"),
-        (dict(d2t=torch.ones(40)), "has type F32, a model needs one of I64"),
+        (dict(d2t=torch.ones(40)), "'d2t' has type F32, a model needs one of I64"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
@@ -230,6 +266,16 @@ def test_files_that_contradict_the_config_are_refused(
     with pytest.raises(ValueError, match=message) as raised:
         load(path)
     assert str(raised.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("name", ["layers.0.", "midlayer."])
+def test_errors_have_the_names_of_the_files(name: str, copy_of_head: Callable[..., Path]) -> None:
+    path = copy_of_head(midlayer__mlp__up_proj__weight=None)
+    weights = load_file(path / "model.safetensors")
+    renamed = {old.replace("midlayer.", name): tensor for old, tensor in weights.items()}
+    save_file(renamed, path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"the files lack {name}mlp.up_proj.weight$"):
+        load(path)
 
 
 def test_a_head_of_another_size_needs_an_embedding(tmp_path: Path, model_dir: Path) -> None:

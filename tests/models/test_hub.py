@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.command.main import main
+from nanovllm.command.parser import make_parser
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.models.hub import MODEL_PATTERNS, TOKENIZER_PATTERNS
 from nanovllm.models.loader import CONFIG_FILES, resolve_model
@@ -122,6 +123,19 @@ def test_the_command_finds_a_model_in_the_home_directory(
     """Quoted, or after `=`, so that no shell expands it."""
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+def test_the_command_finds_files_in_the_home_directory(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "prompt").write_text("12+34=")
+    assert main(["generate", "--file=~/prompt", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "46\n"
+    (home / "in").write_text('{"prompt": "12+34="}')
+    assert main(["run-batch", "~/in", "--output=~/out"]) == 0
+    assert (home / "out").exists()
+    args = make_parser().parse_args(["bench", "--json=~/a", "--profile=~/b"])
+    assert (args.json, args.profile) == (home / "a", home / "b")
 
 
 @pytest.mark.parametrize("source", ["~/models/none", "~no-such-user/x"])

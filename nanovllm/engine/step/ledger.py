@@ -177,15 +177,14 @@ class Ledger:
         self._num_seen[rows[is_ahead]] = np.maximum(self._num_seen[rows[is_ahead]], seen)
 
     def _let_see(self, seq: Sequence, row: int) -> Iterator[Lack]:
-        """Let what guesses see the tokens of a row that is behind, by a history or a draft model.
+        """Let the guesser see the tokens of a row that is behind, by a history or a draft model.
 
         All its tokens are known but the last one, which is in its place.
         """
-        layout = self.layout
-        self._change(layout.counts + row, [1])
+        self._change(self.layout.counts + row, [1])
         start, end = int(self._num_seen[row]), len(seq.token_ids) - 1
-        if layout.longest:
-            first = layout.history + row * layout.longest
+        if self.layout.longest:
+            first = self.layout.history + row * self.layout.longest
             tokens = np.array(seq.token_ids[start:end], np.int32)
             self._history.append((np.arange(first + start, first + end), tokens))
         if self._drafted:

@@ -217,7 +217,7 @@ def candidates(*chances: float, limit: int = 4, num_tokens: int = 9) -> list[Can
 
 
 @pytest.mark.parametrize(
-    ("chances", "number"), [([0.9], 4), ([0.3], 2), ([0.1], 0), ([0.9] + [0.0] * 7, 0),
+    ("chances", "number"), [([0.9], 4), ([0.3], 2), ([0.1], 0), ([0.8] + [0.0] * 7, 0),
                             ([0.9] * 5 + [0.0] * 3, 4), ([0.9] * 40, 0)]
 )  # fmt: skip
 def test_all_sequences_have_the_drafts_that_give_most_tokens(
