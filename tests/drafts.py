@@ -70,7 +70,13 @@ class Adversary(RandomProposer):
 
 
 def speculate(llm: LLM, adversary: Adversary, most_drafts: int = 5) -> Speculator:
-    """Let an engine verify the adversary's drafts; where the device guesses, one like it there."""
+    """Let an engine verify the adversary's drafts; where the device guesses, one like it there.
+
+    Where other ranks guess, too, all go on with their own guessers.
+    """
+    if llm.config.tensor_parallel_size > 1 and llm.model_runner.shard.placement.most_drafts:
+        llm.scheduler.speculator = speculator = Speculator(None, most_drafts, Eager)
+        return speculator
     if not llm.model_runner.shard.placement.most_drafts:
         llm.scheduler.speculator = speculator = Speculator(adversary, most_drafts, Eager)
         return speculator

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from drafts import Adversary, Eager, speculate, speculate_in_table
+from drafts import Adversary, speculate, speculate_in_table
 from reference import (
     HARD,
     SMALL_POOL,
@@ -314,23 +314,12 @@ def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
         audit_at_rest(llm)
 
 
-def test_two_ranks_keep_every_output(model_dir: Path) -> None:
+@pytest.mark.parametrize("options", [{}, ROWS])
+def test_two_ranks_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     params = sampled_params(PARAMS + READERS)
-    with make_llm(model_dir, tensor_parallel_size=2) as llm:
+    with make_llm(model_dir, tensor_parallel_size=2, **options) as llm:
+        llm.scheduler.speculator = None
         expected, got, speculator = generate_twice(llm, params, seed=5)
-        assert all_samples(got) == all_samples(expected)
-        assert sum(speculator.accepted_at) > 100
-
-
-def test_two_ranks_that_guess_keep_every_output(model_dir: Path) -> None:
-    """N-grams, which each of them finds in its own table."""
-    params = sampled_params(PARAMS + READERS)
-    with make_llm(model_dir, tensor_parallel_size=2, **ROWS) as llm:
-        speculator, llm.scheduler.speculator = llm.scheduler.speculator, None
-        assert speculator is not None
-        expected = llm.generate(PROMPTS, params, use_tqdm=False)
-        speculator._make_pace, llm.scheduler.speculator = Eager, speculator
-        got = llm.generate(PROMPTS, params, use_tqdm=False)
         assert all_samples(got) == all_samples(expected)
         assert sum(speculator.accepted_at) > 50
 
