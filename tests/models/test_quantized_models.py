@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.startup import choose_formats
+from nanovllm.engine.load import choose_formats
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
