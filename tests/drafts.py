@@ -97,6 +97,12 @@ def make_eager(path: Path, config: dict[str, Any], **options: Any) -> LLM:
     return llm
 
 
+def use_graphs(llm: LLM) -> None:
+    """Compute decode steps as in graphs: padded, with block tables of full width."""
+    shard = llm.model_runner.shard
+    shard.graphs = shard.decode_graphs(llm.config.max_num_running)
+
+
 class TableAdversary(Guesser):
     """An adversary that guesses in the device table, from the tokens that it finds there."""
 

@@ -22,14 +22,14 @@ class Guesser:
     """
 
     name = "guesser"  # in messages
-    reads_history = False  # whether the table must have all tokens of its rows
-    reads_residuals = False  # of each step; else it sees only steps that have drafts
-    longest: int | None = None  # most tokens of a sequence, if the host must let it catch up
-    catch_up_seconds = 0.0  # at least, if that was measured
-    num_bytes = 0.0  # that a draft reads of weights, on all ranks together
-    longest_window: int | None = 0  # how far back it attends in blocks; None for everything
-    pools: Sequence[KVPool] = ()  # with the blocks of the model's
-    model: tuple[ModelConfig, CausalLM] | None = None  # that guesses
+    reads_history = False  # whether it needs all tokens of a row in the table
+    reads_residuals = False  # whether it sees every step; else only steps with drafts
+    longest: int | None = None  # the most tokens of a sequence that it computes when it catches up
+    catch_up_seconds = 0.0  # the least that this takes, if it was measured
+    num_bytes = 0.0  # the weights that a draft reads, on all ranks together
+    longest_window: int | None = 0  # how far back it attends; None for everything
+    pools: Sequence[KVPool] = ()  # its KV, in blocks with the numbers of the model's
+    model: tuple[ModelConfig, CausalLM] | None = None  # the draft model, if there is one
 
     def make_rows(self, num_rows: int) -> None:
         """Make room for what must be known of so many table rows."""
@@ -52,7 +52,7 @@ class Guesser:
         """Keep what the model has computed of a prefill's tokens."""
 
     def catch_up(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> None:
-        """Compute tokens that are before the ones that steps will guess."""
+        """Compute tokens that it has not seen."""
 
 
 class NgramGuesser(Guesser):

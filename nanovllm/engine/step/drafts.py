@@ -19,6 +19,8 @@ def with_catch_ups(inputs: StepInputs, block_size: int, budget: int) -> list[Ste
 
     The first of them changes the device table.
     """
+    if not inputs.lacks:
+        return [inputs]
     steps, changes = [], inputs.changes
     for part in _parts(inputs.lacks, budget):
         steps.append(_catch_up(part, block_size, inputs.width, changes))

@@ -1,7 +1,7 @@
 """StepInputs: from a batch's sequences to host arrays with all that a rank must know of a step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -91,7 +91,8 @@ def step_inputs(
     if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
         width, changes, lacks = ledger.decode(batch.seqs, batch.num_drafts)
         step = StepInputs(len(batch.seqs), width, changes, None, 1 + batch.num_drafts)
-        return replace(step, whole_logits=whole_logits, lacks=lacks)
+        step.whole_logits, step.lacks = whole_logits, lacks
+        return step
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import edit_config, make_model
-from drafts import make_eager, speculator_of
+from drafts import make_eager, speculator_of, use_graphs
 from reference import (
     HARD,
     SMALL_POOL,
@@ -78,12 +78,6 @@ def guesser_of(llm: LLM) -> DraftModelGuesser:
     guesser = llm.model_runner.shard.guesser
     assert isinstance(guesser, DraftModelGuesser)
     return guesser
-
-
-def use_graphs(llm: LLM) -> None:
-    """Compute decode steps as in graphs: padded, with block tables of full width."""
-    shard = llm.model_runner.shard
-    shard.graphs = shard.decode_graphs(llm.config.max_num_running)
 
 
 class AnyNumber:

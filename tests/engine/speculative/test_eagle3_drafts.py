@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import edit_config, make_model
-from drafts import make_eager, speculator_of
+from drafts import make_eager, speculator_of, use_graphs
 from heads import make_head
 from reference import (
     HARD,
@@ -78,12 +78,6 @@ def guesser_of(llm: LLM) -> Eagle3Guesser:
     guesser = llm.model_runner.shard.guesser
     assert isinstance(guesser, Eagle3Guesser)
     return guesser
-
-
-def use_graphs(llm: LLM) -> None:
-    """Compute decode steps as in graphs: padded, with block tables of full width."""
-    shard = llm.model_runner.shard
-    shard.graphs = shard.decode_graphs(llm.config.max_num_running)
 
 
 @pytest.mark.parametrize("name", REGIMES)
