@@ -75,9 +75,9 @@ class StepInputs:
     prefill: PrefillInputs | None = None
     num_queries: int = 1
     whole_logits: bool = True
+    lacks: list[Lack] = field(default_factory=list)
     report: ReportInputs | None = None
     catches_up: bool = False
-    lacks: list[Lack] = field(default_factory=list)
 
 
 def step_inputs(
@@ -88,12 +88,11 @@ def step_inputs(
     whole_logits: bool = True,
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
-    if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
-        width, changes, lacks = ledger.decode(batch.seqs, batch.num_drafts)
-        step = StepInputs(len(batch.seqs), width, changes, None, 1 + batch.num_drafts)
-        step.whole_logits, step.lacks = whole_logits, lacks
-        return step
     seqs = batch.seqs
+    if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
+        width, changes, lacks = ledger.decode(seqs, batch.num_drafts)
+        queries = 1 + batch.num_drafts
+        return StepInputs(len(seqs), width, changes, None, queries, whole_logits, lacks)
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(
         batch.all_seqs, batch.sampling_seqs, batch.drafts
