@@ -36,10 +36,11 @@ class ModelGuesser(Guesser):
     """
 
     kept: Kept | None = None  # what a head reads
+    make_pool = KVPool
 
     def __init__(self, layers: list[Attention], head_dim: int, placement: Placement) -> None:
         self.backend, self.ranks = placement.backend, placement.ranks
-        self.pool = KVPool(
+        self.pool = self.make_pool(
             layers, placement.block_size, head_dim, placement.kv_dtype, placement.device
         )
         self.pools = [self.pool]
