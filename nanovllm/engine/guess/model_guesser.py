@@ -2,7 +2,7 @@
 
 It reads the device table, and writes drafts into it, without waiting for anything: the same code
 runs in CUDA graphs. The model's layers have keys and values of their own, in a pool with the block
-numbers of the large model's. Those of the drafts' positions are overwritten in the next step.
+numbers of the large model's. Those of wrong drafts are overwritten in the next steps.
 """
 
 from contextlib import AbstractContextManager
