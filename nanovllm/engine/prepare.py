@@ -16,7 +16,7 @@ logger = logging.getLogger("nanovllm")
 def prepare(shard: Shard, settled: EngineConfig, config: Config) -> None:
     """Give the shard its table, its pool and its graphs. All ranks do it at the same time.
 
-    If steps may have drafts, their graphs are timed; costs.py decides by that.
+    If steps may have drafts, their graphs are timed: `GraphCosts` decides by that.
     """
     num_running = settled.max_num_running
     shard.make_table(num_running, settled.max_model_len)

@@ -7,7 +7,7 @@ own KV. Two drivers run it: hypothesis, which shrinks what it finds, and long ra
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -364,8 +364,7 @@ class Simulation:
         outcome, drawn, width = [], {}, 1 + batch.num_drafts
         for index, seq in enumerate(batch.seqs):
             slots, tokens = self.slots_of_drafts(batch, seq), sampled[index * width :][:width]
-            guess = self.rng.choices([0, 1], k=self.rng.randint(0, batch.num_drafts))
-            drafts = guess[: max(0, len(slots) - 1)]
+            drafts = self.guess(seq, slots, batch.num_drafts)[: max(0, len(slots) - 1)]
             numbers = self.numbered(seq, drafts)[len(self.computed[seq]) - 1 :]
             for slot, prefix in zip(slots, numbers, strict=False):
                 self.memory[slot] = prefix
@@ -375,6 +374,11 @@ class Simulation:
             drawn[seq] = tokens[:count]
             outcome += [count, len(drafts), *tokens]
         return outcome, drawn
+
+    def guess(self, seq: Sequence, slots: list[Slot], most: int) -> list[int]:
+        """Drafts, `most` of them at most, for a row that may write to these slots."""
+        del seq, slots
+        return self.rng.choices([0, 1], k=self.rng.randint(0, most))
 
     def check_drafted(self, batch: Batch) -> None:
         """A sequence whose drafts are verified is as if its tokens had come one by one."""
@@ -534,11 +538,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.drain()
 
 
-def walk(seed: int, num_actions: int = 300) -> Simulation:
+def walk(
+    seed: int, num_actions: int = 300, make: Callable[..., Simulation] = Simulation
+) -> Simulation:
     """A random walk that ends in a drain."""
     rng = random.Random(seed)
     block_size = rng.choice(BLOCK_SIZES)
-    simulation = Simulation(
+    simulation = make(
         kvcache_block_size=block_size,
         num_kvcache_blocks=rng.randint(2, 8) if block_size > 1 else rng.randint(4, 24),
         max_num_seqs=rng.randint(2, 8),

@@ -8,6 +8,7 @@ before (`catch_up`).
 import torch
 
 from nanovllm.engine.guess.model_guesser import ModelGuesser, Places
+from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs
 from nanovllm.layers.context import Context, attending
@@ -15,6 +16,13 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.model_size import step_weight_bytes
 from nanovllm.models.weight_bytes import WeightBytes
+
+
+class NotedPool(KVPool):
+    """A pool of whose blocks the host notes what the draft model has computed."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Nothing: no note says that a fork's block is a copy, so it is computed."""
 
 
 class DraftModelGuesser(ModelGuesser):
@@ -27,6 +35,7 @@ class DraftModelGuesser(ModelGuesser):
 
     name = "draft model"
     longest: int
+    make_pool = NotedPool
 
     def __init__(
         self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int

@@ -2,7 +2,7 @@
 
 It reads the device table, and writes drafts into it, without waiting for anything: the same code
 runs in CUDA graphs. The model's layers have keys and values of their own, in a pool with the block
-numbers of the large model's. Those of the drafts' positions are overwritten in the next step.
+numbers of the large model's. Those of wrong drafts are overwritten in the next steps.
 """
 
 from contextlib import AbstractContextManager
@@ -36,10 +36,11 @@ class ModelGuesser(Guesser):
     """
 
     kept: Kept | None = None  # what a head reads
+    make_pool = KVPool
 
     def __init__(self, layers: list[Attention], head_dim: int, placement: Placement) -> None:
         self.backend, self.ranks = placement.backend, placement.ranks
-        self.pool = KVPool(
+        self.pool = self.make_pool(
             layers, placement.block_size, head_dim, placement.kv_dtype, placement.device
         )
         self.pools = [self.pool]

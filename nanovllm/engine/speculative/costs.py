@@ -87,6 +87,7 @@ class GraphCosts:
     def _best(self, candidates: list[Candidate], waits: bool) -> int:
         seconds = self._seconds_by_drafts(len(candidates), waits)
         if len(seconds) < 2:
+            self._had_drafts = False
             return 0
         most = max(seconds)
         gains = [(pace.gains(most), limit) for pace, _, limit in candidates]

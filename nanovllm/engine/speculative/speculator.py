@@ -102,9 +102,9 @@ class Speculator:
     def _propose(
         self, most: dict[Sequence, int], blocks: BlockManager
     ) -> dict[Sequence, list[int]]:
-        """The proposer's drafts, as many of each as `most` says.
+        """The proposer's drafts, at most as many of each sequence as `most` says.
 
-        It is asked when the sequences have blocks, as it may compute with them.
+        Blocks that they do not need are freed.
         """
         if not most:
             return {}

@@ -1,4 +1,4 @@
-"""What steps with drafts need: a draft model that has seen all before, and drafts for draws."""
+"""What steps with drafts need: a draft model that has caught up, and the drafts for some draws."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,9 +15,9 @@ from nanovllm.kernels.plain.read_table import NO_DRAFT
 
 
 def with_catch_ups(inputs: StepInputs, block_size: int, budget: int) -> list[StepInputs]:
-    """The step, after others in which what it `lacks` is computed: `budget` tokens of it at most.
+    """The step, and before it those in which the draft model computes what it `lacks`.
 
-    The first of them changes the device table.
+    Each of these has `budget` tokens at most. The first one changes the device table.
     """
     if not inputs.lacks:
         return [inputs]

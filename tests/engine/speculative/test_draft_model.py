@@ -297,6 +297,21 @@ def test_samples_of_a_prompt_share_what_is_computed_of_it(model_dir: Path) -> No
         assert sum(speculator_of(llm).accepted_at) == 4
 
 
+def test_a_fork_leaves_what_the_draft_model_has_computed(model_dir: Path) -> None:
+    """The block that it copies to holds other tokens, which a later request has again."""
+    prompt, sampled = random.Random(1).choices(range(200), k=40), endless(2)[1]
+    short, forked = SamplingParams(max_tokens=1), SamplingParams(n=2, max_tokens=1)
+    options: dict[str, Any] = dict(kvcache_block_size=16, enable_prefix_caching=False)
+    with make(model_dir, model_dir, **options) as llm:
+        counts = count_catch_ups(llm)
+        llm.generate([prompt], sampled, use_tqdm=False)
+        llm.generate([[1, 2, 3]], forked, use_tqdm=False)
+        llm.generate([[4], [5]], short, use_tqdm=False)  # the free blocks are in order again
+        llm.generate([prompt], sampled, use_tqdm=False)
+        assert counts == [40, 40 - 2 * 16]
+        assert sum(speculator_of(llm).accepted_at) == speculator_of(llm).num_drafted > 20
+
+
 def test_preempted_sequences_keep_what_their_blocks_hold(standard: Case) -> None:
     """Each prompt is computed once if its blocks were still cached."""
     with make(standard.path, standard.path, kvcache_block_size=4, num_kvcache_blocks=80) as llm:

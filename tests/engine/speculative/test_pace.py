@@ -266,15 +266,16 @@ def test_tries_take_a_small_share_of_the_time(catch_up: float) -> None:
 
 
 def test_a_draft_model_catches_up_only_for_a_clear_gain() -> None:
-    """What it has seen goes on for any gain."""
+    """What it has seen goes on for any gain. Two sequences have no graph for drafts here."""
     seconds = {Size(1, 1): 0.001, Size(1, 2): 0.0012}
     for chance, begins in ((0.22, False), (0.4, True)):
-        costs = GraphCosts(seconds, catch_up=0.01)
-        (going_on,) = costs.worthwhile(candidates(chance), 1, waits=False)
-        assert going_on == 1
-        costs.worthwhile(candidates(0.0), 1, waits=False)
-        (again,) = costs.worthwhile(candidates(chance), 1, waits=False)
-        assert again == begins
+        for between in (candidates(0.0), candidates(1.0, 1.0)):
+            costs = GraphCosts(seconds, catch_up=0.01)
+            (going_on,) = costs.worthwhile(candidates(chance), 1, waits=False)
+            assert going_on == 1
+            costs.worthwhile(between, len(between), waits=False)
+            (again,) = costs.worthwhile(candidates(chance), 1, waits=False)
+            assert again == begins
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.5, 0.8, 1.0])

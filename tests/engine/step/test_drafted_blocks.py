@@ -1,0 +1,28 @@
+"""Notes of what a draft model has computed of KV blocks."""
+
+from nanovllm import SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.drafted_blocks import DraftedBlocks
+
+BLOCK_SIZE = 4
+
+
+def test_a_block_that_comes_back_to_its_place_may_have_fewer_tokens() -> None:
+    """Two preemptions, between which other blocks were in that place."""
+    drafted, seq = DraftedBlocks(BLOCK_SIZE, longest=100), Sequence([*range(12)], SamplingParams())
+    seq.block_table = [1, 2]
+    assert drafted.complete(seq, num_seen=0, end=6) == 0
+    seq.block_table = [1, 3, 4]
+    assert drafted.complete(seq, num_seen=6, end=11) == 4
+    seq.block_table = [1, 2, 4]  # block 2 has tokens 4 and 5 only
+    assert drafted.complete(seq, num_seen=11, end=11) == 4
+
+
+def test_a_shorter_table_keeps_what_its_blocks_hold() -> None:
+    drafted, seq = DraftedBlocks(BLOCK_SIZE, longest=100), Sequence([*range(12)], SamplingParams())
+    seq.block_table = [1, 2]
+    drafted.complete(seq, num_seen=0, end=5)
+    seq.block_table.append(3)
+    drafted.take(seq, 2)
+    seq.block_table = [1, 2]
+    assert drafted.complete(seq, num_seen=5, end=7) == 5
