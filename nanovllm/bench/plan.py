@@ -55,7 +55,8 @@ def make_plan(
     config = Config(**{"max_model_len": longest, **options, **local})
     lengths.check_fit(config.max_model_len or model.max_position_embeddings)
     model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
-    _check_draft(config, model, path)
+    with _errors_list_shapes(config, shape):
+        _check_draft(config, model, path)
     device = resolve_device(config.device, Ranks(0, config.tensor_parallel_size))
     workload = draw_workload(lengths, model.vocab_size)
     return Plan(shape, shape or options["model"], config, model, device, lengths, workload)
@@ -93,6 +94,21 @@ def _draft_shape(options: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     path = _directory(scratch, "draft", asked["model"])
     model = write_shape(asked["model"], path, is_head=asked.get("method") == "eagle3")
     return {"speculative_config": {**asked, "model": model}}
+
+
+@contextlib.contextmanager
+def _errors_list_shapes(config: Config, shape: str | None) -> Iterator[None]:
+    """A block whose error about a missing draft model or head says which shapes there are."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        asked = config.speculative_config
+        if asked is None or asked.model is None or "/" in asked.model:
+            raise
+        hint = f"with --shape it may be one of {', '.join(SHAPES)}"
+        if shape is None and asked.model in SHAPES:
+            hint = "it is a shape, which can guess for another shape only: add --shape"
+        raise FileNotFoundError(f"{error}; {hint}") from error
 
 
 def _check_draft(config: Config, model: ModelConfig, path: Path) -> None:

@@ -438,6 +438,24 @@ class TestCommandLine:
         out, err = capsys.readouterr()
         assert out == "" and message in err and tempfile.gettempdir() not in err
 
+    @pytest.mark.parametrize(
+        ("option", "draft", "hint"),
+        [
+            ("--shape=qwen3-42m", "qwen3-43m", "with --shape it may be one of qwen3-42m, qwen3-0"),
+            (f"--model={EMBEDDED_MODEL}", "qwen3-43m", "with --shape it may be one of qwen3-42m"),
+            (f"--model={EMBEDDED_MODEL}", "qwen3-42m", "it is a shape, which can guess for anoth"),
+        ],
+    )
+    def test_a_missing_draft_model_may_have_been_meant_as_a_shape(
+        self, option: str, draft: str, hint: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lengths = ["--max-input-len=100", "--max-output-len=100"]
+        asked = [option, *lengths, "--device=cpu", speculate("draft_model", draft)]
+        assert bench.main(asked) == 1
+        out, err = capsys.readouterr()
+        message = f"draft model '{draft}': model directory '{draft}' does not exist; {hint}"
+        assert out == "" and message in err
+
     def test_a_draft_model_with_another_tokenizer_is_found_before_anything_is_measured(
         self, model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
