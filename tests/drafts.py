@@ -21,7 +21,7 @@ from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 class Eager(Pace):
     """As many drafts as fit, whatever became of the last ones."""
 
-    def most(self, num_tokens: int, worth: float, limit: int) -> int:
+    def most(self, num_tokens: int, worth: float, limit: int, guess: float = 0.0) -> int:
         return max(0, limit)
 
 

@@ -3,10 +3,11 @@
 import logging
 
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.speculative.costs import Costs, GraphCosts, TokenCosts
-from nanovllm.engine.speculative.pace import TRIES_UP_TO
+from nanovllm.engine.speculative.costs import FREE_TOKENS, Costs, GraphCosts, TokenCosts
 from nanovllm.models.model_size import step_weight_bytes
 from nanovllm.models.weight_bytes import WeightBytes
+
+MUCH = 0.6  # as the share of drafts that must be right, with one request
 
 logger = logging.getLogger("nanovllm")
 
@@ -20,10 +21,11 @@ def costs_of(shard: Shard) -> Costs:
         return GraphCosts(shard.graph_seconds, shard.guesser.catch_up_seconds)
     sizes = WeightBytes(shard.placement.dtype.itemsize, shard.model_config.quantization)
     share = shard.guesser.num_bytes / step_weight_bytes(shard.model_config, sizes, rows=1)
-    if share >= TRIES_UP_TO:
+    least = share + 1 / (FREE_TOKENS + 1)
+    if least >= MUCH:
         logger.warning(
-            "a step of the %s reads %.0f%% of the bytes that the model's reads: hardly any draft"
-            " pays for itself, so few or none will be made",
-            shard.guesser.name, 100 * share,
+            "a step of the %s reads %.0f%% of the bytes that the model's reads: drafts pay only if"
+            " more than %.0f%% of them are right, and few or none will be made otherwise",
+            shard.guesser.name, 100 * share, 100 * least,
         )  # fmt: skip
     return TokenCosts(share)

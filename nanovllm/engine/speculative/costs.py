@@ -56,8 +56,8 @@ class TokenCosts:
         """By each sequence's own chance; its drafts raise the cost of the next one's."""
         del waits  # where it holds, steps wait anyway
         for pace, length, limit in candidates:
-            worth = num_tokens / (FREE_TOKENS + num_tokens) + self._guess
-            number = pace.most(length, worth, limit)
+            worth = num_tokens / (FREE_TOKENS + num_tokens)
+            number = pace.most(length, worth, limit, self._guess)
             num_tokens += number
             yield number
 

@@ -33,8 +33,9 @@ class Pace:
     """The same chance for one sequence: from its own latest drafts, and the outlook.
 
     If the chance is p, the i-th of a step's drafts counts with probability p^i: so many are worth
-    it for which that is at least `worth`, the least probability that pays for a draft. If none is,
-    a single draft is tried now and then, at growing intervals.
+    it for which that is at least `worth`, the least probability that pays for a draft, and `guess`,
+    what it adds to that to make one. If none is, a single draft is tried now and then, at growing
+    intervals.
     """
 
     def __init__(self, outlook: Outlook | None = None) -> None:
@@ -63,14 +64,15 @@ class Pace:
         """Whether a sequence of so many tokens should try a draft, if none is worth it."""
         return num_tokens >= self._next_try
 
-    def most(self, num_tokens: int, worth: float, limit: int) -> int:
+    def most(self, num_tokens: int, worth: float, limit: int, guess: float = 0.0) -> int:
         """How many drafts, `limit` at most, a sequence of so many tokens should have."""
         chance = self.chance
         number, probability = 0, chance
-        while number < limit and probability >= worth:
+        while number < limit and probability >= worth + guess:
             number += 1
             probability *= chance
-        if number == 0 and worth <= TRIES_UP_TO and self.is_due(num_tokens):
+        could_pay = worth <= TRIES_UP_TO and worth + guess < 1
+        if number == 0 and could_pay and self.is_due(num_tokens):
             return min(1, limit)
         return number
 

@@ -9,7 +9,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
-from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts
+from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.engine.step_size import MOST_DRAFTS, Size
@@ -94,6 +94,20 @@ def test_drafts_pay_for_themselves(chance: float, num_seqs: int) -> None:
     assert cost < 1.02 * 4000 * (FREE_TOKENS + num_seqs)
     if chance >= 0.7 and num_seqs == 1:
         assert cost < 0.6 * 4000 * (FREE_TOKENS + num_seqs)
+
+
+@pytest.mark.parametrize(("guess", "tries"), [(0.0, True), (0.6, True), (0.95, False)])
+def test_a_costly_guess_is_tried_again_as_long_as_it_could_pay(guess: float, tries: bool) -> None:
+    """Else an engine whose first drafts were wrong would never make one again."""
+    pace = Pace(Outlook(0.01))
+    costs = TokenCosts(guess)
+    tried = [
+        (number, length)
+        for length in range(10, 400)
+        for number in costs.worthwhile([Candidate(pace, length, 4)], 1, waits=False)
+        if number and not pace.learn(length, number, 0)
+    ]
+    assert (2 <= len(tried) < 9) == tries and bool(tried) == tries
 
 
 def make_seq(num_tokens: int = 5, **params: object) -> Sequence:
