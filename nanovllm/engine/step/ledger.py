@@ -170,7 +170,7 @@ class Ledger:
     def _fall_behind(self, rows: Array, lengths: Array) -> None:
         """Note what the guesser has seen of rows that are ahead, whose lengths are known by now.
 
-        Before the last step it was all but the last token.
+        All tokens but the last one when the last step began, which added 1 + `most_drafts` at most.
         """
         is_ahead = self._is_ahead[rows]
         seen = lengths[is_ahead] - 1 - self.layout.most_drafts
