@@ -31,6 +31,10 @@ def run(args: argparse.Namespace) -> int:
         if "model" in args:
             raise UsageError("MODEL and --model exclude each other")
         args.model = args.model_name
+    if "speculative_config" in args:
+        raise UsageError(
+            "--speculative-config: this command describes one model; name the draft model as MODEL"
+        )
     info = describe(engine_options(args))
     print(json.dumps(info) if args.json else _text(info))
     return 0 if info["supported"] else 1

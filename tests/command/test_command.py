@@ -135,6 +135,11 @@ def test_options_are_read_as_the_fields_types() -> None:
         ("run-batch x -o ''", 2, "OUTPUT must be a file"),
         ("run-batch '' -o y", 2, "INPUT must be a file, or - for stdin, got ''"),
         ("info a --model b", 2, "MODEL and --model exclude each other"),
+        (
+            """info a --speculative-config '{"method": "ngram"}'""",
+            2,
+            "--speculative-config: this command describes one model",
+        ),
         ("bench --shape qwen3-42m --model x", 2, "--model and --shape exclude each other"),
         ("bench --shape qwen3-42m --load-format auto", 2, "--load-format auto needs --model"),
         ("bench --repeats x", 2, "--repeats: must be at least 1, got x"),
