@@ -117,7 +117,7 @@ class Scheduler:
             return speculator.wants(self.running, self._has_prompts())
         if not batch.num_drafts or self.mixes or self._is_short_of_blocks():
             return bool(batch.num_drafts)
-        return not all(seq.is_guessable for seq in self.running)
+        return not all(seq.may_be_ahead for seq in self.running)
 
     def _is_short_of_blocks(self) -> bool:
         """Whether a decode step could lack blocks because earlier drafts may still be accepted.

@@ -184,8 +184,8 @@ class Sequence:
         return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
 
     @property
-    def is_guessable(self) -> bool:
-        """Whether the device may guess its next tokens.
+    def may_be_ahead(self) -> bool:
+        """Whether a step with drafts may be launched after another before its tokens are known.
 
         Else the host must know them, or how many there are, to prepare a draw or a report.
         """

@@ -300,8 +300,7 @@ class Shard:
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The hidden states of these tokens, or only of those at `rows`; the tapped residuals."""
-        self.backend.attention.plan(context)
-        with attending(context):
+        with attending(context, self.backend.attention):
             states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
             return states
 

@@ -40,8 +40,9 @@ _current = threading.local()
 
 
 @contextmanager
-def attending(context: Context) -> Iterator[None]:
-    """A block that computes a step with this metadata, which is dropped afterwards."""
+def attending(context: Context, backend: Any) -> Iterator[None]:
+    """A block whose layers attend by this metadata, which the attention backend plans for."""
+    backend.plan(context)
     _current.context = context
     try:
         yield

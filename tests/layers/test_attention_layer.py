@@ -64,8 +64,7 @@ def attend(
     slots = torch.tensor([3, 9, 0, -1, 5, 15, 1], device=qkv.device)
     ends = torch.tensor([0, TOKENS], dtype=torch.int32, device=qkv.device)
     context = Context(True, slots, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    backend.plan(context)
-    with attending(context):
+    with attending(context, backend):
         out = layer(qkv, rope, norms)
         if quantized:
             caches = caches.float() * scales.transpose(2, 3)[..., None].float()

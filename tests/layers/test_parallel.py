@@ -322,8 +322,7 @@ def in_prefill(prompts: list[list[int]], run: Callable[[torch.Tensor, torch.Tens
         True, nowhere, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
         max_seqlen_k=longest,
     )  # fmt: skip
-    TorchBackend().plan(context)
-    with attending(context):
+    with attending(context, TorchBackend()):
         return run(ids, positions)
 
 

@@ -81,8 +81,7 @@ def drafts_of(
             True, torch.full((len(ids),), -1), cu_seqlens_q=ends, cu_seqlens_k=ends,
             max_seqlen_q=len(ids), max_seqlen_k=len(ids),
         )  # fmt: skip
-        TorchBackend().plan(context)
-        with attending(context):
+        with attending(context, TorchBackend()):
             normed, states = head(embed(torch.tensor(ids)), torch.arange(len(ids)), fused)
         ids.append(int(head.compute_logits(normed[-1:]).argmax()))
         fused = torch.cat([fused, states[-1:]])

@@ -2,10 +2,9 @@
 
 import logging
 
+from nanovllm.engine.guess.draft_model import step_bytes
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.speculative.costs import FREE_TOKENS, Costs, GraphCosts, TokenCosts
-from nanovllm.models.model_size import step_weight_bytes
-from nanovllm.models.weight_bytes import WeightBytes
 
 MUCH = 0.6  # as the share of drafts that must be right, with one request
 
@@ -19,8 +18,7 @@ def costs_of(shard: Shard) -> Costs:
     """
     if shard.graph_seconds:
         return GraphCosts(shard.graph_seconds, shard.guesser.catch_up_seconds)
-    sizes = WeightBytes(shard.placement.dtype.itemsize, shard.model_config.quantization)
-    share = shard.guesser.num_bytes / step_weight_bytes(shard.model_config, sizes, rows=1)
+    share = shard.guesser.num_bytes / step_bytes(shard.model_config, shard.placement)
     least = share + 1 / (FREE_TOKENS + 1)
     if least >= MUCH:
         logger.warning(

@@ -18,6 +18,12 @@ from nanovllm.models.model_size import step_weight_bytes
 from nanovllm.models.weight_bytes import WeightBytes
 
 
+def step_bytes(config: ModelConfig, placement: Placement) -> float:
+    """What a step of one token reads of a model's weights, on all ranks together."""
+    sizes = WeightBytes(placement.dtype.itemsize, config.quantization)
+    return step_weight_bytes(config, sizes, rows=1)
+
+
 class NotedPool(KVPool):
     """A pool of whose blocks the host notes what the draft model has computed."""
 
@@ -45,8 +51,7 @@ class DraftModelGuesser(ModelGuesser):
         self.longest_window = config.longest_window
         self.longest = placement.max_positions
         self._model, self._vocab_size, self._own_size = model, vocab_size, config.vocab_size
-        sizes = WeightBytes(placement.dtype.itemsize, config.quantization)
-        self.num_bytes = step_weight_bytes(config, sizes, rows=1)
+        self.num_bytes = step_bytes(config, placement)
 
     def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits of each row's first draft."""
@@ -63,8 +68,7 @@ class DraftModelGuesser(ModelGuesser):
     def catch_up(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> None:
         """Store the keys of these tokens."""
         nothing = positions.new_empty(0)
-        self.backend.attention.plan(context)
-        with attending(context):
+        with attending(context, self.backend.attention):
             self._model(self._own(input_ids), positions, nothing)
 
     def _logits(

@@ -91,8 +91,7 @@ class ModelGuesser(Guesser):
             block_tables=inputs.block_tables,
             num_queries=len(places.slots) // len(inputs.block_tables),
         )
-        self.backend.attention.plan(context)
-        return attending(context)
+        return attending(context, self.backend.attention)
 
     def _draw(
         self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor

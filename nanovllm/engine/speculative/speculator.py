@@ -82,7 +82,7 @@ class Speculator:
             self._quiet -= 1
             return 0
         candidates = [*map(self._candidate, seqs)]
-        waits = not all(seq.is_guessable for seq in seqs)
+        waits = not all(seq.may_be_ahead for seq in seqs)
         numbers = self.costs.worthwhile(candidates, len(seqs), waits)
         number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
         number = most_within(number, self.most_drafts)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from drafts import Adversary, speculate, speculate_in_table
+from drafts import Adversary, speculate, speculate_in_table, use_graphs
 from reference import (
     HARD,
     SMALL_POOL,
@@ -191,8 +191,7 @@ def test_guesses_of_the_device_keep_what_transformers_generates(
         texts = known_texts(standard.prompts, [[tokens] for tokens in standard.tokens])
         speculator, guesser = speculate_in_table(llm, texts, len(name), VOCAB_SIZE)
         if graphs:
-            shard = llm.model_runner.shard
-            shard.graphs = shard.decode_graphs(llm.config.max_num_running)
+            use_graphs(llm)
         assert_same(generate(llm, standard), standard.expected)
         audit_at_rest(llm)
         assert guesser.num_guesses > 100
