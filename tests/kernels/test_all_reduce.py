@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 
 from nanovllm.kernels.plain import all_reduce as plain
 from nanovllm.kernels.triton import exchange
@@ -76,9 +77,11 @@ def on_ranks(buffers: Buffers, run: Run) -> list[Any]:
         with ThreadPoolExecutor(buffers.size) as pool:
             return list(pool.map(on_stream, range(buffers.size)))
     context: Any = multiprocessing.get_context("fork")
+    lock = context.Lock()
     pipes = [context.Pipe(duplex=False) for _ in range(buffers.size)]
 
     def on_rank(rank: int) -> None:
+        _let_in_one_at_a_time(lock)
         try:
             pipes[rank][1].send(_numpy(run(buffers.sums(rank))))
         except BaseException as error:
@@ -98,6 +101,24 @@ def on_ranks(buffers: Buffers, run: Run) -> list[Any]:
         for process in ranks:
             process.kill()
             process.join()
+
+
+def _let_in_one_at_a_time(lock: Any) -> None:
+    """Interpreted loads and stores of this process wait for those of other ranks.
+
+    The interpreter writes a number of 16 bits as one byte and then both. A rank that read between
+    the two would take half a number for a whole one. A GPU writes it at once.
+    """
+    native = interpreter._interpreter
+
+    def locked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with lock:
+                return function(*args)
+
+        return run
+
+    native.load, native.store = locked(native.load), locked(native.store)
 
 
 def _numpy(values: list[torch.Tensor]) -> list[Any]:
