@@ -191,10 +191,10 @@ def replace_device_work(llm: LLM, clock: Clock) -> None:
     shard._decode = stand_in.decode  # type: ignore[method-assign]
     shard.graphs = graphs = shard.decode_graphs(llm.config.max_num_running)
     graphs.step = stand_in.replay  # type: ignore[method-assign, assignment]
-    launch: Any = clock.ends("launch", runner.launch)
+    draw: Any = clock.ends("launch", runner.draw)
 
-    def launch_and_read(*args: Any) -> Any:
-        launched = launch(*args)
+    def draw_and_read(*args: Any) -> Any:
+        launched = draw(*args)
         wait = launched.wait
 
         def timed_wait() -> Any:
@@ -206,7 +206,8 @@ def replace_device_work(llm: LLM, clock: Clock) -> None:
         launched.wait = timed_wait
         return launched
 
-    runner.launch = launch_and_read  # type: ignore[method-assign, assignment]
+    runner.begin = clock.ends("launch", runner.begin)  # type: ignore[method-assign]
+    runner.draw = draw_and_read  # type: ignore[method-assign, assignment]
     scheduler.schedule = clock.ends("schedule", scheduler.schedule)  # type: ignore[method-assign]
 
 

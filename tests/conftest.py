@@ -36,11 +36,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.draw_inputs import DrawInputs, draw_inputs
+from nanovllm.engine.step.launched import Begun
 from nanovllm.engine.step.transfer import upload, upload_all
 from nanovllm.kernels.cpu.library import library
 from nanovllm.layers.filters import Filters
@@ -149,19 +149,19 @@ class LogitRecorder:
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
         self._keys: list[tuple[int, int]] = []
         runner, shard = llm.model_runner, llm.model_runner.shard
-        launch, draw = runner.launch, shard.draw
+        draw_step, draw = runner.draw, shard.draw
 
-        def recording_launch(batch: Batch) -> Any:
-            draws = zip(batch.sampling_seqs, batch.offsets, strict=True)
+        def recording_step(begun: Begun) -> Any:
+            draws = zip(begun.batch.sampling_seqs, begun.batch.offsets, strict=True)
             self._keys = [(seq.seq_id, seq.num_tokens + offset) for seq, offset in draws]
-            return launch(batch)
+            return draw_step(begun)
 
         def recording_draw(computed: Computed, inputs: DrawInputs) -> Any:
             logits = computed.logits[: len(self._keys)]
             self.logits |= zip(self._keys, logits.float().cpu(), strict=True)
             return draw(computed, inputs)
 
-        runner.launch = recording_launch  # type: ignore[method-assign]
+        runner.draw = recording_step  # type: ignore[method-assign]
         shard.draw = recording_draw  # type: ignore[method-assign]
 
     def of(self, output: RequestOutput) -> torch.Tensor:

@@ -28,7 +28,7 @@ from transformers import Qwen3ForCausalLM
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.step.launched import Launched
+from nanovllm.engine.step.launched import Begun
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -183,14 +183,14 @@ def test_greedy_equals_transformers_with(name: str, standard: Case) -> None:
 @pytest.mark.parametrize("name", CROWDED)
 def test_hundreds_of_preemptions_keep_the_output_with(name: str, crowd: Case) -> None:
     with make_llm(crowd.path, **CROWDED[name]) as llm:
-        launch, num_sampled = llm.model_runner.launch, 0
+        begin, num_sampled = llm.model_runner.begin, 0
 
-        def counting(batch: Batch) -> Launched:
+        def counting(batch: Batch) -> Begun:
             nonlocal num_sampled
             num_sampled += len(batch.sampling_seqs)
-            return launch(batch)
+            return begin(batch)
 
-        llm.model_runner.launch = counting  # type: ignore[method-assign]
+        llm.model_runner.begin = counting  # type: ignore[method-assign]
         assert_same(generate(llm, crowd), crowd.expected)
         assert llm.scheduler.num_preemptions >= 170
         assert num_sampled == sum(map(len, crowd.expected)), "a token was generated again"

@@ -80,14 +80,14 @@ def raise_at_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
 ) -> None:
     """Make the runner's `nth` step from now raise `error`, once."""
-    launch, steps = llm.model_runner.launch, iter(range(1, 1_000_000))
+    begin, steps = llm.model_runner.begin, iter(range(1, 1_000_000))
 
     def failing(batch: Batch) -> Any:
         if next(steps) == nth:
             raise error
-        return launch(batch)
+        return begin(batch)
 
-    monkeypatch.setattr(llm.model_runner, "launch", failing)
+    monkeypatch.setattr(llm.model_runner, "begin", failing)
 
 
 @pytest.fixture(scope="module")
@@ -849,13 +849,13 @@ def test_a_failing_tokenizer_leaves_no_requests(tmp_path: Path) -> None:
 def test_close_from_another_thread_ends_a_call(options: dict[str, Any], model_dir: Path) -> None:
     """The call raises, and no rank is left waiting for another."""
     llm = make_llm(model_dir, **options)
-    launch, begun = llm.model_runner.launch, threading.Event()
+    begin, begun = llm.model_runner.begin, threading.Event()
 
     def launching(*arguments: Any) -> Any:
         begun.set()
-        return launch(*arguments)
+        return begin(*arguments)
 
-    llm.model_runner.launch = launching  # type: ignore[method-assign]
+    llm.model_runner.begin = launching  # type: ignore[method-assign]
     closer = threading.Thread(target=lambda: (begun.wait(), llm.close()))
     closer.start()
     with pytest.raises(RuntimeError, match="closed in the middle of the call"):
@@ -869,14 +869,14 @@ def test_close_from_another_thread_ends_a_call(options: dict[str, Any], model_di
 def test_a_signal_handler_may_close_the_engine(model_dir: Path) -> None:
     """As handlers of SIGTERM do; the call that was interrupted raises an error that says so."""
     llm = make_llm(model_dir)
-    launch, delays = llm.model_runner.launch, iter([0.02])
+    begin, delays = llm.model_runner.begin, iter([0.02])
 
     def launching(*arguments: Any) -> Any:
         for delay in delays:  # at the first step
             signal.setitimer(signal.ITIMER_REAL, delay)
-        return launch(*arguments)
+        return begin(*arguments)
 
-    llm.model_runner.launch = launching  # type: ignore[method-assign]
+    llm.model_runner.begin = launching  # type: ignore[method-assign]
     before = signal.signal(signal.SIGALRM, lambda *_: llm.close())
     try:
         with pytest.raises(RuntimeError, match="closed in the middle of the call"):
@@ -1119,16 +1119,16 @@ print(len(idle.generate([[1, 2], "ab"], SamplingParams(max_tokens=2), use_tqdm=F
 def test_a_call_inside_a_call_is_an_error(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both calls would step one scheduler."""
     llm = make_llm(model_dir)
-    launch = llm.model_runner.launch
+    begin = llm.model_runner.begin
 
     def reentrant(batch: Any) -> Any:
         for call in (lambda: generate(llm, TEXT), llm.step):
             with pytest.raises(RuntimeError, match="already"):
                 call()
-        return launch(batch)
+        return begin(batch)
 
     expected = generate(llm, TEXT)[0]["token_ids"]
-    monkeypatch.setattr(llm.model_runner, "launch", reentrant)
+    monkeypatch.setattr(llm.model_runner, "begin", reentrant)
     assert generate(llm, TEXT)[0]["token_ids"] == expected
     assert_idle(llm)
 

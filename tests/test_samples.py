@@ -172,7 +172,7 @@ def test_samples_survive_the_error_of_another_call(
             for _ in range(num_steps):
                 llm.step()
             with monkeypatch.context() as patch:
-                patch.setattr(llm.model_runner, "launch", lambda *_: 1 / 0)
+                patch.setattr(llm.model_runner, "begin", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     llm.generate([1, 2, 3], use_tqdm=False)
             outputs = []

@@ -141,13 +141,13 @@ def test_a_stream_collected_in_a_step_aborts_its_requests(
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     streams = [llm.stream(PROMPTS[:3], params)]
     next(streams[0])
-    launch = llm.model_runner.launch
+    begin = llm.model_runner.begin
 
     def collecting(batch: Any) -> Any:
         streams.clear()
-        return launch(batch)
+        return begin(batch)
 
-    monkeypatch.setattr(llm.model_runner, "launch", collecting)
+    monkeypatch.setattr(llm.model_runner, "begin", collecting)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
     assert llm.is_finished() and not llm._streaming and not llm.finished
@@ -213,7 +213,7 @@ def test_a_failing_step_aborts_the_requests_of_the_stream(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(ModelRunner, "launch", failing)
+        patched.setattr(ModelRunner, "begin", failing)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert llm.is_finished()

@@ -128,16 +128,16 @@ def test_freed_blocks_are_never_read(budget: int, case: Case) -> None:
     """Free blocks are filled with NaN before every step; NaN times a weight of 0 is NaN, too."""
     options = dict(SMALL, enable_prefix_caching=False, attention_backend="cpu")
     with make_llm(case.path, **options, max_num_batched_tokens=budget) as llm:
-        launch, pool = llm.model_runner.launch, llm.model_runner.shard.pool
+        begin, pool = llm.model_runner.begin, llm.model_runner.shard.pool
 
         def poisoning(batch: Batch) -> Any:
             free = list(llm.scheduler.block_manager.free_queue)
             with torch.inference_mode():
                 assert pool.cache is not None
                 pool.cache[:, :, free] = torch.nan
-            return launch(batch)
+            return begin(batch)
 
-        llm.model_runner.launch = poisoning  # type: ignore[method-assign]
+        llm.model_runner.begin = poisoning  # type: ignore[method-assign]
         assert_same(generate(llm, case), case.expected)
 
 

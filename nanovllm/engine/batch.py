@@ -54,3 +54,10 @@ class Batch:
             self.sampling_seqs = [
                 seq for seq, offsets in zip(self.sampling_seqs, drawn, strict=True) for _ in offsets
             ]
+
+    @property
+    def draws_wait(self) -> bool:
+        """Whether a draw or a report depends on tokens in flight, or on their number."""
+        return any(
+            seq.draw_waits for seq in self.all_seqs if seq.reads_tokens or seq.num_possible_tokens
+        )

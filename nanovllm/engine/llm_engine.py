@@ -17,7 +17,7 @@ from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculative.speculator import speculator_of
 from nanovllm.engine.startup import start_runner
-from nanovllm.engine.step.launched import Launched
+from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.engine.step_counter import StepCounter
 from nanovllm.metrics import Metric, RequestMeter
 from nanovllm.models.config import ModelConfig
@@ -222,20 +222,24 @@ class LLMEngine:
     def advance(self) -> None:
         """Complete one step; requests that it finishes go to `finished`.
 
-        If steps overlap, the next one is launched before this one's tokens are read, unless a
-        sequence has to know them.
+        If steps overlap, the next one is begun before this one's tokens are read. Its draw follows
+        at once, or if that depends on these tokens, when they have been read.
         """
         if self._close_asked:
             raise RuntimeError("this LLM was closed in the middle of the call; make a new one")
         start = time.perf_counter()
-        launched = self._launched or self._launch()
-        self._launched = None
+        launched = self._launched or self._draw(self._begin())
+        self._launched = following = None
         if launched is None:
             return
         batch = launched.batch
         if self.config.overlap and not self.scheduler.must_wait(batch):
-            self._launched = self._launch()
+            following = self._begin()
+            if following is not None and not following.batch.draws_wait:
+                self._launched, following = self._draw(following), None
         finished = self.scheduler.postprocess(batch, self.model_runner.wait(launched))
+        if following is not None:
+            self._launched = self._draw(following)
         end = time.perf_counter()
         if self._begun:
             for seq in batch.sampling_seqs:
@@ -251,16 +255,22 @@ class LLMEngine:
                 request.measure(self.meter)
         self.counter.add(batch, launched.num_tokens, end - start)
 
-    def _launch(self) -> Launched | None:
-        """Launch the next step, if there is one."""
+    def _begin(self) -> Begun | None:
+        """Begin the next step, if there is one."""
         now = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return None
         if batch.is_prefill:
             self._note_admissions(batch, now)
-        launched = self.model_runner.launch(batch)
-        self.scheduler.advance(batch)
+        return self.model_runner.begin(batch)
+
+    def _draw(self, begun: Begun | None) -> Launched | None:
+        """Draw the tokens of a step that was begun, if there is one."""
+        if begun is None:
+            return None
+        launched = self.model_runner.draw(begun)
+        self.scheduler.advance(begun.batch)
         return launched
 
     def _note_admissions(self, batch: Batch, now: float) -> None:

@@ -12,7 +12,7 @@ from nanovllm.engine.shard import Shard
 from nanovllm.engine.step.drafts import known_drafts, with_catch_ups
 from nanovllm.engine.step.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
-from nanovllm.engine.step.launched import Launched
+from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.engine.step.ledger import Ledger
 from nanovllm.engine.step.reports import drawn_reports, prompt_reports
 from nanovllm.engine.workers import Workers
@@ -31,13 +31,12 @@ class ModelRunner:
         self.workers = workers
         self.ledger = Ledger(shard.table.layout, shard.guesser.longest)
 
-    def launch(self, batch: Batch) -> Launched:
+    def begin(self, batch: Batch) -> Begun:
         """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
 
-        Input tokens that are still in flight are read from the device table. What the draw needs is
-        prepared while the device computes the logits.
+        Input tokens that are still in flight are read from the device table.
         """
-        shard, seqs, offsets = self.shard, batch.sampling_seqs, batch.offsets
+        shard, seqs = self.shard, batch.sampling_seqs
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
         whole = self.workers is None or needs_logits(seqs)
         step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
@@ -46,12 +45,22 @@ class ModelRunner:
             with self._on_others(catch_up), shard.computing():
                 shard.catch_up(catch_up)
         with self._on_others(inputs), shard.computing():
-            computed = shard.compute(inputs)
+            num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
+            return Begun(batch, num_tokens, shard.compute(inputs), prompts)
+
+    def draw(self, begun: Begun) -> Launched:
+        """Draw a step's tokens. What that needs is prepared while the device computes the logits.
+
+        Of sequences whose draws read tokens none may be in flight.
+        """
+        (batch, _, computed, prompts), shard = begun, self.shard
+        seqs, offsets = batch.sampling_seqs, batch.offsets
+        with shard.computing():
             kind, drafts = shard.device.type, known_drafts(batch, shard.table)
             draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
             token_ids, columns = shard.draw(computed, draws)
             reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
-            return Launched(batch, token_ids, reports, computed.prompt_logprobs + columns)
+            return Launched(begun, token_ids, reports, computed.prompt_logprobs + columns)
 
     def _on_others(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """A block that the other ranks take part in, with these inputs."""

@@ -109,15 +109,11 @@ class Scheduler:
     def must_wait(self, batch: Batch) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known."""
         speculator = self.speculator
-        if batch.drafts or any(seq.reads_tokens for seq in batch.sampling_seqs):
-            return True
-        if speculator is None:
-            return False
+        if batch.drafts or speculator is None:
+            return bool(batch.drafts)
         if not speculator.in_table:
             return speculator.wants(self.running, self._has_prompts())
-        if not batch.num_drafts or self.mixes or self._is_short_of_blocks():
-            return bool(batch.num_drafts)
-        return not all(seq.may_be_ahead for seq in self.running)
+        return bool(batch.num_drafts) and (self.mixes or self._is_short_of_blocks())
 
     def _is_short_of_blocks(self) -> bool:
         """Whether a decode step could lack blocks because earlier drafts may still be accepted.
@@ -141,12 +137,17 @@ class Scheduler:
         Tokens that it computes count as cached; tokens that it samples are pending.
         """
         for seq in batch.all_seqs:
+            if seq.status is SequenceStatus.FINISHED:  # by a token of the step before
+                batch.ends.append(0)
+                continue
             seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             batch.ends.append(end)
             if self.window is not None:
                 self.block_manager.pass_by(seq)
         for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
+            if seq.status is SequenceStatus.FINISHED:
+                continue
             seq.token_ids.append(PENDING)
             seq.num_pending_tokens += 1
             seq.num_possible_tokens += batch.num_drafts

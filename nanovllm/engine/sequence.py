@@ -115,8 +115,8 @@ class Sequence:
         if index:  # each sample draws from a stream of its own
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
-        # Whether its draws depend on the tokens before, so that none may be in flight; and whether
-        # these, or the reports of its tokens, are prepared for its position.
+        # Whether its draws depend on the tokens before; and whether these, or the reports of its
+        # tokens, are prepared for its position.
         self.reads_tokens = params.penalizes or bool(bad_words)
         asks = logprobs is not None and params.logprobs is not None
         self.must_be_known = self.reads_tokens or asks
@@ -184,12 +184,11 @@ class Sequence:
         return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
 
     @property
-    def may_be_ahead(self) -> bool:
-        """Whether a step with drafts may be launched after another before its tokens are known.
-
-        Else the host must know them, or how many there are, to prepare a draw or a report.
-        """
-        return not self.must_be_known and len(self.token_ids) >= self.min_num_tokens
+    def draw_waits(self) -> bool:
+        """Whether its next draw or report depends on tokens in flight, or on their number."""
+        if not self.num_possible_tokens:
+            return bool(self.num_pending_tokens) and self.reads_tokens
+        return self.must_be_known or len(self.token_ids) < self.min_num_tokens
 
     @property
     def ends_by_length(self) -> bool:

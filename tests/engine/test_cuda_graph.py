@@ -217,7 +217,7 @@ def test_a_replay_uploads_only_what_has_changed(
 def watch_the_cache(llm: LLM) -> Callable[[], int]:
     """Check after every decode step which slots were written; return a counter of steps."""
     runner = llm.model_runner
-    launch, block_size, steps = runner.launch, runner.shard.block_size, 0
+    begin, block_size, steps = runner.begin, runner.shard.block_size, 0
     cache = runner.shard.pool.cache
     assert cache is not None
 
@@ -225,7 +225,7 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
     def checking(batch: Batch) -> Any:
         nonlocal steps
         if batch.is_prefill:
-            return launch(batch)
+            return begin(batch)
         steps += 1
         real = [
             seq.block_table[seq.num_cached_tokens // block_size] * block_size
@@ -235,13 +235,13 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
         # A request that runs again may write the same values, so put others there.
         cache.flatten(2, 3)[:, :, real] = 77.0
         before = cache.clone()
-        token_ids = launch(batch)
+        begun = begin(batch)
         changed = (cache != before).any(-1).any(-1)  # [2, layers, blocks, block_size]
         for written in changed.flatten(2).flatten(0, 1):
             assert written.nonzero().flatten().tolist() == sorted(real)
-        return token_ids
+        return begun
 
-    runner.launch = checking  # type: ignore[method-assign]
+    runner.begin = checking  # type: ignore[method-assign]
     return lambda: steps
 
 
@@ -285,13 +285,13 @@ def test_stale_rows_do_not_affect_a_smaller_batch(
         use_graphs(llm)
         num_steps = watch_the_cache(llm)
         runner = llm.model_runner
-        launch = runner.launch
+        begin = runner.begin
 
         def poisoned(batch: Batch) -> Any:
             poison(llm)
-            return launch(batch)
+            return begin(batch)
 
-        runner.launch = poisoned  # type: ignore[method-assign]
+        runner.begin = poisoned  # type: ignore[method-assign]
         assert generate(llm, size) == expected[:size]
         assert num_steps() >= 3
 

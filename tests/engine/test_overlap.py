@@ -17,7 +17,7 @@ from reference import HARD, SMALL_POOL, audit_at_rest, make_llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.step.device_table import BUFFERS
-from nanovllm.engine.step.launched import Launched
+from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -143,13 +143,13 @@ def assert_alike(one: Any, other: Any) -> None:
 
 def count_rows(llm: LLM) -> list[int]:
     """Record how many tokens each step samples."""
-    launch, rows = llm.model_runner.launch, []
+    begin, rows = llm.model_runner.begin, []
 
-    def counting(batch: Batch) -> Launched:
+    def counting(batch: Batch) -> Begun:
         rows.append(len(batch.sampling_seqs))
-        return launch(batch)
+        return begin(batch)
 
-    llm.model_runner.launch = counting  # type: ignore[method-assign]
+    llm.model_runner.begin = counting  # type: ignore[method-assign]
     return rows
 
 
@@ -179,11 +179,11 @@ class SlowDevice:
     def __init__(self, llm: LLM, seconds: float) -> None:
         self.seconds = seconds
         self.free_at = 0.0
-        self.launch = llm.model_runner.launch
-        llm.model_runner.launch = self  # type: ignore[method-assign, assignment]
+        self.draw = llm.model_runner.draw
+        llm.model_runner.draw = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, batch: Batch) -> Any:
-        launched = self.launch(batch)
+    def __call__(self, begun: Begun) -> Any:
+        launched = self.draw(begun)
         self.free_at = done = max(time.perf_counter(), self.free_at) + self.seconds
         wait = launched.wait
 
@@ -244,7 +244,7 @@ def test_a_step_in_flight_is_dropped_after_an_error(
             llm.step()
         assert llm._launched is not None
         with monkeypatch.context() as patch:
-            patch.setattr(llm.model_runner, "launch", lambda *_: 1 / 0)
+            patch.setattr(llm.model_runner, "begin", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llm.generate([1], params, use_tqdm=False)
         outputs = []
@@ -252,6 +252,33 @@ def test_a_step_in_flight_is_dropped_after_an_error(
             outputs += llm.step()
         assert [(o["request_id"], o["token_ids"]) for o in outputs] == [(request_id, expected)]
         audit_at_rest(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [({}, False), ({"logprobs": 2}, False), ({"presence_penalty": 1.0}, True)],
+)
+def test_only_draws_that_read_tokens_wait_for_them(
+    options: dict[str, Any], waits: bool, model_dir: Path
+) -> None:
+    """The forward pass of a step begins before the tokens of the last one are known."""
+    with make_llm(model_dir, overlap=True) as llm:
+        runner, order = llm.model_runner, list[str]()
+        for name in ("begin", "draw", "wait"):
+            method = getattr(runner, name)
+
+            def noted(step: Any, name: str = name, method: Any = method) -> Any:
+                order.append(name)
+                return method(step)
+
+            setattr(runner, name, noted)
+        params = [
+            SamplingParams(max_tokens=9, ignore_eos=True),
+            SamplingParams(max_tokens=9, ignore_eos=True, **options),
+        ]
+        llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)
+        step = ["begin", "wait", "draw"] if waits else ["begin", "draw", "wait"]
+        assert order == ["begin", "draw", *step * 8, "wait"]
 
 
 def test_a_stream_reports_no_pending_tokens(model_dir: Path) -> None:
@@ -297,17 +324,17 @@ def test_the_device_table_has_more_buffers_than_steps_are_in_flight(
 ) -> None:
     """A buffer with a step's changes is used again when the device has read it."""
     with make_llm(model_dir, overlap=True, **SMALL_POOL) as llm:
-        launch, wait, counts = llm.model_runner.launch, llm.model_runner.wait, [0]
+        begin, wait, counts = llm.model_runner.begin, llm.model_runner.wait, [0]
 
-        def launched(batch: Batch) -> Launched:
+        def begun(batch: Batch) -> Begun:
             counts.append(counts[-1] + 1)
-            return launch(batch)
+            return begin(batch)
 
         def waited(step: Launched) -> list[int]:
             counts.append(counts[-1] - 1)
             return wait(step)
 
-        monkeypatch.setattr(llm.model_runner, "launch", launched)
+        monkeypatch.setattr(llm.model_runner, "begin", begun)
         monkeypatch.setattr(llm.model_runner, "wait", waited)
         llm.generate([[1, 2, 3]] * 9, SamplingParams(max_tokens=20, ignore_eos=True))
         assert max(counts) == 2 < BUFFERS

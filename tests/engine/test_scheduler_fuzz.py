@@ -125,6 +125,9 @@ class Simulation:
             if not self.overlap:
                 self.book(batch, sampled, drawn)
                 return
+            if before is not None and (batch.draws_wait or tokens[-1] == 0):  # it is drawn late
+                self.postprocess_late(*before)
+                before = None
             self.scheduler.advance(batch)
             self.in_flight = batch, sampled, drawn
         assert batch is not None or before is not None, "no progress"

@@ -9,8 +9,8 @@ from nanovllm.engine.step_size import Size
 # How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
 # takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
 FREE_TOKENS = 10
-# Where the host must know tokens, a step with drafts does not overlap with the next one. So the
-# host's part adds to the device's: seconds of a step, and of each query in it.
+# Where draws depend on drafts, the host waits for them, and then prepares the draws. So the host's
+# part adds to the device's: seconds of a step, and of each query in it.
 HOST_SECONDS, HOST_SECONDS_OF_QUERY = 120e-6, 35e-6
 # Where no draft pays, this share of the time goes to tries, at most.
 TRIED_SHARE = 0.02
@@ -34,7 +34,7 @@ class Costs(Protocol):
     ) -> Iterator[int]:
         """How many drafts each should have in a step of so many tokens without them.
 
-        `waits`: whether with drafts it waits for the tokens of the step before.
+        `waits`: whether its draws wait for the drafts to be known.
         """
 
 

@@ -82,7 +82,7 @@ class Speculator:
             self._quiet -= 1
             return 0
         candidates = [*map(self._candidate, seqs)]
-        waits = not all(seq.may_be_ahead for seq in seqs)
+        waits = any(seq.reads_tokens for seq in seqs)  # for the drafts, before it draws
         numbers = self.costs.worthwhile(candidates, len(seqs), waits)
         number = min(max(numbers), budget // len(seqs) - 1, MOST_DRAFTS // len(seqs))
         number = most_within(number, self.most_drafts)
@@ -142,7 +142,7 @@ class Speculator:
             blocks.publish(seq, end)
             if seq.finish_reason is not None:
                 continue  # a later step may count a token that the device has not computed
-            if not seq.num_possible_tokens:
+            if not seq.num_possible_tokens and not seq.num_scheduled_tokens:
                 blocks.shrink(seq, max(end, seq.num_cached_tokens))
             blocks.pass_by(seq)
 

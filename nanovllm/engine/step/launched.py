@@ -1,10 +1,22 @@
 """Launched: a step that the device computes, and its results in flight to the host."""
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.reports import Columns, Report, deliver
 from nanovllm.engine.step.transfer import download
+
+
+class Begun(NamedTuple):
+    """A step whose logits the device computes, and the reports on its prompts."""
+
+    batch: Batch
+    num_tokens: int
+    computed: Computed
+    prompts: list[Report]
 
 
 class Launched:
@@ -16,13 +28,12 @@ class Launched:
 
     def __init__(
         self,
-        batch: Batch,
+        begun: Begun,
         token_ids: torch.Tensor,
         reports: list[Report],
         columns: tuple[Columns, ...],
     ) -> None:
-        self.batch = batch
-        self.num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
+        self.batch, self.num_tokens = begun.batch, begun.num_tokens
         self._reports, self._columns = reports, columns
         self._host = download(token_ids)
         self._copied: torch.cuda.Event | None = None
