@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RankError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
 ]
@@ -32,6 +34,7 @@ _MODULES = {
     "RankError": "engine.ranks.errors",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "StructuredOutputs": "structured_outputs",
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
 }

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import get_args
 
 from nanovllm.outputs import EngineStats, FinishReason, RequestMetrics
 
@@ -93,7 +94,7 @@ class RequestMeter:
     """What is measured of requests when they end."""
 
     def __init__(self) -> None:
-        self.reasons: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
+        self.reasons: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.queue, self.first_token, self.each_token, self.whole = (
             Measured(SECONDS) for _ in range(4)
         )

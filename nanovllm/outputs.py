@@ -13,7 +13,7 @@ else:
         return lambda kind: kind
 
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass_transform(kw_only_default=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.structured_outputs import STRUCTURED, StructuredOutputs
 from nanovllm.utils.checks import (
     allowed_range,
     check_float,
@@ -157,6 +158,13 @@ class SamplingParams:
         "texts that may not be generated, with or without a space before them: the last token of"
         " a text may not follow its other tokens, unless `allowed_token_ids` leaves nothing else",
         TEXTS,
+        none=NOTHING,
+    )
+    structured_outputs: Mapping[str, Any] | StructuredOutputs | None = option(
+        None,
+        "what the output must be: JSON by a schema, a regular expression, a choice, a grammar; see"
+        " docs/structured.md",
+        STRUCTURED,
         none=NOTHING,
     )
     include_stop_str_in_output: bool = option(

@@ -43,7 +43,7 @@ def test_a_meter_counts_samples_and_leaves_out_what_did_not_happen() -> None:
     meter.add(times, 7, [(3, "stop"), (4, "abort")])
     assert (meter.prompt_tokens.sum, meter.generated_tokens.sum) == (7, 7)
     assert sum(meter.first_token.counts) == 0
-    assert meter.reasons == {"stop": 1, "length": 0, "abort": 1}
+    assert meter.reasons == {"stop": 1, "length": 0, "abort": 1, "error": 0}
 
 
 def test_metrics_of_finished_running_and_aborted_requests(model_dir: Path) -> None:

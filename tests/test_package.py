@@ -14,7 +14,10 @@ import nanovllm
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-HEAVY = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy", "huggingface_hub")
+HEAVY = (
+    "torch", "transformers", "triton", "tokenizers", "safetensors", "numpy", "huggingface_hub",
+    "llguidance",
+)  # fmt: skip
 SCHEDULER_SIDE = (
     "scheduler", "block_manager", "forecast", "sequence", "batch", "engine_config", "speculative",
     "speculative.speculator",
@@ -23,8 +26,8 @@ SCHEDULER_SIDE = (
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
     ("utils",),
-    ("config", "sampling_params", "speculative_config", "vllm_names", "prompts", "outputs",
-     "metrics", "embedded"),
+    ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
+     "prompts", "outputs", "metrics", "embedded"),
     ("kernels",), ("layers",),
     ("models",), ("engine",), ("llm",), ("openai",), ("batch",), ("ray",), ("bench",), ("command",),
 )  # fmt: skip
@@ -35,6 +38,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.utils": HEAVY,
     "nanovllm.config": HEAVY,
     "nanovllm.sampling_params": HEAVY,
+    "nanovllm.structured_outputs": HEAVY,
     "nanovllm.speculative_config": HEAVY,
     "nanovllm.prompts": HEAVY,
     "nanovllm.outputs": HEAVY,
@@ -240,8 +244,8 @@ def test_imports_are_resolved(tmp_path: Path) -> None:
 def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
-        "LLM", "CompletionOutput", "RankError", "RequestOutput", "SamplingParams", "TextPrompt",
-        "TokensPrompt",
+        "LLM", "CompletionOutput", "RankError", "RequestOutput", "SamplingParams",
+        "StructuredOutputs", "TextPrompt", "TokensPrompt",
     }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     assert {*nanovllm.__all__, "__version__"} <= set(dir(nanovllm)), "what notebooks complete"

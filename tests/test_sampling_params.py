@@ -72,6 +72,9 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         "a list of token ids",
         [(5, TypeError), ("12", TypeError), (True, TypeError)],
     ),
+    "structured_outputs": (
+        "a StructuredOutputs or a dict of its options", [(5, TypeError), ("json", TypeError)]
+    ),
 }  # fmt: skip
 CASES = [
     pytest.param(name, allowed, value, error, id=f"{name}={value!r:.12}")
@@ -145,7 +148,7 @@ def test_defaults_are_the_documented_ones_and_valid() -> None:
         "n": 1, "logprobs": None, "prompt_logprobs": None, "repetition_penalty": 1.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None,
         "allowed_token_ids": None, "bad_words": None, "include_stop_str_in_output": False,
-        "skip_special_tokens": True, "priority": 0,
+        "skip_special_tokens": True, "priority": 0, "structured_outputs": None,
     }  # fmt: skip
     assert SamplingParams(**defaults) == SamplingParams()
     assert dataclasses.asdict(SamplingParams()) == defaults

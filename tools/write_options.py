@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import NOTHING, OtherName, options_of
 from nanovllm.vllm_names import ENGINE as ENGINE_NAMES
 from nanovllm.vllm_names import SAMPLING as SAMPLING_NAMES
@@ -51,8 +52,16 @@ SAMPLING = """\
 ## Sampling
 
 `SamplingParams(...)` takes its fields by name only. They apply in this order: `allowed_token_ids`,
-`bad_words`, `min_tokens`, `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`. Each
-one applies to what the one before it has left. They do not affect the other requests of a batch.
+`bad_words`, `min_tokens`, `logit_bias`, penalties, `structured_outputs`, `temperature`, `min_p`,
+`top_k`, `top_p`. Each one applies to what the one before it has left. They do not affect the other
+requests of a batch.
+"""
+
+STRUCTURED = """\
+## Structured outputs
+
+`SamplingParams(structured_outputs=StructuredOutputs(...))`, or a dict of these names. Just one of
+the first six is given; [structured](structured.md) explains them.
 """
 
 HEADER = "| name | default | allowed | meaning |\n|---|---|---|---|\n"
@@ -60,7 +69,10 @@ HEADER = "| name | default | allowed | meaning |\n|---|---|---|---|\n"
 
 def page() -> str:
     """The text of docs/options.md."""
-    parts = (INTRODUCTION, ENGINE, table(Config), SAMPLING, table(SamplingParams))
+    parts = (
+        INTRODUCTION, ENGINE, table(Config), SAMPLING, table(SamplingParams), STRUCTURED,
+        table(StructuredOutputs),
+    )  # fmt: skip
     return "\n".join(parts)
 
 

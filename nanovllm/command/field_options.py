@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.speculative_config import SpeculativeConfig
+from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import NOTHING, Option, options_of
@@ -20,7 +21,9 @@ from nanovllm.utils.option import NOTHING, Option, options_of
 OTHER_NAMES: dict[tuple[type, str], str] = {
     (Config, "seed"): "engine_seed"
 }  # `--seed` is a request's or a workload's
-SPECULATE = """--speculative-config '{"method": "ngram"}'"""  # as a shell takes it
+# As a shell takes them.
+SPECULATE = """--speculative-config '{"method": "ngram"}'"""
+STRUCTURE = """--structured-outputs '{"choice": ["yes", "no"]}'"""
 
 
 def token_ids(text: str) -> list[int]:
@@ -39,13 +42,17 @@ def biases(text: str) -> dict[int, float]:
     return found
 
 
-def speculation(text: str) -> Any:
-    """Parse JSON; the error for other text shows what to write."""
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        message = f"cannot read {shorten(text)} as JSON: {error}; an example is {SPECULATE}"
-        raise argparse.ArgumentTypeError(message) from None
+def json_reader(example: str) -> Callable[[str], Any]:
+    """Parses JSON; the error for other text shows what to write."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            message = f"cannot read {shorten(text)} as JSON: {error}; an example is {example}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return read
 
 
 # For each field type: how an option's text is parsed, and the placeholder for it in the help.
@@ -56,7 +63,8 @@ READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     Iterable[int]: (token_ids, "ID,..."),
     Iterable[str]: (str, "TEXT"),
     Mapping[int, float]: (biases, "ID=BIAS,..."),
-    SpeculativeConfig: (speculation, "JSON"),
+    SpeculativeConfig: (json_reader(SPECULATE), "JSON"),
+    StructuredOutputs: (json_reader(STRUCTURE), "JSON"),
 }
 
 

@@ -181,8 +181,10 @@ class Scheduler:
             if token_id in seq.stop_token_ids:
                 seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
                 finished.append(seq)
-            elif seq.followers and (stop := seq.follow()) is not None:
-                seq.finish("stop", stop)
+            elif seq.followers and (end := seq.follow()) is not None:
+                if end.reason == "error":
+                    seq.token_ids.pop(index)
+                seq.finish(*end)
                 finished.append(seq)
             elif index + 1 >= seq.max_num_tokens:
                 seq.finish("length")

@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -20,11 +20,18 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+class End(NamedTuple):
+    """How a follower ends a sequence. An "error" is a last token that may not be there."""
+
+    reason: FinishReason
+    stop_reason: str | None = None
+
+
 class Follower(Protocol):
     """What is kept beside a sequence's tokens and follows them: a text, counts, a grammar."""
 
-    def update(self, seq: "Sequence") -> str | None:
-        """Catch up with the known tokens. Returns the stop that they complete, if any."""
+    def update(self, seq: "Sequence") -> End | None:
+        """Catch up with the known tokens. Returns the end that they bring, if any."""
 
     def reset(self) -> None:
         """Drop what an interrupt may have left half done; the next `update` restores it."""
@@ -41,7 +48,7 @@ class Sequence:
     so many more may come. Until then lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
-    the text and the token counts that are kept, if any.
+    the constraint, the text and the token counts that are kept, if any.
     """
 
     __slots__ = (
@@ -49,6 +56,7 @@ class Sequence:
         "bad_words",
         "block_hashes",
         "block_table",
+        "constraint",
         "counts",
         "eos_token_ids",
         "finish_reason",
@@ -99,6 +107,7 @@ class Sequence:
         text: Any = None,
         counts: Any = None,
         logprobs: Any = None,
+        constraint: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
@@ -109,19 +118,20 @@ class Sequence:
         self.params = params
         self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
-        self.narrows = params.narrows or bool(bad_words)
+        self.narrows = params.narrows or bool(bad_words) or constraint is not None
         self.temperature = params.temperature
         self.seed = default_seed if params.seed is None else params.seed
         if index:  # each sample draws from a stream of its own
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
+        self.constraint = constraint
         # Whether its draws depend on the tokens before; and whether these, or the reports of its
         # tokens, are prepared for its position.
-        self.reads_tokens = params.penalizes or bool(bad_words)
+        self.reads_tokens = params.penalizes or bool(bad_words) or constraint is not None
         asks = logprobs is not None and params.logprobs is not None
         self.must_be_known = self.reads_tokens or asks
         self.pace: Any = None  # of its drafts, from the first one on
-        followers: tuple[Follower | None, ...] = (text, counts)
+        followers: tuple[Follower | None, ...] = (constraint, text, counts)
         self.followers = tuple(follower for follower in followers if follower is not None)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -239,12 +249,10 @@ class Sequence:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def follow(self) -> str | None:
-        """Update the followers; returns the stop that one of them found."""
-        stop = None
-        for follower in self.followers:
-            stop = follower.update(self) or stop
-        return stop
+    def follow(self) -> End | None:
+        """Update the followers; returns the first end that one of them found."""
+        ends = [follower.update(self) for follower in self.followers]
+        return next((end for end in ends if end is not None), None)
 
     def drop_pending(self) -> None:
         """Remove the tokens in flight. An interrupt may have left their number wrong."""

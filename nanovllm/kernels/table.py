@@ -13,6 +13,7 @@ from nanovllm.kernels.plain import (
     experts,
     guess_inputs,
     guess_ngrams,
+    mask,
     norm_rope_store,
     quantized_linear,
     read_table,
@@ -57,7 +58,8 @@ class Kernels:
         tuple[Tensor, Tensor, Tensor],
     ]
     store_kvcache: Callable[[Tensor, Tensor, KVLayer, Tensor], tuple[Tensor, Tensor]]
-    sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+    sample: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+    mask: Callable[[Tensor, Tensor], None]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int, int], Decoding]
@@ -83,6 +85,7 @@ PLAIN = Kernels(
     norm_rope_store=norm_rope_store.norm_rope_store,
     store_kvcache=store_kvcache.store_kvcache,
     sample=sample.sample,
+    mask=mask.mask,
     draw=draw.draw,
     experts=experts.experts,
     read_table=read_table.read_table,
@@ -104,6 +107,7 @@ def triton_kernels() -> Kernels:
         few_rows,
         guess_inputs,
         guess_ngrams,
+        mask,
         norm_rope_store,
         quantized_linear,
         read_table,
@@ -124,6 +128,7 @@ def triton_kernels() -> Kernels:
         norm_rope_store=norm_rope_store.norm_rope_store,
         store_kvcache=store_kvcache.store_kvcache,
         sample=sample.sample,
+        mask=mask.mask,
         draw=draw.draw,
         experts=experts.experts,
         read_table=read_table.read_table,
@@ -142,7 +147,14 @@ def triton_kernels() -> Kernels:
 
 def cpu_kernels() -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
-    from nanovllm.kernels.cpu import norm_rope_store, read_table, rms_norm, sample, silu_and_mul
+    from nanovllm.kernels.cpu import (
+        mask,
+        norm_rope_store,
+        read_table,
+        rms_norm,
+        sample,
+        silu_and_mul,
+    )
     from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
 
     return replace(
@@ -153,6 +165,7 @@ def cpu_kernels() -> Kernels:
         silu_and_mul=silu_and_mul.silu_and_mul,
         norm_rope_store=norm_rope_store.norm_rope_store,
         sample=sample.sample,
+        mask=mask.mask,
         read_table=read_table.read_table,
         arrange=arrange,
         arrange_plain=arrange_plain,

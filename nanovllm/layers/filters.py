@@ -1,8 +1,8 @@
 """Filters: per-row options that change the logits before sampling. R rows that use any, V tokens.
 
 The order is: allowed ids, forbidden ids, biases, penalties, all of which `narrow` writes into the
-logits (minus infinity for an excluded token); then, for rows that are not greedy, the cuts of
-`draw`.
+logits (minus infinity for an excluded token); then the masks of constraints; then, for rows that
+are not greedy, the cuts of `draw`.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Penalties:
 class Filters:
     """The filters of the rows `rows` [R] of a batch, ascending. None: no row uses that filter.
 
-    The other fields index rows within these R. If `cuts` is set, it applies to all R rows.
+    The other fields index rows within these R. `masks` [R, W] and `cuts` apply to all R rows.
     """
 
     rows: torch.Tensor
@@ -43,6 +43,7 @@ class Filters:
     forbidden: Entries | None = None
     biases: tuple[Entries, torch.Tensor] | None = None
     penalties: Penalties | None = None
+    masks: torch.Tensor | None = None  # in int32, a bit for each token that may come
     cuts: Cuts | None = None
 
     @property
@@ -53,7 +54,7 @@ class Filters:
 
 
 def narrow(logits: torch.Tensor, filters: Filters) -> None:
-    """Apply all filters except the cuts to logits [R, V] in float32, in place. Does not sync."""
+    """Apply all filters but masks and cuts to logits [R, V] in float32, in place. Does not sync."""
     if filters.allowed is not None:
         rows, entries = filters.allowed
         kept = logits[entries]

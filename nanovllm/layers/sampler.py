@@ -32,7 +32,7 @@ class Sampler(nn.Module):
         """
         if token_ids is None:
             if sum(len(part.rows) for part in filters) < len(logits):
-                token_ids = self.kernels.sample(logits, temperatures, keys)
+                token_ids = self.kernels.sample(logits, temperatures, keys, None)
             else:
                 token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for part in filters:
@@ -54,5 +54,8 @@ class Sampler(nn.Module):
             logits = logits.to(torch.float32, copy=True)
             narrow(logits, part)
         if part.cuts is None or temperatures is None or keys is None:
-            return self.kernels.sample(logits, temperatures, keys)
+            return self.kernels.sample(logits, temperatures, keys, part.masks)
+        if part.masks is not None:
+            logits = logits if part.writes else logits.to(torch.float32, copy=True)
+            self.kernels.mask(logits, part.masks)
         return self.kernels.draw(logits, temperatures, keys, part.cuts)

@@ -6,6 +6,8 @@ from typing import Any
 import xxhash
 
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.constraint import Constraint
+from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import Request
@@ -14,6 +16,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import as_list, check_int, check_text, shorten
 
 
@@ -40,9 +43,10 @@ class Intake:
         # The ids that the model can produce; a tokenizer may have more.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
         self._num_requests = 0
+        self._grammars = Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
 
     def accept(self, prompt: Prompt, params: SamplingParams) -> Accepted:
-        """Encode the prompt. A prompt or parameter that does not fit the model raises."""
+        """Encode the prompt, compile a constraint. What does not fit the model raises."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
         self._check_params(params)
@@ -85,6 +89,7 @@ class Intake:
                 text=OutputText(self.tokenizer, params) if streams or params.stop else None,
                 counts=TokenCounts() if params.penalizes else None,
                 logprobs=Logprobs() if _reports(params) else None,
+                constraint=self._constraint(params),
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]
@@ -107,6 +112,15 @@ class Intake:
                 )
         if params.allowed_token_ids is not None:
             self._check_allowed(params)
+        self._constraint(params)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        """A new follower for `structured_outputs`, if that is asked for; raises if it is wrong."""
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        assert isinstance(asked, StructuredOutputs)
+        return self._grammars.constraint(asked, () if params.ignore_eos else self.eos_token_ids)
 
     def _check_allowed(self, params: SamplingParams) -> None:
         """Refuse a list in which no token may come first."""

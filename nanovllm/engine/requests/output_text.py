@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import End, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -34,8 +34,8 @@ class OutputText:
         self._detokenizer: Detokenizer | None
         self.reset()
 
-    def update(self, seq: Sequence) -> str | None:
-        """Add the tokens that are new; return the stop that the text has reached, if any.
+    def update(self, seq: Sequence) -> End | None:
+        """Add the tokens that are new; return the end at the stop that is reached, if any.
 
         Text before `min_tokens` stops nothing.
         """
@@ -47,7 +47,7 @@ class OutputText:
                 if self._detokenizer is not None:
                     piece = self._detokenizer.add(seq.token_ids[index])
                     self._add(piece, index >= seq.min_num_tokens)
-        return self.stop
+        return None if self.stop is None else End("stop", self.stop)
 
     def finish(self, seq: Sequence) -> str:
         """Add the tokens that are left, and return the whole text."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import xxhash
 
+from nanovllm.engine.requests.constraint import fill_masks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
@@ -80,7 +81,8 @@ def _parts(draws: dict[int, Draw], vocab_size: int, device_type: str) -> list[Fi
     """The filters of narrowed rows, rows with the same kinds together."""
     alike: dict[tuple[bool, ...], list[int]] = {}
     for row, (seq, _) in draws.items():
-        alike.setdefault(_kind(seq.params, vocab_size), []).append(row)
+        kind = seq.constraint is not None, *_kind(seq.params, vocab_size)
+        alike.setdefault(kind, []).append(row)
     size = rows_narrowed_together(vocab_size, device_type)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
@@ -116,6 +118,8 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int) -> Filters:
     if allowed:
         rows_with_list = np.array([row for row, _ in allowed])
         filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
+    if seqs[0].constraint is not None:
+        filters.masks = _masks(draws, vocab_size)
     forbidden = [(row, ids) for row, draw in enumerate(draws) if (ids := _forbidden(*draw))]
     if forbidden:
         filters.forbidden = _entries(forbidden)
@@ -140,6 +144,14 @@ def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> Entries:
     pairs = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
     rows, ids = np.array(pairs, np.int64).T.copy()
     return torch.from_numpy(rows), torch.from_numpy(ids)
+
+
+def _masks(draws: list[Draw], vocab_size: int) -> torch.Tensor:
+    """The bitmaps of what constraints allow after the drafts."""
+    for seq, _ in draws:
+        seq.constraint.update(seq)
+    masks = fill_masks([(seq.constraint, drafts) for seq, drafts in draws], vocab_size)
+    return torch.from_numpy(masks)
 
 
 def _penalties(draws: list[Draw]) -> Penalties:

@@ -26,6 +26,7 @@ EXPORT(silu_and_mul)
 EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)
+EXPORT(mask)
 
 // What has no tensor types, and the sizes that Python needs.
 extern "C" {

@@ -40,7 +40,8 @@ ARGUMENTS = {
     "norm_rope_store_codes": "pippippfpppppppffipiiiiii",
     "attention": "p",
     "attention_codes": "p",
-    "sample": "pipppppiii",
+    "sample": "pipppipppiii",
+    "mask": "pipiiii",
     "read_table": "ppppppppppiiii",
     "tiled_linear": "ppippii",
 }

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.triton.mask import bits_of
 from nanovllm.kernels.triton.noise import log_exponential
 
 BLOCK = 1024  # tokens that a program reads together
@@ -17,8 +18,9 @@ PROGRAMS = 4096  # about as many as are launched: a few rows, in pieces, fill th
 
 @triton.jit(do_not_specialize=["blocks"])
 def _sample_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, temperatures_ptr, keys_ptr, best_ptr, ids_ptr, logits_stride, vocab_size, blocks,
-    first_id, RACE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, temperatures_ptr, keys_ptr, masks_ptr, best_ptr, ids_ptr, logits_stride,
+    masks_stride, vocab_size, blocks, first_id,
+    RACE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program finds the first best token of one piece of one row: `blocks` blocks.
 
@@ -36,7 +38,10 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     for first in range(start, end, BLOCK):
         ids = first + n
         at = logits_ptr + row * logits_stride + ids
-        score = tl.load(at, mask=ids < end, other=-float("inf")).to(tl.float32)
+        inside = ids < end
+        if MASKED:
+            inside = bits_of(masks_ptr + row * masks_stride, ids, inside)
+        score = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
         if RACE:  # noqa: SIM102
             if temperature > 0:
                 score = score - temperature * log_exponential(key, first_id + ids)
@@ -65,10 +70,13 @@ def _first_best_kernel(  # type: ignore[no-untyped-def]
 
 
 def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor | None, keys: torch.Tensor | None
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Token ids [B] for logits [B, V], as the twin defines them. Reads the logits once."""
-    best, ids = race_pieces(logits, temperatures, keys)
+    best, ids = race_pieces(logits, temperatures, keys, masks=masks)
     num_rows, pieces = best.shape
     out = logits.new_empty(num_rows, dtype=torch.int64)
     largest = most_pieces(logits.shape[1])
@@ -88,6 +96,7 @@ def race_pieces(
     temperatures: torch.Tensor | None,
     keys: torch.Tensor | None,
     first_id: int = 0,
+    masks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best score and its first token, of each piece of each row: [B, pieces] both.
 
@@ -100,9 +109,12 @@ def race_pieces(
     pieces = cdiv(row_blocks, blocks)
     best = logits.new_empty(num_rows, pieces, dtype=torch.float32)
     ids = logits.new_empty(num_rows, pieces, dtype=torch.int32)
-    race = temperatures is not None and keys is not None
+    race, masked = temperatures is not None and keys is not None, masks is not None
+    assert masks is None or masks.stride(1) == 1
     _sample_kernel[(num_rows, pieces)](
-        logits, temperatures if race else logits, keys if race else logits, best, ids,
-        logits.stride(0), vocab_size, blocks, first_id, RACE=race, BLOCK=BLOCK, num_warps=4,
+        logits, temperatures if race else logits, keys if race else logits,
+        logits if masks is None else masks, best, ids, logits.stride(0),
+        0 if masks is None else masks.stride(0), vocab_size, blocks, first_id,
+        RACE=race, MASKED=masked, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return best, ids

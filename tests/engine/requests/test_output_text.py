@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.output_text import OutputText
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import End, Sequence
 
 TOKENIZER = byte_tokenizer()
 
@@ -99,7 +99,7 @@ def test_a_token_taken_back_leaves_the_text() -> None:
     params = SamplingParams(stop="b")
     text, seq = OutputText(Words(["a", "b", "c"]), params), Sequence([0], params)
     seq.token_ids += [0, 1]
-    assert text.update(seq) == "b"
+    assert text.update(seq) == End("stop", "b")
     seq.token_ids.pop()
     assert text.update(seq) is None
     seq.token_ids.append(2)

@@ -1,0 +1,136 @@
+"""Constraint: which tokens may come next, by a grammar that llguidance follows."""
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.engine.sequence import End, Sequence
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+ALONE = 4  # masks that one thread fills sooner than several
+NO_TOKEN = (
+    "structured_outputs leave no token to draw beside the request's other parameters, such as"
+    " min_tokens, allowed_token_ids and bad_words"
+)
+
+
+class FreeText:
+    """The free text before a constraint: it ends with the token that completes `marker`."""
+
+    def __init__(self, marker: bytes, token_bytes: Any) -> None:
+        self._marker, self._bytes_of = marker, token_bytes
+        self._last = b""
+
+    def ends(self, token_ids: Iterable[int]) -> int | None:
+        """After how many of these tokens it ends, which it then has; None if it goes on."""
+        for number, token_id in enumerate(token_ids, start=1):
+            self._last += self._bytes_of(token_id)
+            if self._marker in self._last:
+                return number
+            self._last = self._last[-len(self._marker) :]
+        return None
+
+    def copy(self) -> "FreeText":
+        """Another one that has read the same."""
+        other = FreeText(self._marker, self._bytes_of)
+        other._last = self._last
+        return other
+
+
+class Constraint:
+    """A follower that allows the tokens that continue the output by a grammar.
+
+    The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar,
+    `excluded` are tokens that may not come although it allows them, and `free` is the text before
+    the constraint begins, if there is one.
+    """
+
+    _matcher: "LLMatcher"
+    _free: FreeText | None
+    _num_tokens: int  # of the output, that are followed
+
+    def __init__(
+        self, matcher: "LLMatcher", excluded: Iterable[int] = (), free: FreeText | None = None
+    ) -> None:
+        self._start, self._start_text = matcher, free
+        self.excluded = tuple(excluded)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over: the next `update` follows every token of the output."""
+        self._matcher = self._start.deep_copy()
+        self._free = self._start_text and self._start_text.copy()
+        self._num_tokens = 0
+
+    def update(self, seq: Sequence) -> End | None:
+        """Follow the tokens that are new. Returns the end that they bring, if any.
+
+        A token that the grammar does not allow was drawn because no other was left.
+        """
+        number = seq.num_known_tokens - seq.num_prompt_tokens
+        if number < self._num_tokens:  # one was taken back
+            self.reset()
+        new = seq.token_ids[seq.num_prompt_tokens + self._num_tokens : seq.num_known_tokens]
+        self._num_tokens = number
+        if self._free is not None:
+            ended = self._free.ends(new)
+            if ended is None:
+                return None
+            self._free, new = None, new[ended:]
+        if self._matcher.is_error():
+            return End("error", f"structured_outputs: {reason_of(self._matcher)}")
+        if self._matcher.try_consume_tokens(new) < len(new):
+            return End("error", NO_TOKEN)
+        ends = self._matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
+        return End("stop") if ends else None
+
+    def after(self, drafts: list[int]) -> "LLMatcher | None":
+        """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
+        if self._free is None and not drafts:
+            return self._matcher
+        if self._free is not None:
+            ended = self._free.copy().ends(drafts)
+            if ended is None:
+                return None
+            drafts = drafts[ended:]
+        matcher = self._matcher.deep_copy()
+        return matcher if matcher.try_consume_tokens(drafts) == len(drafts) else None
+
+
+def reason_of(matcher: "LLMatcher") -> str:
+    """Why a matcher has failed, in a line or a few."""
+    return str(matcher.get_error()).split("\n<state>")[0].strip()
+
+
+def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Bitmaps [n, V / 32 rounded up] of the tokens that each constraint allows after its drafts.
+
+    Bit i % 32 of word i // 32 is set if token i may come.
+    """
+    masks = np.full((len(asked), -(-vocab_size // 32)), -1, np.int32)
+    jobs = [
+        (matcher, row)
+        for row, (constraint, drafts) in enumerate(asked)
+        if (matcher := constraint.after(drafts)) is not None
+    ]
+    if len(jobs) > ALONE:
+        _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
+    else:
+        for matcher, row in jobs:
+            matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
+    for row, (constraint, _) in enumerate(asked):
+        for token_id in constraint.excluded:
+            masks.view(np.uint32)[row, token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return masks
+
+
+@functools.cache
+def _executor() -> "LLExecutor":
+    from llguidance import LLExecutor
+
+    return LLExecutor()

@@ -1,0 +1,152 @@
+"""StructuredOutputs: what a request's output must be, so that a program can read it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.utils.checks import check_text, check_texts, shorten
+from nanovllm.utils.json_text import parse_json
+from nanovllm.utils.option import (
+    NOTHING,
+    TRUE_OR_FALSE,
+    OtherName,
+    Rule,
+    by_name,
+    check_options,
+    option,
+)
+
+OTHER_NAMES = {
+    "backend": OtherName((None,), "llguidance makes all constraints"),
+    "disable_fallback": OtherName((False, True), "llguidance makes all constraints"),
+    "disable_additional_properties": OtherName(
+        (False,), "write `additionalProperties` into the schema"
+    ),
+}
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+def _json_text(name: str, value: Any) -> str:
+    """A JSON value as text; the order of names stays, as it is the order of the output's."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise ValueError(f"{name} is not valid JSON: {error}") from None
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+
+
+def _check_schema(name: str, value: Any) -> str:
+    to_schema = getattr(value, "model_json_schema", None)
+    if to_schema is not None:
+        value = to_schema()
+    if not isinstance(value, str | Mapping | bool):
+        raise TypeError(f"{name} must be {SCHEMA.allowed}, got {shorten(value)}")
+    text = _json_text(name, value)
+    if text[0] not in "{tf":
+        raise ValueError(f"{name} must be {SCHEMA.allowed}, got {shorten(value)}")
+    return text
+
+
+def _check_tag(name: str, value: Any) -> str:
+    if not isinstance(value, str | Mapping):
+        raise TypeError(f"{name} must be {TAG.allowed}, got {shorten(value)}")
+    return _json_text(name, value)
+
+
+def _check_some_text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name} must be a text that is not empty, got {shorten(value)}")
+    check_text(name, value)
+    return value
+
+
+def _check_choice(name: str, value: Any) -> tuple[str, ...]:
+    texts = check_texts(name, value)
+    if not texts:
+        raise ValueError(f"{name} must be {CHOICE.allowed}, got none")
+    return texts
+
+
+SCHEMA = Rule(_check_schema, "a JSON schema as a dict or a text, or a pydantic model")
+SOME_TEXT = Rule(_check_some_text, "a text that is not empty")
+CHOICE = Rule(_check_choice, "a list of texts that is not empty")
+TAG = Rule(_check_tag, "a dict or its JSON text")
+
+
+@by_name("structured output option", OTHER_NAMES)
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What the output must be: just one of the first six; docs/structured.md explains them."""
+
+    json: Any = option(None, "JSON that this schema describes", SCHEMA, none=NOTHING)
+    json_object: bool = option(False, "any JSON object", TRUE_OR_FALSE)
+    regex: str | None = option(
+        None, "a text that this regular expression matches as a whole", SOME_TEXT, none=NOTHING
+    )
+    choice: Any = option(None, "one of these texts", CHOICE, none=NOTHING)
+    grammar: str | None = option(
+        None,
+        "a text of this grammar: llguidance's Lark, or GBNF, which has ::= in its rules",
+        SOME_TEXT,
+        none=NOTHING,
+    )
+    structural_tag: Any = option(
+        None,
+        'free text with tagged parts, each by a schema: `{"triggers": [...], "structures":'
+        ' [{"begin": ..., "schema": ..., "end": ...}]}`',
+        TAG,
+        none=NOTHING,
+    )
+    disable_any_whitespace: bool = option(
+        False, "of JSON: no whitespace between its parts", TRUE_OR_FALSE
+    )
+    whitespace_pattern: str | None = option(
+        None,
+        "of JSON: a regular expression for the whitespace between its parts",
+        SOME_TEXT,
+        none="any whitespace",
+    )
+    after: str | None = option(
+        None,
+        "a text, such as `</think>`, that the model may write anything before: the constraint"
+        " begins with the token behind it",
+        SOME_TEXT,
+        none="the constraint holds from the start",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ValueError(f"just one of {', '.join(KINDS)} must be given, got {got}")
+        spaced = self.disable_any_whitespace or self.whitespace_pattern is not None
+        if spaced and not self.kind.startswith("json"):
+            raise ValueError(f"whitespace options are for json and json_object, not {self.kind}")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError("give one of disable_any_whitespace and whitespace_pattern")
+
+    @property
+    def kind(self) -> str:
+        """Which one of the kinds it is."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+
+def check_structured_outputs(name: str, value: Any) -> StructuredOutputs:
+    """A StructuredOutputs, as it is or made of a dict."""
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be {STRUCTURED.allowed}, got {shorten(value)}")
+    try:
+        return StructuredOutputs(**value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+STRUCTURED = Rule(check_structured_outputs, "a StructuredOutputs or a dict of its options")
