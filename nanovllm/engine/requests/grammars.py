@@ -41,7 +41,8 @@ class Grammars:
         free = None
         if asked.after is not None:
             free = FreeText(asked.after.encode(), lambda i: tokenizer.decode_bytes([i]))
-        return Constraint(matcher, set(tokenizer.eos_tokens).difference(ends), free)
+        excluded = set(tokenizer.eos_tokens).difference(ends)
+        return Constraint(matcher, tokenizer.vocab_size, excluded, free)
 
     def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
         from llguidance import LLMatcher
@@ -87,6 +88,9 @@ def _grammar(asked: StructuredOutputs) -> str:
 
     if asked.kind in ("json", "json_object"):
         schema = asked.json or '{"type":"object"}'
+        if schema == "false":
+            raise ValueError("there is nothing that the schema false allows")
+        schema = "{}" if schema == "true" else schema
         options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
             options["whitespace_pattern"] = asked.whitespace_pattern
@@ -128,7 +132,8 @@ def _objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """All objects of a JSON value, with their places."""
     if isinstance(value, dict):
         yield path, value
-    items = value.items() if isinstance(value, dict) else enumerate(value)
+        items = list(value.items())
+    else:
+        items = list(enumerate(value)) if isinstance(value, list) else []
     for name, part in items:
-        if isinstance(part, dict | list):
-            yield from _objects(part, f"{path}/{name}")
+        yield from _objects(part, f"{path}/{name}")
