@@ -45,9 +45,9 @@ class FreeText:
 class Constraint:
     """A follower that allows the tokens that continue the output by a grammar.
 
-    The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar,
-    `excluded` are tokens that may not come although it allows them, and `free` is the text before
-    the constraint begins, if there is one.
+    The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar
+    and has a vocabulary of `num_tokens`, `excluded` are tokens that may not come although it allows
+    them, and `free` is the text before the constraint begins, if there is one.
     """
 
     _matcher: "LLMatcher"
@@ -55,9 +55,14 @@ class Constraint:
     _num_tokens: int  # of the output, that are followed
 
     def __init__(
-        self, matcher: "LLMatcher", excluded: Iterable[int] = (), free: FreeText | None = None
+        self,
+        matcher: "LLMatcher",
+        num_tokens: int,
+        excluded: Iterable[int] = (),
+        free: FreeText | None = None,
     ) -> None:
         self._start, self._start_text = matcher, free
+        self.num_tokens = num_tokens
         self.excluded = tuple(excluded)
         self.reset()
 
@@ -112,7 +117,8 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> np
 
     Bit i % 32 of word i // 32 is set if token i may come.
     """
-    masks = np.full((len(asked), -(-vocab_size // 32)), -1, np.int32)
+    num_tokens = max(constraint.num_tokens for constraint, _ in asked)
+    masks = np.full((len(asked), -(-num_tokens // 32)), -1, np.int32)
     jobs = [
         (matcher, row)
         for row, (constraint, drafts) in enumerate(asked)
@@ -123,10 +129,13 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> np
     else:
         for matcher, row in jobs:
             matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
+    for matcher, row in jobs:
+        if matcher.is_error():  # it lets the text end where it cannot go on
+            masks[row] = 0
     for row, (constraint, _) in enumerate(asked):
         for token_id in constraint.excluded:
             masks.view(np.uint32)[row, token_id // 32] &= ~np.uint32(1 << token_id % 32)
-    return masks
+    return np.ascontiguousarray(masks[:, : -(-vocab_size // 32)])
 
 
 @functools.cache
