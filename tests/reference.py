@@ -6,6 +6,7 @@ out; five of six always remain.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,13 @@ class Fp8Cache(DynamicCache):
 
 
 @torch.inference_mode()
-def reference_logits(model: Any, prompts: list[list[int]], fp8: bool = False) -> torch.Tensor:
-    """Logits [prompts, NUM_STEPS, vocab] of the greedy continuations."""
+def reference_logits(
+    model: Any,
+    prompts: list[list[int]],
+    fp8: bool = False,
+    narrow: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+) -> torch.Tensor:
+    """Logits [prompts, NUM_STEPS, vocab] of the greedy continuations, after `narrow`."""
     longest = max(map(len, prompts))
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
@@ -114,7 +120,7 @@ def reference_logits(model: Any, prompts: list[list[int]], fp8: bool = False) ->
             ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
         cache = out.past_key_values
-        steps.append(out.logits[:, -1])
+        steps.append(narrow(out.logits[:, -1]))
         ids = steps[-1].argmax(-1, keepdim=True)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         positions = positions[:, -1:] + 1

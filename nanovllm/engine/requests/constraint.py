@@ -12,6 +12,7 @@ from nanovllm.engine.sequence import End, Sequence
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
+WORD = 32  # bits
 ALONE = 4  # masks that one thread fills sooner than several
 NO_TOKEN = (
     "structured_outputs leave no token to draw beside the request's other parameters, such as"
@@ -45,9 +46,9 @@ class FreeText:
 class Constraint:
     """A follower that allows the tokens that continue the output by a grammar.
 
-    The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar
-    and has a vocabulary of `num_tokens`, `excluded` are tokens that may not come although it allows
-    them, and `free` is the text before the constraint begins, if there is one.
+    The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar,
+    over `num_tokens` tokens; `excluded` are some that may not come although it allows them, and
+    `free` is the text before the constraint begins, if there is one.
     """
 
     _matcher: "LLMatcher"
@@ -62,7 +63,7 @@ class Constraint:
         free: FreeText | None = None,
     ) -> None:
         self._start, self._start_text = matcher, free
-        self.num_tokens = num_tokens
+        self.num_words = -(-num_tokens // WORD)
         self.excluded = tuple(excluded)
         self.reset()
 
@@ -117,13 +118,16 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> np
 
     Bit i % 32 of word i // 32 is set if token i may come.
     """
-    num_tokens = max(constraint.num_tokens for constraint, _ in asked)
-    masks = np.full((len(asked), -(-num_tokens // 32)), -1, np.int32)
+    num_words = -(-vocab_size // WORD)
+    width = max(num_words, *(constraint.num_words for constraint, _ in asked))
+    masks = np.full((len(asked), width), -1, np.int32)
     jobs = [
         (matcher, row)
         for row, (constraint, drafts) in enumerate(asked)
         if (matcher := constraint.after(drafts)) is not None
     ]
+    if len({id(matcher) for matcher, _ in jobs}) < len(jobs):  # each is used by one thread
+        jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
     if len(jobs) > ALONE:
         _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
     else:
@@ -134,8 +138,8 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> np
             masks[row] = 0
     for row, (constraint, _) in enumerate(asked):
         for token_id in constraint.excluded:
-            masks.view(np.uint32)[row, token_id // 32] &= ~np.uint32(1 << token_id % 32)
-    return np.ascontiguousarray(masks[:, : -(-vocab_size // 32)])
+            masks.view(np.uint32)[row, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
+    return np.ascontiguousarray(masks[:, :num_words])
 
 
 @functools.cache

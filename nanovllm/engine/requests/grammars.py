@@ -115,6 +115,9 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
 
     if asked.kind in ("json", "json_object"):
         schema = asked.json or '{"type":"object"}'
+        if schema == "false":
+            raise ValueError("there is nothing that the schema false allows")
+        schema = "{}" if schema == "true" else schema
         check_schema(json.loads(schema))
         options: Any = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
