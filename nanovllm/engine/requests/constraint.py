@@ -133,6 +133,9 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> np
     else:
         for matcher, row in jobs:
             matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
+    for matcher, row in jobs:
+        if matcher.is_error():  # it lets the text end where it cannot go on
+            masks[row] = 0
     for row, (constraint, _) in enumerate(asked):
         for token_id in constraint.excluded:
             masks.view(np.uint32)[row, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)

@@ -3,16 +3,22 @@
 import functools
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
+from nanovllm.engine.requests.schemas import check_schema, place
 from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.utils.checks import shorten
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
+# For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
+# pattern is for, as one that has any value: no string is written with them.
+JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
+TEXT = r"/(.|\n)*/"
 
 
 class Grammars:
@@ -49,13 +55,12 @@ class Grammars:
 
         tokenizer = self._tokenizer()
         try:
-            matcher = LLMatcher(tokenizer, _grammar(asked), log_level=0)
-            error = reason_of(matcher) if matcher.is_error() else ""
-        except (TypeError, ValueError, AssertionError, KeyError) as raised:  # of our own parsing
+            matcher = LLMatcher(tokenizer, _grammar(asked, tokenizer), log_level=0)
+            error = _error(matcher, asked)
+        except (TypeError, ValueError, KeyError) as raised:  # of our own parsing
             error = str(raised)
         if error:
-            place = _place(asked, error)
-            raise ValueError(f"structured_outputs: {asked.kind}: {error}{place}")
+            raise ValueError(f"structured_outputs: {asked.kind}: {error}")
         return matcher
 
     def _tokenizer(self) -> "LLTokenizer":
@@ -67,6 +72,7 @@ class Grammars:
 
 
 def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTokenizer":
+    """The tokenizer with as many tokens as the model's masks have, or more if it has more."""
     from llguidance import LLTokenizer
 
     if tokenizer is None:
@@ -77,13 +83,34 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("structured_outputs need a tokenizer with a tokenizer.json")
-    size = max(vocab_size, len(tokenizer))
-    return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=eos_token_ids or None)
+    text = backend.to_str()
+    if backend.truncation is not None or backend.padding is not None:
+        text = json.dumps({**json.loads(text), "truncation": None, "padding": None})
+    num_tokens = 1 + max(tokenizer.get_vocab().values())
+    return LLTokenizer(
+        text,
+        n_vocab=max(vocab_size, num_tokens),
+        eos_token=[i for i in eos_token_ids if i < num_tokens] or None,
+    )
 
 
-def _grammar(asked: StructuredOutputs) -> str:
+def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
+    """Why the matcher is of no use, or ""."""
+    schema = json.loads(asked.json) if asked.kind == "json" else None
+    if matcher.is_error():
+        error = reason_of(matcher)
+        return error + place(schema, error)
+    if asked.kind == "json":
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # of a schema that refers to itself and to nothing else
+            return "no text can begin"
+    return ""
+
+
+def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
     """The grammar in llguidance's language."""
-    from llguidance import LLMatcher, StructTag
+    from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if asked.kind in ("json", "json_object"):
@@ -91,49 +118,71 @@ def _grammar(asked: StructuredOutputs) -> str:
         if schema == "false":
             raise ValueError("there is nothing that the schema false allows")
         schema = "{}" if schema == "true" else schema
-        options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
+        check_schema(json.loads(schema))
+        options: Any = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
             options["whitespace_pattern"] = asked.whitespace_pattern
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        texts = (json.dumps(text, ensure_ascii=False) for text in asked.choice)
-        return f"start: {' | '.join(texts)}"
+        return f"start: {' | '.join(map(_literal, asked.choice))}"
     if asked.grammar is not None:
         return gbnf_to_lark(asked.grammar) if "::=" in asked.grammar else asked.grammar
-    return StructTag.to_grammar([*_tags(json.loads(asked.structural_tag), StructTag)])
+    return _tag_grammar(json.loads(asked.structural_tag), tokenizer)
 
 
-def _tags(described: Any, kind: Any) -> Iterator[Any]:
-    """The parts of a structural tag."""
-    triggers = described["triggers"]
-    for part in described["structures"]:
-        trigger = next((t for t in triggers if part["begin"].startswith(t)), None)
+def _literal(text: str) -> str:
+    """A text in Lark, which has JSON's escapes but takes no DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _tag_grammar(described: Any, tokenizer: "LLTokenizer") -> str:
+    """Free text in which parts follow that begin with triggers.
+
+    A trigger or an end that is a token of its own may be that token, or be written by others.
+    """
+    triggers = _listed(described, "triggers", str)
+    rules = []
+    for index, part in enumerate(_listed(described, "structures", dict)):
+        begin, schema, end = (part.get(name) for name in ("begin", "schema", "end"))
+        texts = isinstance(begin, str) and isinstance(end, str)
+        if len(part) != 3 or not texts or not isinstance(schema, dict):
+            raise ValueError(
+                f"structures/{index} must have texts `begin` and `end` and a `schema`,"
+                f" got {shorten(part)}"
+            )
+        trigger = next((t for t in triggers if t and begin.startswith(t)), None)
         if trigger is None:
-            raise ValueError(f"no trigger begins {part['begin']!r}")
-        yield kind(trigger=trigger, begin=part["begin"], grammar=part["schema"], end=part["end"])
+            raise ValueError(f"structures/{index}: no trigger begins {shorten(begin)}")
+        check_schema(schema, f"structures/{index}/schema")
+        written = json.dumps({"x-guidance": JSON_OPTIONS, **schema})
+        token = _token(trigger, tokenizer)
+        head = f"(head_{index} | TEXT {token})" if token else f"head_{index}"
+        rest = _literal(begin[len(trigger) :])
+        rules += [
+            f"head_{index}[lazy]: TEXT {_literal(trigger)}",
+            f"part_{index}: {head} {rest} %json {written} {_text_or_token(end, tokenizer)}",
+        ]
+    names = " | ".join(f"part_{index}" for index in range(len(rules) // 2))
+    return "\n".join(["%llguidance {}", f"start: ({names})* TEXT", *rules, f"TEXT: {TEXT}"])
 
 
-def _place(asked: StructuredOutputs, error: str) -> str:
-    """Where in a schema the keywords are that an error names."""
-    if asked.kind != "json":
-        return ""
-    places = [
-        f"{path}/{name}"
-        for path, schema in _objects(json.loads(asked.json), "#")
-        for name, value in schema.items()
-        if f'"{name}"' in error or (isinstance(value, str) and error.endswith(f": {value}"))
-    ]
-    return f" (at {', '.join(places[:3])})" if places else ""
+def _listed(described: Any, name: str, kind: type) -> list[Any]:
+    """A list of a structural tag's description."""
+    values = described.get(name) if isinstance(described, dict) else None
+    if not isinstance(values, list) or not values or not all(isinstance(v, kind) for v in values):
+        what = "texts" if kind is str else "objects"
+        raise ValueError(f"{name} must be a list of {what} that is not empty")
+    return values
 
 
-def _objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All objects of a JSON value, with their places."""
-    if isinstance(value, dict):
-        yield path, value
-        items = list(value.items())
-    else:
-        items = list(enumerate(value)) if isinstance(value, list) else []
-    for name, part in items:
-        yield from _objects(part, f"{path}/{name}")
+def _text_or_token(text: str, tokenizer: "LLTokenizer") -> str:
+    token = _token(text, tokenizer)
+    return f"({_literal(text)} | {token})" if token else _literal(text)
+
+
+def _token(text: str, tokenizer: "LLTokenizer") -> str:
+    """The added token that is this text, in Lark; "" if there is none."""
+    ids = tokenizer.tokenize_str(text, parse_special=True) if text else []
+    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else ""

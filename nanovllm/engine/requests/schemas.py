@@ -1,0 +1,86 @@
+"""Checks of JSON schemas: what llguidance would pass over in silence is refused, with its place."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.utils.checks import did_you_mean, shorten
+
+# Keywords whose values are a schema or a list of schemas; schemas by names.
+PARTS = (
+    "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items",
+    "not", "oneOf", "prefixItems", "propertyNames", "then", "unevaluatedItems",
+    "unevaluatedProperties",
+)  # fmt: skip
+NAMED_PARTS = (
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+)  # fmt: skip
+VALUES = (
+    "$anchor", "$dynamicAnchor", "$dynamicRef", "$id", "$ref", "$schema", "const",
+    "dependentRequired", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains",
+    "maxItems", "maxLength", "maxProperties", "maximum", "minContains", "minItems", "minLength",
+    "minProperties", "minimum", "multipleOf", "pattern", "required", "type", "uniqueItems",
+)  # fmt: skip
+NOTES = (
+    "$comment", "$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "default",
+    "deprecated", "description", "discriminator", "example", "examples", "id", "nullable",
+    "readOnly", "title", "writeOnly",
+)  # fmt: skip
+REFUSED = {
+    "disallow": "the keyword of draft 3 is not supported",
+    "divisibleBy": "the keyword of draft 3 is not supported; see multipleOf",
+    "extends": "the keyword of draft 3 is not supported; see allOf",
+    "x-guidance": "it is not supported; see the whitespace options of structured_outputs",
+}
+KNOWN = (*PARTS, *NAMED_PARTS, *VALUES, *NOTES)
+
+
+def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and all schemas within it that are objects, with their places."""
+    left = [(path, schema)]
+    while left:
+        path, schema = left.pop()
+        if not isinstance(schema, dict):
+            continue
+        yield path, schema
+        for name in PARTS:
+            part = schema.get(name)
+            if isinstance(part, list):
+                left += [(f"{path}/{name}/{index}", one) for index, one in enumerate(part)]
+            else:
+                left.append((f"{path}/{name}", part))
+        for name in NAMED_PARTS:
+            parts = schema.get(name)
+            if isinstance(parts, dict):
+                left += [(f"{path}/{name}/{key}", one) for key, one in parts.items()]
+
+
+def check_schema(schema: Any, root: str = "#") -> None:
+    """Refuse keywords that would have no effect, and numbers of properties that it cannot count.
+
+    Other names that JSON Schema does not know are notes, as it says, unless they look like slips.
+    """
+    for path, part in subschemas(schema, root):
+        for name in part:
+            if name in REFUSED:
+                raise ValueError(f"{path}/{name}: {REFUSED[name]}")
+            hint = "" if name in KNOWN or name.startswith("x-") else did_you_mean(name, KNOWN)
+            if hint:
+                raise ValueError(f"{path}: JSON Schema has no {shorten(name)}{hint}")
+        least, required = part.get("minProperties"), part.get("required")
+        countable = 1 + len(set(map(str, required)) if isinstance(required, list) else ())
+        if isinstance(least, int) and least > countable:
+            raise ValueError(
+                f"{path}/minProperties: must be <= {countable}, got {least}: of properties that"
+                " are not in required, names could occur twice"
+            )
+
+
+def place(schema: Any, error: str) -> str:
+    """Where the keywords are that an error names, in words to append to it."""
+    places = [
+        f"{path}/{name}"
+        for path, part in subschemas(schema)
+        for name, value in part.items()
+        if f'"{name}"' in error or (isinstance(value, str) and error.endswith(f": {value}"))
+    ]
+    return f" (at {', '.join(places[:3])})" if places else ""
