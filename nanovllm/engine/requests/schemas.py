@@ -1,5 +1,7 @@
 """Checks of JSON schemas: what llguidance would pass over in silence is refused, with its place."""
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +33,8 @@ REFUSED = {
     "extends": "the keyword of draft 3 is not supported; see allOf",
     "x-guidance": "it is not supported; see the whitespace options of structured_outputs",
 }
+# Of control characters, strings have those that JSON has a letter for, and no others.
+CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01].|7f)")
 KNOWN = (*PARTS, *NAMED_PARTS, *VALUES, *NOTES)
 
 
@@ -66,6 +70,10 @@ def check_schema(schema: Any, root: str = "#") -> None:
             hint = "" if name in KNOWN or name.startswith("x-") else did_you_mean(name, KNOWN)
             if hint:
                 raise ValueError(f"{path}: JSON Schema has no {shorten(name)}{hint}")
+        for name in ("const", "enum"):
+            found = CONTROL.search(json.dumps(part.get(name)).replace("\x7f", "\\u007f"))
+            if found:
+                raise ValueError(f"{path}/{name}: no string is written with {found[0][-6:]}")
         least, required = part.get("minProperties"), part.get("required")
         countable = 1 + len(set(map(str, required)) if isinstance(required, list) else ())
         if isinstance(least, int) and least > countable:
