@@ -35,6 +35,10 @@ REFUSED = {
 }
 # Of control characters, strings have those that JSON has a letter for, and no others.
 CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01].|7f)")
+MOST_LEVELS = (
+    1_000  # llguidance takes stack for each, and overflows it with two to three times so many
+)
+HOME = re.compile(r"#.*?/(?:\$defs|definitions)/[^/]*|#")
 KNOWN = (*PARTS, *NAMED_PARTS, *VALUES, *NOTES)
 
 
@@ -63,6 +67,8 @@ def check_schema(schema: Any, root: str = "#") -> None:
 
     Other names that JSON Schema does not know are notes, as it says, unless they look like slips.
     """
+    if _levels(schema) > MOST_LEVELS:
+        raise ValueError(f"{root}: its definitions have more than {MOST_LEVELS} levels")
     for path, part in subschemas(schema, root):
         for name in part:
             if name in REFUSED:
@@ -81,6 +87,20 @@ def check_schema(schema: Any, root: str = "#") -> None:
                 f"{path}/minProperties: must be <= {countable}, got {least}: of properties that"
                 " are not in required, names could occur twice"
             )
+
+
+def _levels(schema: Any) -> int:
+    """A bound of how deep schemas are within each other, if definitions refer to the next ones."""
+    deepest: dict[str, int] = {}
+    others = set()
+    for path, part in subschemas(schema):
+        found = HOME.match(path)
+        home = found[0] if found else "#"
+        deepest[home] = max(deepest.get(home, 0), 1 + path.count("/") - home.count("/"))
+        reference = part.get("$ref", "")
+        if isinstance(reference, str) and HOME.fullmatch(reference) is None:
+            others.add(reference)
+    return sum(deepest.values()) + len(others - {""}) * max(deepest.values(), default=0)
 
 
 def place(schema: Any, error: str) -> str:

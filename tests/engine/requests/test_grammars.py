@@ -72,11 +72,11 @@ PATTERNS = st.sampled_from(
         "b$",
         "^[a-z]+$",
         "é|日",
-        "^\\d{2,4}-\\d\\d$",
+        "^[0-9]{2,4}-[0-9]$",
         ".",
         "^(ab|c)*$",
         "[^a]",
-        "\\w\\s",
+        "[a-z] ",
         "^.{3}$",
     ]
 )
@@ -368,10 +368,42 @@ BOMBS: dict[str, dict[str, Any]] = {
     ),
     "left recursion": dict(grammar='start: start start | "a" | start'),
     "nothing ends": dict(grammar='start: "a" start'),
-    "many rules": dict(
-        grammar="\n".join([*(f'r{i}: "a" r{i + 1}?' for i in range(20000)), 'r20000: "b"',
-                           "start: r0"])
-    ),
+    **{
+        f"{name} {number}": one
+        for number in (1000, 100_000)
+        for name, one in {
+            "many rules": dict(
+                grammar="\n".join(f'r{i}: "a" r{i + 1}?' for i in range(number - 2))
+                + f'\nr{number - 2}: "b"\nstart: r0'
+            ),
+            "many terminals": dict(
+                grammar="\n".join(f'A{i}: "a" A{i + 1}' for i in range(number - 2))
+                + f'\nA{number - 2}: "b"\nstart: A0'
+            ),
+            "GBNF": dict(grammar="root ::= " + "(" * number + '"a"' + ")" * number),
+            "references": dict(
+                json={"$ref": "#/$defs/0", "$defs": {
+                    **{str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(number // 3)},
+                    str(number // 3): {"type": "integer"},
+                }}
+            ),
+            "references elsewhere": dict(
+                json={"$ref": "#/properties/0", "properties": {
+                    **{str(i): {"items": {"$ref": f"#/properties/{i + 1}"}}
+                       for i in range(number // 4)},
+                    str(number // 4): {"type": "integer"},
+                }}
+            ),
+            "references of properties": dict(
+                json={"$ref": "#/$defs/0", "$defs": {
+                    **{str(i): {"properties": {"a": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}]}}}
+                       for i in range(number // 6)},
+                    str(number // 6): {"type": "integer"},
+                }}
+            ),
+        }.items()
+    },
+    "JSON": dict(grammar='{"grammars": [{"lark_grammar": "start: start"}]}'),
     "long multiple": dict(json={"type": "integer", "multipleOf": 982451653}),
     "wide range": dict(json={"type": "number", "minimum": -1e300, "maximum": 1e-300}),
 }  # fmt: skip
