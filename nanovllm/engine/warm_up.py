@@ -142,7 +142,9 @@ def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
         equal = torch.zeros_like(logits)
         lists = equal.float()  # as large as the copies that penalties and token lists make
         filters = warmup_filters(len(equal), vocab_size, shard.device.type)
-        shard.sampler(equal, ones, ones.long(), upload_all(filters, shard.device))
+        filters = upload_all(filters, shard.device)
+        shard.sampler(equal, ones, ones.long(), filters)
+        shard.sampler(equal, None, None, filters[-1:])
         del lists
 
 
@@ -151,7 +153,7 @@ def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Fil
 
     Penalties need a copy in float32 in place of another copy; filters of all rows need no copy.
     Lists of tokens add to that where plain PyTorch runs, which takes more than the kernels do. The
-    last row is there to compile its kernel.
+    last two, of a row each, are there to compile their kernels; the very last has a mask alone.
     """
     filters: list[Filters] = []
     many = vocab_size - 1
@@ -160,6 +162,10 @@ def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Fil
         size = min(number, rows_narrowed_together(vocab_size, device_type))
         seqs = [Sequence([0], params, counts=TokenCounts()) for _ in range(size)]
         filters += draw_inputs(seqs, vocab_size, device_type).filters
+    filters.append(Filters(torch.zeros(1, dtype=torch.long)))
+    for part in (filters[0], filters[-1]):
+        shape = len(part.rows), -(-vocab_size // 32)
+        part.masks = torch.full(shape, -1, dtype=torch.int32)
     return filters
 
 

@@ -58,8 +58,9 @@ class Kernels:
         tuple[Tensor, Tensor, Tensor],
     ]
     store_kvcache: Callable[[Tensor, Tensor, KVLayer, Tensor], tuple[Tensor, Tensor]]
-    sample: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
     mask: Callable[[Tensor, Tensor], None]
+    sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+    sample_masked: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor], None]
     draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
     experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     read_table: Callable[[TableState, int, int, int, int], Decoding]
@@ -84,8 +85,9 @@ PLAIN = Kernels(
     silu_and_mul=silu_and_mul.silu_and_mul,
     norm_rope_store=norm_rope_store.norm_rope_store,
     store_kvcache=store_kvcache.store_kvcache,
-    sample=sample.sample,
     mask=mask.mask,
+    sample=sample.sample,
+    sample_masked=sample.sample_masked,
     draw=draw.draw,
     experts=experts.experts,
     read_table=read_table.read_table,
@@ -127,8 +129,9 @@ def triton_kernels() -> Kernels:
         silu_and_mul=silu_and_mul.silu_and_mul,
         norm_rope_store=norm_rope_store.norm_rope_store,
         store_kvcache=store_kvcache.store_kvcache,
-        sample=sample.sample,
         mask=mask.mask,
+        sample=sample.sample,
+        sample_masked=sample.sample_masked,
         draw=draw.draw,
         experts=experts.experts,
         read_table=read_table.read_table,
@@ -164,8 +167,9 @@ def cpu_kernels() -> Kernels:
         add_rms_norm=rms_norm.add_rms_norm,
         silu_and_mul=silu_and_mul.silu_and_mul,
         norm_rope_store=norm_rope_store.norm_rope_store,
-        sample=sample.sample,
         mask=mask.mask,
+        sample=sample.sample,
+        sample_masked=sample.sample_masked,
         read_table=read_table.read_table,
         arrange=arrange,
         arrange_plain=arrange_plain,

@@ -98,7 +98,7 @@ def _try_kernels(kernels: Kernels, spec: AttentionSpec) -> Kernels:
     kernels.add_rms_norm(x, x, weight, 1.0)
     kernels.silu_and_mul(x)
     ones = torch.ones(1, device=spec.device)
-    kernels.sample(x, ones, ones.long(), None)
+    kernels.sample(x, ones, ones.long())
     one, word = ones.long(), ones.int()
     no_drafts = DraftState(word[None], word, word, word[None], word[None], word)
     table = TableState(one, one, word, ones, word - 1, word[None], no_drafts)

@@ -1,8 +1,8 @@
 """Filters: per-row options that change the logits before sampling. R rows that use any, V tokens.
 
-The order is: allowed ids, forbidden ids, biases, penalties, all of which `narrow` writes into the
-logits (minus infinity for an excluded token); then the masks of constraints; then, for rows that
-are not greedy, the cuts of `draw`.
+The order is: masks, allowed ids, forbidden ids, biases, penalties, all of which `narrow` writes
+into the logits (minus infinity for an excluded token); then, for rows that are not greedy, the cuts
+of `draw`. Rows that have masks and nothing else are not copied: `sample_masked` draws them.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.table import PLAIN, Kernels
 
 FORBIDDEN = -torch.inf
 
@@ -35,26 +36,41 @@ class Penalties:
 class Filters:
     """The filters of the rows `rows` [R] of a batch, ascending. None: no row uses that filter.
 
-    The other fields index rows within these R. `masks` [R, W] and `cuts` apply to all R rows.
+    The other fields index rows within these R. If `masks` or `cuts` is set, it applies to all R
+    rows. Masks are bitmaps [R, V / 32 rounded up], as `kernels.plain.mask` defines them.
     """
 
     rows: torch.Tensor
+    masks: torch.Tensor | None = None
     allowed: tuple[torch.Tensor, Entries] | None = None  # rows with a list, and their lists
     forbidden: Entries | None = None
     biases: tuple[Entries, torch.Tensor] | None = None
     penalties: Penalties | None = None
-    masks: torch.Tensor | None = None  # in int32, a bit for each token that may come
     cuts: Cuts | None = None
 
     @property
     def writes(self) -> bool:
         """Whether `narrow` changes the logits."""
+        return self.masks is not None or self._lists
+
+    @property
+    def sole_masks(self) -> torch.Tensor | None:
+        """The masks, if the rows have no other filter."""
+        return self.masks if self.cuts is None and not self._lists else None
+
+    @property
+    def _lists(self) -> bool:
         parts = (self.allowed, self.forbidden, self.biases, self.penalties)
         return any(part is not None for part in parts)
 
 
-def narrow(logits: torch.Tensor, filters: Filters) -> None:
-    """Apply all filters but masks and cuts to logits [R, V] in float32, in place. Does not sync."""
+def narrow(logits: torch.Tensor, filters: Filters, kernels: Kernels = PLAIN) -> None:
+    """Apply all filters except the cuts to logits [R, V] in float32, in place.
+
+    It does not wait for the device.
+    """
+    if filters.masks is not None:
+        kernels.mask(logits, filters.masks)
     if filters.allowed is not None:
         rows, entries = filters.allowed
         kept = logits[entries]

@@ -32,11 +32,14 @@ class Sampler(nn.Module):
         """
         if token_ids is None:
             if sum(len(part.rows) for part in filters) < len(logits):
-                token_ids = self.kernels.sample(logits, temperatures, keys, None)
+                token_ids = self.kernels.sample(logits, temperatures, keys)
             else:
                 token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for part in filters:
-            token_ids[part.rows] = self._sample_part(logits, temperatures, keys, part)
+            if (masks := part.sole_masks) is not None:
+                self.kernels.sample_masked(logits, temperatures, keys, part.rows, masks, token_ids)
+            else:
+                token_ids[part.rows] = self._sample_part(logits, temperatures, keys, part)
         return token_ids
 
     def _sample_part(
@@ -52,10 +55,7 @@ class Sampler(nn.Module):
             keys = None if keys is None else keys[part.rows]
         if part.writes:
             logits = logits.to(torch.float32, copy=True)
-            narrow(logits, part)
+            narrow(logits, part, self.kernels)
         if part.cuts is None or temperatures is None or keys is None:
-            return self.kernels.sample(logits, temperatures, keys, part.masks)
-        if part.masks is not None:
-            logits = logits if part.writes else logits.to(torch.float32, copy=True)
-            self.kernels.mask(logits, part.masks)
+            return self.kernels.sample(logits, temperatures, keys)
         return self.kernels.draw(logits, temperatures, keys, part.cuts)

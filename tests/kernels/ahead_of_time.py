@@ -331,6 +331,21 @@ def sample(race: bool, dtype: torch.dtype) -> None:
         sample(logits, None, None)
 
 
+def sample_masked(race: bool, dtype: torch.dtype, vocab_size: int = 151936) -> None:
+    from nanovllm.kernels.triton.sample import sample_masked
+
+    logits, bitmaps = torch.empty(ROWS, vocab_size, dtype=dtype), int32(7, -(-vocab_size // 32))
+    longs = partial(torch.empty, dtype=torch.long)
+    choices = (torch.empty(ROWS), longs(ROWS)) if race else (None, None)
+    sample_masked(logits, *choices, longs(7), bitmaps, longs(ROWS))
+
+
+def mask(vocab_size: int) -> None:
+    from nanovllm.kernels.triton.mask import mask
+
+    mask(torch.empty(ROWS, vocab_size), int32(ROWS, -(-vocab_size // 32)))
+
+
 def draw(dtype: torch.dtype) -> None:
     from nanovllm.kernels.plain.draw import Cuts
     from nanovllm.kernels.triton.draw import draw
@@ -503,6 +518,13 @@ CALLS: dict[str, Callable[[], object]] = {
         for name in ("race", "greedy")
         for dtype in (torch.bfloat16, torch.float32)
     },
+    **{
+        f"sample_masked, {name}, {dtype}": partial(sample_masked, name == "race", dtype)
+        for name in ("race", "greedy")
+        for dtype in (torch.bfloat16, torch.float32)
+    },
+    "sample_masked, V 50257": partial(sample_masked, True, torch.bfloat16, 50257),
+    **{f"mask, V {size}": partial(mask, size) for size in (151936, 50257)},
     "read_table, of a graph": partial(read_table, ROWS, 640),
     "read_table, as wide as it must be": partial(read_table, 7, 13),
     "write_table": write_table,

@@ -221,3 +221,8 @@ def test_the_warm_up_takes_as_much_memory_as_any_request(
             seqs = [Sequence([0], SamplingParams(**fields)) for _ in range(number)]
             filters = sampler_inputs(seqs, 10_000).filters
             assert peak_bytes(logits, filters) <= 1.01 * warm, (fields, number)
+            for part in filters:
+                part.masks = torch.full((len(part.rows), 313), -1, dtype=torch.int32)
+            assert peak_bytes(logits, filters) <= 1.01 * warm, (fields, number, "masks")
+            masked = [Filters(part.rows, masks=part.masks) for part in filters]
+            assert peak_bytes(logits, masked) <= 1.01 * warm, (number, "masks alone")

@@ -6,6 +6,7 @@
 // number of threads. H query heads, KVH key heads, G = H / KVH, D head dimension.
 
 #include "attention.h"
+#include "mask.h"
 #include "norm_rope_store.h"
 #include "read_table.h"
 #include "rms_norm.h"
@@ -26,7 +27,6 @@ EXPORT(silu_and_mul)
 EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)
-EXPORT(mask)
 
 // What has no tensor types, and the sizes that Python needs.
 extern "C" {
@@ -35,6 +35,7 @@ void* pool = (void*)&run_in_pool;
 #else
 void* pool = nullptr;  // all work runs on PyTorch's threads
 #endif
+void* mask_any = (void*)&mask;
 void* read_table_any = (void*)&read_table;
 int64_t lanes = LANES;
 int64_t few_rows = FEW;

@@ -40,8 +40,8 @@ ARGUMENTS = {
     "norm_rope_store_codes": "pippippfpppppppffipiiiiii",
     "attention": "p",
     "attention_codes": "p",
-    "sample": "pipppipppiii",
     "mask": "pipiiii",
+    "sample": "pippppipppiii",
     "read_table": "ppppppppppiiii",
     "tiled_linear": "ppippii",
 }

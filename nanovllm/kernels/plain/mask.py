@@ -1,21 +1,18 @@
-"""Masks: bitmaps of the tokens that may be drawn.
-
-B rows, V tokens. A mask [B, W] in int32 has W = V / 32 words a row, rounded up. Token i may be
-drawn if bit i % 32 of word i // 32 is set. Bits behind the last token have no meaning.
-"""
+"""Masks: bitmaps of the tokens that may be drawn."""
 
 import torch
 
-WORD = 32  # bits
+BYTE = 8
 
 
-def allowed(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The bits [B, V] as booleans."""
-    places = torch.arange(WORD, dtype=torch.int32, device=masks.device)
-    bits = (masks[:, :, None] >> places) & 1
-    return bits.flatten(1)[:, :vocab_size].bool()
+def mask(logits: torch.Tensor, bitmaps: torch.Tensor) -> None:
+    """Set the logits [R, V] of the tokens that may not be drawn to minus infinity, in place.
 
-
-def mask(logits: torch.Tensor, masks: torch.Tensor) -> None:
-    """Write minus infinity over the logits [B, V] of other tokens."""
-    logits.masked_fill_(~allowed(masks, logits.shape[1]), -torch.inf)
+    `bitmaps` [R, V / 32 rounded up] in int32: bit i % 32 of word i // 32 is set if token i may be
+    drawn. Bits after the last token are arbitrary. Peak memory: 2 bytes for each logit.
+    """
+    num_rows, vocab_size = logits.shape
+    shifts = torch.arange(BYTE, dtype=torch.uint8, device=logits.device)
+    bits = bitmaps.view(torch.uint8)[:, :, None] >> shifts
+    bits &= 1
+    logits.masked_fill_((bits == 0).view(num_rows, -1)[:, :vocab_size], -torch.inf)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.plain.mask import allowed
+from nanovllm.kernels.plain.mask import mask
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
 
 # Logits that are raced at a time: few enough that a pass finds the last one's results in the cache.
@@ -11,24 +11,18 @@ BLOCK = 64
 
 
 def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    keys: torch.Tensor | None,
-    masks: torch.Tensor | None = None,
+    logits: torch.Tensor, temperatures: torch.Tensor | None, keys: torch.Tensor | None
 ) -> torch.Tensor:
     """Token ids [B] for logits [B, V]: a draw from the softmax of each row.
 
     Temperatures [B] in float32, 0 for greedy; keys [B] in int64, from `noise`. If either is None,
     every row is greedy. `noise` says why the first token to arrive is a draw; rounding can change
     it only where the first two arrive within that rounding. A row with NaN gives some id of the
-    vocabulary, and so does one of whose tokens `masks` (`mask`) allow none. Peak memory: 12 bytes
-    for each of CHUNK_ELEMENTS logits; with masks 9 bytes for each logit.
+    vocabulary. Peak memory: 12 bytes for each of CHUNK_ELEMENTS logits.
     """
-    num_rows, vocab_size = logits.shape
-    if masks is not None:
-        logits = logits.masked_fill(~allowed(masks, vocab_size), -torch.inf)
     if temperatures is None or keys is None:
         return first_max(logits)
+    num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
     step = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab_size)
     ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device).mul_(GOLDEN)
@@ -38,6 +32,27 @@ def sample(
         scores = times.mul_(-temperatures[rows, None]).add_(logits[rows])
         tokens[rows] = first_max(scores)
     return tokens
+
+
+def sample_masked(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    rows: torch.Tensor,
+    bitmaps: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
+    """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample`, of what is allowed.
+
+    `mask` defines the bitmaps [R, V / 32 rounded up]. A row that may draw nothing gives token 0.
+    Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
+    """
+    part = logits[rows].to(torch.float32)
+    mask(part, bitmaps)
+    if temperatures is None or keys is None:
+        token_ids[rows] = sample(part, None, None)
+    else:
+        token_ids[rows] = sample(part, temperatures[rows], keys[rows])
 
 
 def first_max(x: torch.Tensor) -> torch.Tensor:

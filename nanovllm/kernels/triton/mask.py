@@ -1,4 +1,4 @@
-"""Masks: minus infinity over the logits of tokens that may not be drawn."""
+"""Masks: bitmaps of the tokens that may be drawn. A program masks BLOCK tokens of a row."""
 
 import torch
 import triton
@@ -6,32 +6,41 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv
 
+WORD = tl.constexpr(32)  # tokens that a word of a bitmap has bits for
 BLOCK = 4096
 
 
 @triton.jit
-def bits_of(masks_ptr, ids, inside):  # type: ignore[no-untyped-def]
-    """Whether the tokens `ids` of a row may be drawn, whose words begin at `masks_ptr`."""
-    words = tl.load(masks_ptr + ids // 32, mask=inside, other=0)
-    return inside & (((words >> (ids % 32)) & 1) > 0)
+def load_words(bitmap_ptr, first, vocab_size, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The words of the tokens from `first` on, which is a multiple of WORD: [WORDS]."""
+    n = first // WORD + tl.arange(0, WORDS)
+    return tl.load(bitmap_ptr + n, mask=n * WORD < vocab_size, other=0)
+
+
+@triton.jit
+def are_allowed(words):  # type: ignore[no-untyped-def]
+    """Whether each token may be drawn: [WORDS, WORD]."""
+    return ((words[:, None] >> tl.arange(0, WORD)[None, :]) & 1) != 0
 
 
 @triton.jit
 def _mask_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, masks_ptr, logits_stride, masks_stride, vocab_size, BLOCK: tl.constexpr,
+    logits_ptr, bitmaps_ptr, logits_stride, bitmaps_stride, vocab_size, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program masks a block of one row."""
+    """It writes minus infinity, and reads no logit."""
     row = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab_size
-    excluded = inside & (bits_of(masks_ptr + row * masks_stride, ids, inside) == 0)
-    tl.store(logits_ptr + row * logits_stride + ids, -float("inf"), mask=excluded)
+    first = tl.program_id(1) * WORDS * WORD
+    words = load_words(bitmaps_ptr + row * bitmaps_stride, first, vocab_size, WORDS)
+    ids = first + tl.arange(0, WORDS)[:, None] * WORD + tl.arange(0, WORD)[None, :]
+    forbidden = (ids < vocab_size) & ~are_allowed(words)
+    tl.store(logits_ptr + row * logits_stride + ids, -float("inf"), mask=forbidden)
 
 
-def mask(logits: torch.Tensor, masks: torch.Tensor) -> None:
-    """Write minus infinity over the logits [B, V] of other tokens. Reads the masks alone."""
-    assert logits.stride(1) == masks.stride(1) == 1
+def mask(logits: torch.Tensor, bitmaps: torch.Tensor) -> None:
+    """Set the logits [R, V] of the tokens that may not be drawn to minus infinity, in place."""
     num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and bitmaps.stride(1) == 1
     _mask_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
-        logits, masks, logits.stride(0), masks.stride(0), vocab_size, BLOCK=BLOCK, num_warps=8
-    )
+        logits, bitmaps, logits.stride(0), bitmaps.stride(0), vocab_size,
+        WORDS=BLOCK // 32, num_warps=4,
+    )  # fmt: skip
