@@ -10,7 +10,7 @@ import jsonschema
 import pydantic
 import pytest
 import torch
-from conftest import byte_tokenizer
+from conftest import byte_tokenizer, make_model
 from drafts import Adversary, speculate
 from llguidance import LLMatcher, LLTokenizer
 from reference import (
@@ -257,6 +257,31 @@ def test_nothing_to_draw_is_an_error_of_that_request_alone(others: Any, llm: LLM
     assert (good.text, good.finish_reason) == ("fine", "stop")
     assert other.token_ids == alone.token_ids
     audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("options", [{}, dict(attention_backend="torch", overlap=True)])
+@pytest.mark.parametrize("cuts", [{}, dict(top_k=5), dict(top_p=0.5)])
+@pytest.mark.parametrize("others", [dict(allowed_token_ids=[9, 8]), dict(bad_words=["!"])])
+def test_token_0_is_not_drawn_in_place_of_none(
+    others: Any, cuts: Any, options: Any, model_dir: Path
+) -> None:
+    """Although the grammar allows it; what is drawn where nothing is left is never kept."""
+    params = SamplingParams(structured_outputs=dict(regex='!{3}"'), **others, **cuts)
+    with make_llm(model_dir, **options) as llm:
+        assert llm.tokenizer.encode("!") == [0]
+        (out,) = llm.generate([[5, 6]], params, use_tqdm=False)
+        assert (out.token_ids, out.finish_reason) == ([], "error")
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("others", [{}, dict(stop_token_ids=[0, 1], ignore_eos=True)])
+def test_an_end_that_is_token_0_is_not_drawn_in_place_of_none(others: Any, tmp_path: Path) -> None:
+    """As half an output would look like a whole one."""
+    make_model(tmp_path, eos_token_id=0)
+    with make_llm(tmp_path) as llm:
+        assert 0 in llm.eos_token_ids
+        out = answer(llm, dict(choice=["abc"]), bad_words=["b"], **others)
+        assert (out.text, out.finish_reason) == ("a", "error")
 
 
 def test_a_stream_of_a_failed_request_ends_with_its_error(llm: LLM) -> None:

@@ -48,7 +48,8 @@ class Constraint:
 
     The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar,
     over `num_tokens` tokens; `excluded` are some that may not come although it allows them, and
-    `free` is the text before the constraint begins, if there is one.
+    `free` is the text before the constraint begins, if there is one. `dead_ends` are the indices at
+    which no token was left to draw: whichever was drawn there ends the sequence with an error.
     """
 
     _matcher: "LLMatcher"
@@ -65,6 +66,7 @@ class Constraint:
         self._start, self._start_text = matcher, free
         self.num_words = -(-num_tokens // WORD)
         self.excluded = tuple(excluded)
+        self.dead_ends: set[int] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -74,26 +76,29 @@ class Constraint:
         self._num_tokens = 0
 
     def update(self, seq: Sequence) -> End | None:
-        """Follow the tokens that are new. Returns the end that they bring, if any.
-
-        A token that the grammar does not allow was drawn because no other was left.
-        """
+        """Follow the tokens that are new. Returns the end that they bring, if any."""
         number = seq.num_known_tokens - seq.num_prompt_tokens
         if number < self._num_tokens:  # one was taken back
             self.reset()
-        new = seq.token_ids[seq.num_prompt_tokens + self._num_tokens : seq.num_known_tokens]
+        indices = range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens)
+        new = seq.token_ids[indices.start : indices.stop]
         self._num_tokens = number
+        if not self.dead_ends.isdisjoint(indices):
+            return self._failure()
         if self._free is not None:
             ended = self._free.ends(new)
             if ended is None:
                 return None
             self._free, new = None, new[ended:]
-        if self._matcher.is_error():
-            return End("error", f"structured_outputs: {reason_of(self._matcher)}")
-        if self._matcher.try_consume_tokens(new) < len(new):
-            return End("error", NO_TOKEN)
+        if self._matcher.try_consume_tokens(new) < len(new) or self._matcher.is_error():
+            return self._failure()
         ends = self._matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
         return End("stop") if ends else None
+
+    def _failure(self) -> End:
+        failed = self._matcher.is_error()
+        reason = f"structured_outputs: {reason_of(self._matcher)}" if failed else NO_TOKEN
+        return End("error", reason)
 
     def after(self, drafts: list[int]) -> "LLMatcher | None":
         """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
@@ -145,6 +150,22 @@ def forbid(masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Iterab
         rows, ids = np.array(pairs, np.int64).T
         bits = np.uint32(1) << (ids % WORD).astype(np.uint32)
         np.bitwise_and.at(masks.view(np.uint32), (rows, ids // WORD), ~bits)
+
+
+def keep_only(mask: npt.NDArray[np.int32], ids: Iterable[int]) -> None:
+    """Clear the bits of all other tokens in one row."""
+    kept = np.full((1, len(mask)), -1, np.int32)
+    forbid(kept, [(0, ids)])
+    mask &= ~kept[0]
+
+
+def empty_rows(masks: npt.NDArray[np.int32], vocab_size: int) -> set[int]:
+    """The rows that allow none of the first `vocab_size` tokens."""
+    whole, rest = divmod(vocab_size, WORD)
+    left = np.bitwise_or.reduce(masks[:, :whole], axis=1)
+    if rest:
+        left |= masks[:, whole] & np.int32((1 << rest) - 1)
+    return set(np.flatnonzero(left == 0).tolist())
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import xxhash
 
-from nanovllm.engine.requests.constraint import fill_masks, forbid
+from nanovllm.engine.requests.constraint import WORD, empty_rows, fill_masks, forbid, keep_only
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
@@ -115,15 +115,19 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     seqs = [seq for seq, _ in draws]
     filters = Filters(torch.from_numpy(np.array(rows)))
     allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
-    if allowed:
-        rows_with_list = np.array([row for row, _ in allowed])
-        filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
     forbidden = [(row, ids) for row, draw in enumerate(draws) if (ids := _forbidden(*draw))]
     if seqs[0].constraint is not None:
-        filters.masks = _masks(draws, device_type)
-        forbid(filters.masks.numpy(), forbidden)
-    elif forbidden:
-        filters.forbidden = _entries(forbidden)
+        masks = filters.masks = _masks(draws, device_type)
+        for row, ids in allowed:
+            keep_only(masks[row].numpy(), ids)
+        forbid(masks.numpy(), forbidden)
+        _note_dead_ends(masks, draws, vocab_size)
+    else:
+        if allowed:
+            rows_with_list = np.array([row for row, _ in allowed])
+            filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
+        if forbidden:
+            filters.forbidden = _entries(forbidden)
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
     if biased:
         values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
@@ -155,6 +159,19 @@ def _masks(draws: list[Draw], device_type: str) -> torch.Tensor:
     masks = torch.empty(shape, dtype=torch.int32, pin_memory=device_type == "cuda")
     fill_masks([(seq.constraint, drafts) for seq, drafts in draws], masks.numpy())
     return masks
+
+
+def _note_dead_ends(masks: torch.Tensor, draws: list[Draw], vocab_size: int) -> None:
+    """Note where constraints leave no token; one that stops nothing is drawn there."""
+    empty = empty_rows(masks.numpy(), vocab_size)
+    for row, (seq, drafts) in enumerate(draws):
+        index = len(seq.token_ids) + len(drafts)
+        if row not in empty:
+            seq.constraint.dead_ends.discard(index)
+            continue
+        seq.constraint.dead_ends.add(index)
+        token_id = next((i for i in range(vocab_size) if i not in seq.stop_token_ids), 0)
+        masks[row, token_id // WORD] = int(np.uint32(1 << token_id % WORD).view(np.int32))
 
 
 def _penalties(draws: list[Draw]) -> Penalties:
