@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
+MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
 # For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
 # pattern is for, as one that has any value: no string is written with them.
 JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
@@ -57,7 +58,7 @@ class Grammars:
         try:
             matcher = LLMatcher(tokenizer, _grammar(asked, tokenizer), log_level=0)
             error = _error(matcher, asked)
-        except (TypeError, ValueError, KeyError) as raised:  # of our own parsing
+        except (TypeError, ValueError, RecursionError) as raised:  # before llguidance's parsing
             error = str(raised)
         if error:
             raise ValueError(f"structured_outputs: {asked.kind}: {error}")
@@ -111,7 +112,6 @@ def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
 def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
     """The grammar in llguidance's language."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if asked.kind in ("json", "json_object"):
         schema = asked.json or '{"type":"object"}'
@@ -126,10 +126,23 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        return f"start: {' | '.join(map(_literal, asked.choice))}"
+        return f"start: TEXT\nTEXT: {' | '.join(map(_literal, asked.choice))}"
     if asked.grammar is not None:
-        return gbnf_to_lark(asked.grammar) if "::=" in asked.grammar else asked.grammar
+        return _lark(asked.grammar)
     return _tag_grammar(json.loads(asked.structural_tag), tokenizer)
+
+
+def _lark(grammar: str) -> str:
+    """Lark of Lark or GBNF."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if grammar.lstrip().startswith("{"):
+        raise ValueError("it must be Lark or GBNF, got JSON")
+    lark = gbnf_to_lark(grammar) if "::=" in grammar else grammar
+    size = len(lark.splitlines()) + 2 * lark.count("$ref")
+    if size > MOST_LINES:
+        raise ValueError(f"it must have at most {MOST_LINES} lines, got {size}")
+    return str(lark)
 
 
 def _literal(text: str) -> str:

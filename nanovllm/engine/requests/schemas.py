@@ -1,5 +1,7 @@
 """Checks of JSON schemas: what llguidance would pass over in silence is refused, with its place."""
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +33,12 @@ REFUSED = {
     "extends": "the keyword of draft 3 is not supported; see allOf",
     "x-guidance": "it is not supported; see the whitespace options of structured_outputs",
 }
+# Of control characters, strings have those that JSON has a letter for, and no others.
+CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01].|7f)")
+MOST_LEVELS = (
+    1_000  # llguidance takes stack for each, and overflows it with two to three times so many
+)
+HOME = re.compile(r"#.*?/(?:\$defs|definitions)/[^/]*|#")
 KNOWN = (*PARTS, *NAMED_PARTS, *VALUES, *NOTES)
 
 
@@ -59,6 +67,8 @@ def check_schema(schema: Any, root: str = "#") -> None:
 
     Other names that JSON Schema does not know are notes, as it says, unless they look like slips.
     """
+    if _levels(schema) > MOST_LEVELS:
+        raise ValueError(f"{root}: its definitions have more than {MOST_LEVELS} levels")
     for path, part in subschemas(schema, root):
         for name in part:
             if name in REFUSED:
@@ -66,6 +76,10 @@ def check_schema(schema: Any, root: str = "#") -> None:
             hint = "" if name in KNOWN or name.startswith("x-") else did_you_mean(name, KNOWN)
             if hint:
                 raise ValueError(f"{path}: JSON Schema has no {shorten(name)}{hint}")
+        for name in ("const", "enum"):
+            found = CONTROL.search(json.dumps(part.get(name)).replace("\x7f", "\\u007f"))
+            if found:
+                raise ValueError(f"{path}/{name}: no string is written with {found[0][-6:]}")
         least, required = part.get("minProperties"), part.get("required")
         countable = 1 + len(set(map(str, required)) if isinstance(required, list) else ())
         if isinstance(least, int) and least > countable:
@@ -73,6 +87,20 @@ def check_schema(schema: Any, root: str = "#") -> None:
                 f"{path}/minProperties: must be <= {countable}, got {least}: of properties that"
                 " are not in required, names could occur twice"
             )
+
+
+def _levels(schema: Any) -> int:
+    """A bound of how deep schemas are within each other, if definitions refer to the next ones."""
+    deepest: dict[str, int] = {}
+    others = set()
+    for path, part in subschemas(schema):
+        found = HOME.match(path)
+        home = found[0] if found else "#"
+        deepest[home] = max(deepest.get(home, 0), 1 + path.count("/") - home.count("/"))
+        reference = part.get("$ref", "")
+        if isinstance(reference, str) and HOME.fullmatch(reference) is None:
+            others.add(reference)
+    return sum(deepest.values()) + len(others - {""}) * max(deepest.values(), default=0)
 
 
 def place(schema: Any, error: str) -> str:

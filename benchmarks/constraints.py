@@ -1,0 +1,139 @@
+"""The host's time for structured outputs: reading a vocabulary, compiling, filling masks.
+
+    python benchmarks/constraints.py [--vocab 150000] [--repeats 20]
+
+Texts of each kind are followed token by token, as the engine does: a mask, then the token. The first
+time of all masks is apart, as llguidance builds its states when they are first needed. One thread fills a
+mask; with 256 rows all do. Prints a line of JSON for each kind, times in microseconds.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import string
+import time
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanovllm import SamplingParams, StructuredOutputs
+from nanovllm.engine.requests.constraint import fill_masks
+from nanovllm.engine.requests.grammars import Grammars
+from nanovllm.engine.sequence import Sequence
+
+EOS = "<eos>"
+ADDRESS = {
+    "type": "object",
+    "properties": {
+        "street": {"type": "string"},
+        "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+    },
+    "required": ["street", "zip"],
+    "additionalProperties": False,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "kind": {"enum": ["a", "bb", "ccc"]},
+        "address": ADDRESS,
+    },
+    "required": ["name", "age", "kind", "address"],
+    "additionalProperties": False,
+}
+VALUE = {
+    "name": "hello world", "age": 12, "tags": ["abc", "def ghi"], "kind": "bb",
+    "address": {"street": "some street 12", "zip": "12345"},
+}  # fmt: skip
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "schema": (dict(json=SCHEMA), json.dumps(VALUE)),
+    "any object": (dict(json_object=True), json.dumps(VALUE)),
+    "date": (dict(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}"), "2026-01-31"),
+    "words": (dict(regex=r"(\w+ ){3,30}end"), "some words that are drawn one by one end"),
+    "1000 choices": (dict(choice=[f"choice number {i}" for i in range(1000)]), "choice number 77"),
+}
+
+
+def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """Byte-level pairs of random words."""
+    rng = random.Random(0)
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = []
+    while len(vocab) < size:
+        word = rng.choice(["", "Ġ"])
+        for letter in rng.choices(string.ascii_lowercase, k=rng.randint(2, 9)):
+            if word and word + letter not in vocab:
+                merges.append((word, letter))
+                vocab[word + letter] = len(vocab)
+            word += letter
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+
+
+def elapsed(start: float) -> float:
+    """Microseconds since `start`."""
+    return (time.perf_counter() - start) * 1e6
+
+
+def follow(grammars: Grammars, asked: StructuredOutputs, ids: list[int], size: int) -> list[float]:
+    """The times of the masks in front of each token."""
+    constraint, seq = grammars.constraint(asked), Sequence([0], SamplingParams())
+    times = []
+    for token_id in ids:
+        constraint.update(seq)
+        start = time.perf_counter()
+        fill_masks([(constraint, [])], size)
+        times.append(elapsed(start))
+        seq.token_ids.append(token_id)
+    end = constraint.update(seq)
+    assert end is None or end.reason == "stop", end
+    return times
+
+
+def main() -> None:
+    """Measure all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--vocab", type=int, default=150_000)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    tokenizer = make_tokenizer(options.vocab)
+    size = len(tokenizer)
+    grammars = Grammars(tokenizer, size, [tokenizer.eos_token_id])
+    start = time.perf_counter()
+    grammars.constraint(StructuredOutputs(regex="a"))
+    print(json.dumps({"read_vocabulary": round(elapsed(start)), "vocab": size}))
+    for name, (given, text) in CASES.items():
+        asked, ids = StructuredOutputs(**given), tokenizer.encode(text)
+        start = time.perf_counter()
+        grammars.constraint(asked)
+        compiled = elapsed(start)
+        first = follow(grammars, asked, ids, size)
+        times = [t for _ in range(options.repeats) for t in follow(grammars, asked, ids, size)]
+        rows = [(grammars.constraint(asked), list[int]()) for _ in range(256)]
+        together = []
+        for _ in range(options.repeats):
+            start = time.perf_counter()
+            fill_masks(rows, size)
+            together.append(elapsed(start))
+        figures = {
+            "case": name,
+            "tokens": len(ids),
+            "compile": round(compiled),
+            "first_masks_max": round(max(first)),
+            "median": round(statistics.median(times), 1),
+            "p99": round(float(np.percentile(times, 99)), 1),
+            "max": round(max(times)),
+            "256_rows": round(statistics.median(together)),
+        }
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
