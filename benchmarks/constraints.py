@@ -2,9 +2,10 @@
 
     python benchmarks/constraints.py [--vocab 150000] [--repeats 20]
 
-Texts of each kind are followed token by token, as the engine does: a mask, then the token. The first
-time of all masks is apart, as llguidance builds its states when they are first needed. One thread
-fills a mask; with 256 rows all do. Prints a line of JSON for each kind, times in microseconds.
+Texts of each kind are followed token by token, as the engine does: a mask, then the token. The
+longest time of all masks of the first text is apart: llguidance builds its states when they are
+first needed. One thread fills a mask; with 256 rows all do. Prints a line of JSON for each kind,
+times in microseconds.
 """
 
 import argparse
