@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -56,9 +57,16 @@ def words_grammars(vocab_size: int = SIZE) -> Grammars:
     return Grammars(TOKENIZER, vocab_size, (EOS, OTHER_EOS))
 
 
+def masks_of(asked: list[tuple[Constraint, list[int]]]) -> npt.NDArray[np.int32]:
+    """The bitmaps of several constraints, over memory that is not empty."""
+    masks = np.full((len(asked), asked[0][0].num_words), 0x5A5A5A5A, np.int32)
+    fill_masks(asked, masks)
+    return masks
+
+
 def allowed(constraint: Constraint, drafts: Iterable[int] = (), vocab_size: int = SIZE) -> set[int]:
     """The tokens that a mask allows."""
-    (row,) = fill_masks([(constraint, list(drafts))], vocab_size)
+    (row,) = masks_of([(constraint, list(drafts))])
     bits = np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab_size]
     return set(np.flatnonzero(bits).tolist())
 

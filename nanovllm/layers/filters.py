@@ -37,7 +37,7 @@ class Filters:
     """The filters of the rows `rows` [R] of a batch, ascending. None: no row uses that filter.
 
     The other fields index rows within these R. If `masks` or `cuts` is set, it applies to all R
-    rows. Masks are bitmaps [R, V / 32 rounded up], as `kernels.plain.mask` defines them.
+    rows. Masks are bitmaps [R, W], as `kernels.plain.mask` defines them.
     """
 
     rows: torch.Tensor

@@ -43,9 +43,12 @@ def device(kernels: Kernels) -> str:
 
 
 def bitmaps_of(allowed: torch.Tensor, strided: bool = False) -> torch.Tensor:
-    """Bitmaps of booleans [R, V], by their definition; bits after the last token are set."""
+    """Bitmaps of booleans [R, V], by their definition; bits after the last token are set.
+
+    Strided, they also have a word more than the vocabulary needs.
+    """
     num_rows, vocab_size = allowed.shape
-    width = -(-vocab_size // 32)
+    width = -(-vocab_size // 32) + strided
     bits = torch.ones(num_rows, width * 32, dtype=torch.long)
     bits[:, :vocab_size] = allowed
     words = (bits.view(num_rows, width, 32) << torch.arange(32)).sum(-1)

@@ -113,14 +113,11 @@ def reason_of(matcher: "LLMatcher") -> str:
     return str(matcher.get_error()).split("\n<state>")[0].strip()
 
 
-def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Bitmaps [n, V / 32 rounded up] of the tokens that each constraint allows after its drafts.
+def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.int32]) -> None:
+    """Write bitmaps of the tokens that each constraint allows after its drafts to `masks` [n, W].
 
-    Bit i % 32 of word i // 32 is set if token i may come.
+    Bit i % 32 of word i // 32 is set if token i may come. W is the constraints' `num_words`.
     """
-    num_words = -(-vocab_size // WORD)
-    width = max(num_words, *(constraint.num_words for constraint, _ in asked))
-    masks = np.full((len(asked), width), -1, np.int32)
     jobs = [
         (matcher, row)
         for row, (constraint, drafts) in enumerate(asked)
@@ -136,10 +133,18 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], vocab_size: int) -> np
     for matcher, row in jobs:
         if matcher.is_error():  # it lets the text end where it cannot go on
             masks[row] = 0
-    for row, (constraint, _) in enumerate(asked):
-        for token_id in constraint.excluded:
-            masks.view(np.uint32)[row, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
-    return np.ascontiguousarray(masks[:, :num_words])
+    if len(jobs) < len(asked):
+        masks[sorted({*range(len(asked))}.difference(row for _, row in jobs))] = -1
+    forbid(masks, ((row, constraint.excluded) for row, (constraint, _) in enumerate(asked)))
+
+
+def forbid(masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> None:
+    """Clear the bits of tokens of some rows."""
+    pairs = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
+    if pairs:
+        rows, ids = np.array(pairs, np.int64).T
+        bits = np.uint32(1) << (ids % WORD).astype(np.uint32)
+        np.bitwise_and.at(masks.view(np.uint32), (rows, ids // WORD), ~bits)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import xxhash
 
-from nanovllm.engine.requests.constraint import fill_masks
+from nanovllm.engine.requests.constraint import fill_masks, forbid
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
@@ -87,7 +87,7 @@ def _parts(draws: dict[int, Draw], vocab_size: int, device_type: str) -> list[Fi
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
     ]
-    return [_filters(part, [draws[row] for row in part], vocab_size) for part in parts]
+    return [_filters(part, [draws[row] for row in part], vocab_size, device_type) for part in parts]
 
 
 def rows_narrowed_together(vocab_size: int, device_type: str) -> int:
@@ -111,17 +111,18 @@ def noise_key(seq: Sequence, offset: int = 0) -> int:
     return digest - (1 << 63)
 
 
-def _filters(rows: list[int], draws: list[Draw], vocab_size: int) -> Filters:
+def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> Filters:
     seqs = [seq for seq, _ in draws]
     filters = Filters(torch.from_numpy(np.array(rows)))
     allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
     if allowed:
         rows_with_list = np.array([row for row, _ in allowed])
         filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
-    if seqs[0].constraint is not None:
-        filters.masks = _masks(draws, vocab_size)
     forbidden = [(row, ids) for row, draw in enumerate(draws) if (ids := _forbidden(*draw))]
-    if forbidden:
+    if seqs[0].constraint is not None:
+        filters.masks = _masks(draws, device_type)
+        forbid(filters.masks.numpy(), forbidden)
+    elif forbidden:
         filters.forbidden = _entries(forbidden)
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
     if biased:
@@ -146,12 +147,14 @@ def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> Entries:
     return torch.from_numpy(rows), torch.from_numpy(ids)
 
 
-def _masks(draws: list[Draw], vocab_size: int) -> torch.Tensor:
-    """The bitmaps of what constraints allow after the drafts."""
+def _masks(draws: list[Draw], device_type: str) -> torch.Tensor:
+    """The bitmaps of what constraints allow after the drafts, where uploads need no other copy."""
     for seq, _ in draws:
         seq.constraint.update(seq)
-    masks = fill_masks([(seq.constraint, drafts) for seq, drafts in draws], vocab_size)
-    return torch.from_numpy(masks)
+    shape = len(draws), draws[0][0].constraint.num_words
+    masks = torch.empty(shape, dtype=torch.int32, pin_memory=device_type == "cuda")
+    fill_masks([(seq.constraint, drafts) for seq, drafts in draws], masks.numpy())
+    return masks
 
 
 def _penalties(draws: list[Draw]) -> Penalties:

@@ -8,8 +8,8 @@ BYTE = 8
 def mask(logits: torch.Tensor, bitmaps: torch.Tensor) -> None:
     """Set the logits [R, V] of the tokens that may not be drawn to minus infinity, in place.
 
-    `bitmaps` [R, V / 32 rounded up] in int32: bit i % 32 of word i // 32 is set if token i may be
-    drawn. Bits after the last token are arbitrary. Peak memory: 2 bytes for each logit.
+    `bitmaps` [R, W] in int32, W at least V / 32: bit i % 32 of word i // 32 is set if token i may
+    be drawn. Bits after the last token are arbitrary. Peak memory: 2 bytes for each logit.
     """
     num_rows, vocab_size = logits.shape
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=logits.device)

@@ -44,7 +44,7 @@ def sample_masked(
 ) -> None:
     """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample`, of what is allowed.
 
-    `mask` defines the bitmaps [R, V / 32 rounded up]. A row that may draw nothing gives token 0.
+    `mask` defines the bitmaps [R, W]. A row that may draw nothing gives token 0.
     Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
     """
     part = logits[rows].to(torch.float32)

@@ -6,12 +6,15 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import StructuredOutputs
-from nanovllm.engine.requests.constraint import Constraint, fill_masks
-from nanovllm.engine.sequence import End
+from nanovllm import SamplingParams, StructuredOutputs
+from nanovllm.engine.requests.constraint import Constraint
+from nanovllm.engine.sequence import End, Sequence
+from nanovllm.engine.step.draw_inputs import draw_inputs
+from nanovllm.kernels.plain.mask import mask
 from tests.grammar_words import (
     BYTES,
     EOS,
@@ -23,6 +26,7 @@ from tests.grammar_words import (
     compact,
     constrain,
     forced_by,
+    masks_of,
     sequence_of,
     words_grammars,
 )
@@ -127,9 +131,9 @@ def test_many_masks_at_once_equal_single_ones() -> None:
         asked += [(constraint, []), (constraint, [first]), (constraint, [first])]
     free = constrain(GRAMMARS, choice=["ab"], after="</think>")
     asked += [(free, []), (free, [THINK])]
-    together = fill_masks(asked, SIZE)
+    together = masks_of(asked)
     for row, one in zip(together, asked, strict=True):
-        assert (row == fill_masks([one], SIZE)[0]).all()
+        assert (row == masks_of([one])[0]).all()
 
 
 @pytest.mark.parametrize("vocab_size", [SIZE - 40, SIZE - 1, SIZE + 5, SIZE + 200])
@@ -138,8 +142,8 @@ def test_a_model_may_have_fewer_or_more_tokens_than_the_tokenizer(vocab_size: in
     several = [constrain(grammars, regex="[abé]+") for _ in range(6)]
     expected = {i for i, b in enumerate(BYTES) if re.fullmatch(rb"[ab\xc3\xa9]+", b)}
     for drafts, ends in ([], set()), ([ord("a")], {EOS, OTHER_EOS}):
-        masks = fill_masks([(constraint, drafts) for constraint in several], vocab_size)
-        assert masks.shape == (6, -(-vocab_size // 32))
+        masks = masks_of([(constraint, drafts) for constraint in several])
+        assert masks.shape[1] >= -(-vocab_size // 32)
         found = allowed(several[0], drafts, vocab_size)
         begun = {i for i in expected if BYTES[i][0] != 0xA9}
         assert found == {i for i in begun | ends if i < vocab_size}
@@ -286,3 +290,21 @@ def test_copies_of_a_constraint_are_not_needed_to_look_ahead() -> None:
     assert matcher.consume_token(ord("b"))
     assert allowed(constraint) == {BYTES.index(b"abc")}
     assert constraint.num_words == -(-SIZE // 32)
+
+
+def test_tokens_that_may_not_come_are_cleared_from_the_mask() -> None:
+    """Stops before `min_tokens`, and bad words: such rows are drawn like any with a mask alone."""
+    constraints = [constrain(GRAMMARS, regex="[a-d]*"), constrain(GRAMMARS, json_object=True)]
+    params = SamplingParams(min_tokens=1, stop_token_ids=[ord("c")])
+    seqs = [
+        Sequence([0], params, bad_words=((ord("a"),),), constraint=constraints[0]),
+        Sequence([0], SamplingParams(), constraint=constraints[1]),
+    ]
+    expected = [allowed(constraint) for constraint in constraints]
+    assert {ord("a"), ord("c")} <= expected[0]
+    (part,) = draw_inputs(seqs, SIZE, "cpu").filters
+    assert part.sole_masks is not None
+    logits = torch.zeros(2, SIZE)
+    mask(logits, part.sole_masks)
+    left = [set(torch.isfinite(row).nonzero()[:, 0].tolist()) for row in logits]
+    assert left == [expected[0] - {ord("a"), ord("c"), *seqs[0].eos_token_ids}, expected[1]]
