@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits
 ALONE = 4  # masks that one thread fills sooner than several
+STOP = End("stop")
 NO_TOKEN = (
     "structured_outputs leave no token to draw beside the request's other parameters, such as"
     " min_tokens, allowed_token_ids and bad_words"
@@ -79,6 +80,8 @@ class Constraint:
         A token that the grammar does not allow was drawn because no other was left.
         """
         number = seq.num_known_tokens - seq.num_prompt_tokens
+        if number == self._num_tokens:
+            return None
         if number < self._num_tokens:  # one was taken back
             self.reset()
         new = seq.token_ids[seq.num_prompt_tokens + self._num_tokens : seq.num_known_tokens]
@@ -88,12 +91,12 @@ class Constraint:
             if ended is None:
                 return None
             self._free, new = None, new[ended:]
-        if self._matcher.is_error():
-            return End("error", f"structured_outputs: {reason_of(self._matcher)}")
-        if self._matcher.try_consume_tokens(new) < len(new):
-            return End("error", NO_TOKEN)
-        ends = self._matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
-        return End("stop") if ends else None
+        matcher = self._matcher
+        if matcher.try_consume_tokens(new) < len(new):
+            failed = matcher.is_error()
+            return End("error", f"structured_outputs: {reason_of(matcher)}" if failed else NO_TOKEN)
+        ends = matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
+        return STOP if ends else None
 
     def after(self, drafts: list[int]) -> "LLMatcher | None":
         """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
