@@ -83,14 +83,15 @@ def elapsed(start: float) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def follow(grammars: Grammars, asked: StructuredOutputs, ids: list[int], size: int) -> list[float]:
+def follow(grammars: Grammars, asked: StructuredOutputs, ids: list[int]) -> list[float]:
     """The times of the masks in front of each token."""
     constraint, seq = grammars.constraint(asked), Sequence([0], SamplingParams())
+    masks = np.empty((1, constraint.num_words), np.int32)
     times = []
     for token_id in ids:
         constraint.update(seq)
         start = time.perf_counter()
-        fill_masks([(constraint, [])], size)
+        fill_masks([(constraint, [])], masks)
         times.append(elapsed(start))
         seq.token_ids.append(token_id)
     end = constraint.update(seq)
@@ -115,13 +116,14 @@ def main() -> None:
         start = time.perf_counter()
         grammars.constraint(asked)
         compiled = elapsed(start)
-        first = follow(grammars, asked, ids, size)
-        times = [t for _ in range(options.repeats) for t in follow(grammars, asked, ids, size)]
+        first = follow(grammars, asked, ids)
+        times = [t for _ in range(options.repeats) for t in follow(grammars, asked, ids)]
         rows = [(grammars.constraint(asked), list[int]()) for _ in range(256)]
+        masks = np.empty((len(rows), rows[0][0].num_words), np.int32)
         together = []
         for _ in range(options.repeats):
             start = time.perf_counter()
-            fill_masks(rows, size)
+            fill_masks(rows, masks)
             together.append(elapsed(start))
         figures = {
             "case": name,
