@@ -251,8 +251,12 @@ class Sequence:
 
     def follow(self) -> End | None:
         """Update the followers; returns the first end that one of them found."""
-        ends = [follower.update(self) for follower in self.followers]
-        return next((end for end in ends if end is not None), None)
+        first = None
+        for follower in self.followers:
+            end = follower.update(self)
+            if first is None:
+                first = end
+        return first
 
     def drop_pending(self) -> None:
         """Remove the tokens in flight. An interrupt may have left their number wrong."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import ahead_of_time
 import pytest
+import torch
 from ahead_of_time import CAPABILITIES, CASES, HOPPER
 
 pytestmark = pytest.mark.slow
@@ -149,18 +150,18 @@ def test_all_threads_read_a_count_before_one_writes_it(
     )
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("sample_masked, ")])
+@pytest.mark.parametrize(
+    "name", [f"sample_masked, race, {dtype}" for dtype in (torch.bfloat16, torch.float32)]
+)
 def test_a_masked_row_is_read_in_whole_vectors(name: str, compiled: Compiled) -> None:
-    """A word of the bitmap is read once for its 32 tokens, and logits 16 bytes at a time.
-
-    A vocabulary of an odd size aligns no row.
-    """
-    for kernel in compiled[name, 90]:
-        if "error" not in kernel and kernel["kernel"] == "_sample_masked_kernel":
-            ptx = (Path(kernel["folder"]) / "_sample_masked_kernel.ptx").read_text()
-            words = len(re.findall(r"ld\.global\.b32", ptx))
-            assert words <= 4, "words and the temperature"
-            assert ("50257" in name) != ("ld.global.v4.b32" in ptx)
+    """Logits 16 bytes at a time, and words of the bitmap once for all tokens that a thread has."""
+    (ptx,) = (
+        (Path(kernel["folder"]) / "_sample_masked_kernel.ptx").read_text()
+        for kernel in compiled[name, 90]
+        if kernel.get("kernel") == "_sample_masked_kernel"
+    )
+    assert "ld.global.v4.b32" in ptx
+    assert len(re.findall(r"ld\.global\.b32", ptx)) <= 4, "words, and the temperature"
 
 
 # What grows with the batch, by argument; offsets into the rest are bounded by the GPU's size.

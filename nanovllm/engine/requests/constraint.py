@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits
 ALONE = 4  # masks that one thread fills sooner than several
+STOP = End("stop")
 NO_TOKEN = (
     "structured_outputs leave no token to draw beside the request's other parameters, such as"
     " min_tokens, allowed_token_ids and bad_words"
@@ -78,6 +79,8 @@ class Constraint:
     def update(self, seq: Sequence) -> End | None:
         """Follow the tokens that are new. Returns the end that they bring, if any."""
         number = seq.num_known_tokens - seq.num_prompt_tokens
+        if number == self._num_tokens:
+            return None
         if number < self._num_tokens:  # one was taken back
             self.reset()
         indices = range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens)
@@ -90,10 +93,11 @@ class Constraint:
             if ended is None:
                 return None
             self._free, new = None, new[ended:]
-        if self._matcher.try_consume_tokens(new) < len(new) or self._matcher.is_error():
+        matcher = self._matcher
+        if matcher.try_consume_tokens(new) < len(new) or matcher.is_error():
             return self._failure()
-        ends = self._matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
-        return End("stop") if ends else None
+        ends = matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
+        return STOP if ends else None
 
     def _failure(self) -> End:
         failed = self._matcher.is_error()

@@ -121,6 +121,7 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
         check_schema(json.loads(schema))
         options: Any = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
+            _check_whitespace(asked.whitespace_pattern, tokenizer)
             options["whitespace_pattern"] = asked.whitespace_pattern
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if asked.regex is not None:
@@ -130,6 +131,19 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
     if asked.grammar is not None:
         return _lark(asked.grammar)
     return _tag_grammar(json.loads(asked.structural_tag), tokenizer)
+
+
+def _check_whitespace(pattern: str, tokenizer: "LLTokenizer") -> None:
+    """Refuse a pattern that matches anything else: the output would not be JSON."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    rule = f"/{regex_to_lark(pattern)}/ & ~/[ \\t\\r\\n]*/"
+    others = LLMatcher(tokenizer, f"start: OTHER\nOTHER: {rule}", log_level=0)
+    if others.is_error():
+        raise ValueError(f"whitespace_pattern: {reason_of(others)}")
+    others.compute_bitmask()
+    if not others.is_error():  # something can begin
+        raise ValueError(f"whitespace_pattern: {pattern!r} matches more than [ \\t\\r\\n]*")
 
 
 def _lark(grammar: str) -> str:

@@ -266,6 +266,17 @@ def test_what_would_be_passed_over_is_refused(name: str) -> None:
         constrain(GRAMMARS, json=schema)
 
 
+def test_whitespace_is_what_json_allows() -> None:
+    for pattern in ("[ ]?", " |\n", r"[\n ]*", "[\t ]{0,2}"):
+        constrain(GRAMMARS, json={}, whitespace_pattern=pattern)
+    for pattern in ("a", "( |a)", r"\s*", "/", "["):
+        with pytest.raises(ValueError, match="whitespace_pattern: "):
+            constrain(GRAMMARS, json={}, whitespace_pattern=pattern)
+    constraint = constrain(GRAMMARS, json={"const": [1, 2]}, whitespace_pattern="[ ]?")
+    assert accepts(constraint, "[ 1, 2]")
+    assert not accepts(constraint, "[1,  2]")
+
+
 def _tag(**changes: Any) -> dict[str, Any]:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     part = {"begin": "<call>x", "schema": schema, "end": "</call>"}
