@@ -65,7 +65,7 @@ class Constraint:
         free: FreeText | None = None,
     ) -> None:
         self._start, self._start_text = matcher, free
-        self.num_words = -(-num_tokens // WORD)
+        self.num_tokens, self.num_words = num_tokens, -(-num_tokens // WORD)
         self.excluded = tuple(excluded)
         self.dead_ends: set[int] = set()
         self.reset()
@@ -122,10 +122,11 @@ def reason_of(matcher: "LLMatcher") -> str:
     return str(matcher.get_error()).split("\n<state>")[0].strip()
 
 
-def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.int32]) -> None:
+def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.int32]) -> set[int]:
     """Write bitmaps of the tokens that each constraint allows after its drafts to `masks` [n, W].
 
     Bit i % 32 of word i // 32 is set if token i may come. W is the constraints' `num_words`.
+    Returns the rows of those that have failed, which allow nothing.
     """
     jobs = [
         (matcher, row)
@@ -139,12 +140,13 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.
     else:
         for matcher, row in jobs:
             matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
-    for matcher, row in jobs:
-        if matcher.is_error():  # it lets the text end where it cannot go on
-            masks[row] = 0
+    failed = {row for matcher, row in jobs if matcher.is_error()}
+    for row in failed:  # llguidance lets the text end where it cannot go on
+        masks[row] = 0
     if len(jobs) < len(asked):
         masks[sorted({*range(len(asked))}.difference(row for _, row in jobs))] = -1
     forbid(masks, ((row, constraint.excluded) for row, (constraint, _) in enumerate(asked)))
+    return failed
 
 
 def forbid(masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> None:
@@ -163,13 +165,10 @@ def keep_only(mask: npt.NDArray[np.int32], ids: Iterable[int]) -> None:
     mask &= ~kept[0]
 
 
-def empty_rows(masks: npt.NDArray[np.int32], vocab_size: int) -> set[int]:
-    """The rows that allow none of the first `vocab_size` tokens."""
+def is_empty(mask: npt.NDArray[np.int32], vocab_size: int) -> bool:
+    """Whether it allows none of the first `vocab_size` tokens."""
     whole, rest = divmod(vocab_size, WORD)
-    left = np.bitwise_or.reduce(masks[:, :whole], axis=1)
-    if rest:
-        left |= masks[:, whole] & np.int32((1 << rest) - 1)
-    return set(np.flatnonzero(left == 0).tolist())
+    return not mask[:whole].any() and not (rest and mask[whole] & ((1 << rest) - 1))
 
 
 @functools.cache

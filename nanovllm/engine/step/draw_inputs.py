@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from nanovllm.engine.requests.constraint import WORD, empty_rows, fill_masks, forbid, keep_only
+from nanovllm.engine.requests.constraint import WORD, fill_masks, forbid, is_empty, keep_only
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
@@ -22,6 +24,7 @@ COLDEST = 1e-30  # below it any difference of logits decides
 HOTTEST = 1e37  # above it the sampler's products overflow, and logits no longer matter
 
 Draw = tuple[Sequence, list[int]]  # a sequence, and the drafts that come before the token
+IdsOfRows = list[tuple[int, Any]]  # rows, and token ids of each
 
 
 @dataclass(slots=True)
@@ -117,11 +120,7 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
     forbidden = [(row, ids) for row, draw in enumerate(draws) if (ids := _forbidden(*draw))]
     if seqs[0].constraint is not None:
-        masks = filters.masks = _masks(draws, device_type)
-        for row, ids in allowed:
-            keep_only(masks[row].numpy(), ids)
-        forbid(masks.numpy(), forbidden)
-        _note_dead_ends(masks, draws, vocab_size)
+        filters.masks = _masks(draws, allowed, forbidden, vocab_size, device_type)
     else:
         if allowed:
             rows_with_list = np.array([row for row, _ in allowed])
@@ -151,27 +150,37 @@ def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> Entries:
     return torch.from_numpy(rows), torch.from_numpy(ids)
 
 
-def _masks(draws: list[Draw], device_type: str) -> torch.Tensor:
-    """The bitmaps of what constraints allow after the drafts, where uploads need no other copy."""
+def _masks(
+    draws: list[Draw], allowed: IdsOfRows, forbidden: IdsOfRows, vocab_size: int, device_type: str
+) -> torch.Tensor:
+    """The bitmaps of what may come after the drafts, where uploads need no other copy."""
     for seq, _ in draws:
         seq.constraint.update(seq)
-    shape = len(draws), draws[0][0].constraint.num_words
-    masks = torch.empty(shape, dtype=torch.int32, pin_memory=device_type == "cuda")
-    fill_masks([(seq.constraint, drafts) for seq, drafts in draws], masks.numpy())
-    return masks
-
-
-def _note_dead_ends(masks: torch.Tensor, draws: list[Draw], vocab_size: int) -> None:
-    """Note where constraints leave no token; one that stops nothing is drawn there."""
-    empty = empty_rows(masks.numpy(), vocab_size)
+    first = draws[0][0].constraint
+    shape = len(draws), first.num_words
+    tensor = torch.empty(shape, dtype=torch.int32, pin_memory=device_type == "cuda")
+    masks = tensor.numpy()
+    doubtful = fill_masks([(seq.constraint, drafts) for seq, drafts in draws], masks)
+    for row, ids in allowed:
+        keep_only(masks[row], ids)
+    forbid(masks, forbidden)
+    doubtful |= {row for row, _ in (*allowed, *forbidden)}
+    if first.num_tokens > vocab_size:
+        doubtful.update(range(len(draws)))
     for row, (seq, drafts) in enumerate(draws):
-        index = len(seq.token_ids) + len(drafts)
-        if row not in empty:
-            seq.constraint.dead_ends.discard(index)
-            continue
-        seq.constraint.dead_ends.add(index)
-        token_id = next((i for i in range(vocab_size) if i not in seq.stop_token_ids), 0)
-        masks[row, token_id // WORD] = int(np.uint32(1 << token_id % WORD).view(np.int32))
+        is_dead = row in doubtful and is_empty(masks[row], vocab_size)
+        _note_dead_end(seq, len(seq.token_ids) + len(drafts), masks[row], is_dead)
+    return tensor
+
+
+def _note_dead_end(seq: Sequence, index: int, mask: Array, is_dead: bool) -> None:
+    """Note whether the constraint leaves no token; one that stops nothing is drawn there."""
+    if not is_dead:
+        seq.constraint.dead_ends.discard(index)
+        return
+    seq.constraint.dead_ends.add(index)
+    token_id = next(i for i in count() if i not in seq.stop_token_ids)
+    mask.view(np.uint32)[token_id // WORD] = np.uint32(1 << token_id % WORD)
 
 
 def _penalties(draws: list[Draw]) -> Penalties:

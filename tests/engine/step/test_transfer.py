@@ -27,7 +27,7 @@ def test_every_tensor_of_a_value_is_uploaded(monkeypatch: pytest.MonkeyPatch) ->
     meta, x = torch.device("meta"), torch.zeros(1)
     pair = (x, x)
     cuts = Cuts(x, x, x, num_candidates=3)
-    filters = Filters(x, (x, pair), pair, (pair, x), Penalties(x, x, x, x, x), cuts)
+    filters = Filters(x, x, (x, pair), pair, (pair, x), Penalties(x, x, x, x, x), cuts)
     moved, columns = transfer.upload_all([filters, Columns(x, x, x)], meta)
     assert isinstance(moved, Filters) and isinstance(columns, Columns)
     assert moved.cuts is not None and moved.cuts.num_candidates == 3
@@ -41,7 +41,7 @@ def test_every_tensor_of_a_value_is_uploaded(monkeypatch: pytest.MonkeyPatch) ->
         return [tensor for part in parts for tensor in tensors(part)]
 
     found = tensors([moved, columns])
-    assert len(found) == 1 + 3 + 2 + 3 + 5 + 3 + 3
+    assert len(found) == 1 + 1 + 3 + 2 + 3 + 5 + 3 + 3
     assert all(tensor.is_meta for tensor in found)
     assert not any(tensor.is_meta for tensor in tensors(filters)), "the host's stay"
 
