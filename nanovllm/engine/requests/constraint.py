@@ -70,6 +70,10 @@ class Constraint:
         self.dead_ends: set[int] = set()
         self.reset()
 
+    def copy(self) -> "Constraint":
+        """Another one at its start."""
+        return Constraint(self._start, self.num_tokens, self.excluded, self._start_text)
+
     def reset(self) -> None:
         """Start over: the next `update` follows every token of the output."""
         self._matcher = self._start.deep_copy()

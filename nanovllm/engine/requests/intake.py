@@ -22,11 +22,15 @@ from nanovllm.utils.checks import as_list, check_int, check_text, shorten
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A prompt as token ids, its text if it has one, and its parameters: all fit the model."""
+    """A prompt as token ids, its text if it has one, and its parameters: all fit the model.
+
+    `constraint` is the compiled one of `structured_outputs`, which each sample has a copy of.
+    """
 
     token_ids: list[int]
     text: str | None
     params: SamplingParams
+    constraint: Constraint | None
 
 
 class Intake:
@@ -67,7 +71,7 @@ class Intake:
                 f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
-        return Accepted(token_ids, text, params)
+        return Accepted(token_ids, text, params, self._constraint(params))
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
@@ -89,7 +93,7 @@ class Intake:
                 text=OutputText(self.tokenizer, params) if streams or params.stop else None,
                 counts=TokenCounts() if params.penalizes else None,
                 logprobs=Logprobs() if _reports(params) else None,
-                constraint=self._constraint(params),
+                constraint=accepted.constraint and accepted.constraint.copy(),
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]
@@ -112,10 +116,9 @@ class Intake:
                 )
         if params.allowed_token_ids is not None:
             self._check_allowed(params)
-        self._constraint(params)
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
-        """A new follower for `structured_outputs`, if that is asked for; raises if it is wrong."""
+        """What `structured_outputs` ask for, if anything; raises if it is wrong."""
         asked = params.structured_outputs
         if asked is None:
             return None
