@@ -394,6 +394,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "look-ahead": (dict(regex="a(?=b)"), "look-around"),
     "a rule": (dict(grammar="start: x"), 'unknown name: "x"'),
     "a tag": (dict(structural_tag={}), "triggers"),
+    "another name in a tag": (
+        dict(structural_tag=dict(triggers=["<f"], structures=[{}], foo=1)),
+        "alone",
+    ),
+    "a rule of GBNF": (dict(grammar="root ::= foo"), "grammar: as GBNF, .*foo"),
+    "GBNF that does not end": (dict(grammar='root ::= ("a"'), "grammar: as GBNF, "),
+    "a backslash": (dict(regex="a\\"), "nothing to escape"),
+    "an empty class": (dict(regex=r"[^\s\S]"), "no text can begin"),
+    "a rule without an end": (dict(grammar='start: start "a"'), "no text can begin"),
 }
 
 
@@ -413,6 +422,24 @@ def test_without_a_tokenizer_the_error_says_so(model_dir: Path, tmp_path: Path) 
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     with make_llm(tmp_path) as llm, pytest.raises(ValueError, match="has no tokenizer"):
         llm.generate([[1]], SamplingParams(structured_outputs=dict(regex="a")), use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", ["<|eos|>", "<|im_start|>"])
+def test_a_text_may_have_the_name_of_a_special_token(name: str, llm: LLM) -> None:
+    """It is written by ordinary tokens, also where nothing else may come."""
+    pattern = f"a{re.escape(name)}b"
+    for structured in (dict(choice=[f"a{name}b"]), dict(regex=pattern)):
+        assert answer(llm, structured).text == f"a{name}b"
+    assert answer(llm, dict(json={"enum": [f"a{name}b"]})).text == f'"a{name}b"'
+    schema = {"type": "object", "properties": {name: {"const": 1}}, "required": [name]}
+    closed = dict(json=schema | {"additionalProperties": False}, disable_any_whitespace=True)
+    assert json.loads(answer(llm, closed).text) == {name: 1}
+
+
+def test_the_text_before_a_marker_cannot_end(llm: LLM) -> None:
+    """It would look like an answer that keeps the constraint."""
+    out = answer(llm, dict(choice=["a"], after="</think>"), logit_bias={EOS: 100.0}, max_tokens=9)
+    assert out.finish_reason == "length" and EOS not in out.token_ids
 
 
 def test_structural_tags_constrain_what_is_between_them(llm: LLM) -> None:

@@ -126,9 +126,13 @@ class Job:
         for output in self.llm.step():
             pending = self._pending.pop(output["request_id"])
             self._room += pending.request.params.n
+            place = (pending.number, pending.custom_id)
+            if all(sample["finish_reason"] == "error" for sample in output["outputs"]):
+                self.tally.failed += 1
+                records.append(error_record(*place, str(output["stop_reason"])))
+                continue
             self.tally.computed += 1
             self.tally.tokens += sum(len(sample["token_ids"]) for sample in output["outputs"])
-            place = (pending.number, pending.custom_id)
             records.append(result_record(*place, pending.request, output, self.llm))
         if records:
             self.journal.append(records)

@@ -30,6 +30,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
+    from nanovllm.outputs import RequestOutput
 
 NAME = "generate"
 SUMMARY = "complete prompts"
@@ -69,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
             conversations = [[*first, {"role": "user", "content": text}] for text in texts]
             prompts = llm.chat_prompts(conversations, chat_template_kwargs=template_kwargs)
         if len(prompts) == 1 and params.n == 1 and not args.json:
-            _stream(llm, prompts, params)
-            return 0
+            return _stream(llm, prompts, params)
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     for text, output in zip(texts, outputs, strict=True):
         if args.json:
@@ -78,7 +78,15 @@ def run(args: argparse.Namespace) -> int:
             continue
         for sample in output["outputs"]:
             print(sample["text"])
-    return 0
+    return max(map(_status, outputs), default=0)
+
+
+def _status(output: "RequestOutput") -> int:
+    """The exit status that an output asks for; an error goes to stderr."""
+    reasons = [s["stop_reason"] for s in output["outputs"] if s["finish_reason"] == "error"]
+    for reason in reasons:
+        print(f"nanovllm: error: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
 
 
 def _check(args: argparse.Namespace, params: SamplingParams) -> None:
@@ -117,14 +125,21 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> None:
+def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> int:
+    """Print the text as it comes; returns the exit status."""
+    error = None
     try:
         with contextlib.closing(llm.stream(prompts, params)) as events:  # type: ignore[type-var]
             for event in events:
                 sys.stdout.write(event["text"])
                 sys.stdout.flush()
+                if event["finish_reason"] == "error":
+                    error = event["stop_reason"]
     except KeyboardInterrupt:
         if sys.stdout.isatty():  # where a message would replace the last line of the text
             print()
         raise
     print()
+    if error is not None:
+        print(f"nanovllm: error: {error}", file=sys.stderr)
+    return int(error is not None)

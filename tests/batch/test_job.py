@@ -690,3 +690,16 @@ def test_a_record_without_a_response_and_an_error_is_no_record(tmp_path: Path) -
         output.write_bytes(jsonl(record))
         with pytest.raises(ValueError, match="line 1, is not a record of a batch job"):
             Journal(output)
+
+
+def test_a_request_that_ends_with_an_error_is_an_error_record(llm: LLM, tmp_path: Path) -> None:
+    """So is a grammar that cannot be read; the other lines are answered."""
+    lines = [
+        completion("none", structured_outputs={"choice": ["ab"]}, min_tokens=5),
+        completion("bad", structured_outputs={"grammar": "root ::= foo"}),
+        completion("good", structured_outputs={"choice": ["ab"]}),
+    ]
+    records = {r["custom_id"]: r for r in run(llm, tmp_path / "out.jsonl", jsonl(*lines))}
+    assert "no token to draw" in records["none"]["error"]["message"]
+    assert "as GBNF" in records["bad"]["error"]["message"]
+    assert text_of(records["good"]) == "ab" and records["good"]["error"] is None

@@ -448,3 +448,14 @@ def test_a_batch_shows_its_progress(open_terminal: Callable[..., Terminal], tmp_
     terminal.wait_for(r"Batch: 100%.* 3/3 .*1 failed, \S+ tok/s")
     assert terminal.status() == 1
     assert "2 computed, 1 failed, 0 done before" in terminal.text
+
+
+@pytest.mark.parametrize("more", [[], ["another"], ["--json"]])
+def test_an_output_that_ends_with_an_error_is_one_of_the_command(
+    capsys: Any, more: list[str]
+) -> None:
+    structured = ["--structured-outputs", '{"choice": ["ab"]}', "--min-tokens", "9"]
+    status, out, err = in_process(capsys, "generate", "x", *more, *structured, "--device", "cpu")
+    assert status == 1 or "--json" in more
+    assert "ab" in out
+    assert "no token to draw" in (out if "--json" in more else err)

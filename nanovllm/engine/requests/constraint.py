@@ -48,9 +48,10 @@ class Constraint:
     """A follower that allows the tokens that continue the output by a grammar.
 
     The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar,
-    over `num_tokens` tokens; `excluded` are some that may not come although it allows them, and
-    `free` is the text before the constraint begins, if there is one. `dead_ends` are the indices at
-    which no token was left to draw: whichever was drawn there ends the sequence with an error.
+    over `num_tokens` tokens; `excluded` are some that may not come although it allows them. `free`
+    is the text before the constraint begins, if there is one, in which `ends` may not come.
+    `dead_ends` are the indices at which no token was left to draw: whichever was drawn there ends
+    the sequence with an error.
     """
 
     _matcher: "LLMatcher"
@@ -63,16 +64,18 @@ class Constraint:
         num_tokens: int,
         excluded: Iterable[int] = (),
         free: FreeText | None = None,
+        ends: Iterable[int] = (),
     ) -> None:
         self._start, self._start_text = matcher, free
         self.num_tokens, self.num_words = num_tokens, -(-num_tokens // WORD)
-        self.excluded = tuple(excluded)
+        self.excluded, self.ends = tuple(excluded), tuple(ends)
         self.dead_ends: set[int] = set()
         self.reset()
 
     def copy(self) -> "Constraint":
         """Another one at its start."""
-        return Constraint(self._start, self.num_tokens, self.excluded, self._start_text)
+        start, free = self._start, self._start_text
+        return Constraint(start, self.num_tokens, self.excluded, free, self.ends)
 
     def reset(self) -> None:
         """Start over: the next `update` follows every token of the output."""
@@ -147,9 +150,16 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.
     failed = {row for matcher, row in jobs if matcher.is_error()}
     for row in failed:  # llguidance lets the text end where it cannot go on
         masks[row] = 0
-    if len(jobs) < len(asked):
-        masks[sorted({*range(len(asked))}.difference(row for _, row in jobs))] = -1
-    forbid(masks, ((row, constraint.excluded) for row, (constraint, _) in enumerate(asked)))
+    free = {*range(len(asked))}.difference(row for _, row in jobs)
+    if free:
+        masks[sorted(free)] = -1
+    forbid(
+        masks,
+        (
+            (row, constraint.ends if row in free else constraint.excluded)
+            for row, (constraint, _) in enumerate(asked)
+        ),
+    )
     return failed
 
 

@@ -2,8 +2,9 @@
 
 import functools
 import json
+import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
+MOST_SHOWN = 1_000  # characters of an error
 MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
 # For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
 # pattern is for, as one that has any value: no string is written with them.
 JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
 TEXT = r"/(.|\n)*/"
+HIDDEN = "\ufdd0"  # no character: begins no text
 
 
 class Grammars:
@@ -32,6 +35,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
         self._source, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
+        self._added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+        self._texts = {token_id: text.encode() for text, token_id in self._added.items()}
         self._lock = threading.Lock()
         self._read: LLTokenizer | None = None
         self._compiled = functools.lru_cache(MOST_KEPT)(self._compile)
@@ -47,21 +52,27 @@ class Grammars:
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:
-            free = FreeText(asked.after.encode(), lambda i: tokenizer.decode_bytes([i]))
+            free = FreeText(asked.after.encode(), self._bytes_of)
         excluded = set(tokenizer.eos_tokens).difference(ends)
-        return Constraint(matcher, tokenizer.vocab_size, excluded, free)
+        return Constraint(matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """The text of a token."""
+        text = self._texts.get(token_id)
+        return self._tokenizer().decode_bytes([token_id]) if text is None else text
 
     def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
         from llguidance import LLMatcher
 
         tokenizer = self._tokenizer()
         try:
-            matcher = LLMatcher(tokenizer, _grammar(asked, tokenizer), log_level=0)
+            grammar = _grammar(asked, tokenizer, self._added)
+            matcher = LLMatcher(tokenizer, grammar, log_level=0)
             error = _error(matcher, asked)
         except (TypeError, ValueError, RecursionError) as raised:  # before llguidance's parsing
             error = str(raised)
         if error:
-            raise ValueError(f"structured_outputs: {asked.kind}: {error}")
+            raise ValueError(f"structured_outputs: {asked.kind}: {error[:MOST_SHOWN]}")
         return matcher
 
     def _tokenizer(self) -> "LLTokenizer":
@@ -84,9 +95,7 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("structured_outputs need a tokenizer with a tokenizer.json")
-    text = backend.to_str()
-    if backend.truncation is not None or backend.padding is not None:
-        text = json.dumps({**json.loads(text), "truncation": None, "padding": None})
+    text = json.dumps(_hidden(json.loads(backend.to_str())))
     num_tokens = 1 + max(tokenizer.get_vocab().values())
     return LLTokenizer(
         text,
@@ -95,21 +104,38 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
     )
 
 
+def _hidden(described: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json whose added tokens no text contains.
+
+    Else a text such as "<|im_end|>" within a grammar would be that token, which is no text.
+    """
+    model, added = described["model"], described["added_tokens"]
+    names = {token["content"]: HIDDEN + token["content"] for token in added}
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
+    elif vocab is not None:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    tokens = [{**token, "content": names[token["content"]]} for token in added]
+    return {**described, "added_tokens": tokens, "truncation": None, "padding": None}
+
+
 def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
     """Why the matcher is of no use, or ""."""
     schema = json.loads(asked.json) if asked.kind == "json" else None
     if matcher.is_error():
         error = reason_of(matcher)
         return error + place(schema, error)
-    if asked.kind == "json":
-        first = matcher.deep_copy()
-        first.compute_bitmask()
-        if first.is_error():  # of a schema that refers to itself and to nothing else
-            return "no text can begin"
-    return ""
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        return f"no text can begin: {reason_of(first)}"
+    return "" if first.is_accepting() or not first.is_stopped() else "no text can begin"
 
 
-def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
+def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[str, int]) -> str:
     """The grammar in llguidance's language."""
     from llguidance import LLMatcher
 
@@ -125,12 +151,14 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer") -> str:
             options["whitespace_pattern"] = asked.whitespace_pattern
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if asked.regex is not None:
+        if (len(asked.regex) - len(asked.regex.rstrip("\\"))) % 2:
+            raise ValueError("a backslash at the end has nothing to escape")
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
         return f"start: TEXT\nTEXT: {' | '.join(map(_literal, asked.choice))}"
     if asked.grammar is not None:
         return _lark(asked.grammar)
-    return _tag_grammar(json.loads(asked.structural_tag), tokenizer)
+    return _tag_grammar(json.loads(asked.structural_tag), added)
 
 
 def _check_whitespace(pattern: str, tokenizer: "LLTokenizer") -> None:
@@ -152,7 +180,12 @@ def _lark(grammar: str) -> str:
 
     if grammar.lstrip().startswith("{"):
         raise ValueError("it must be Lark or GBNF, got JSON")
-    lark = gbnf_to_lark(grammar) if "::=" in grammar else grammar
+    lark = grammar
+    if "::=" in grammar and not re.search(r"^\s*start\s*:(?!:)", grammar, re.MULTILINE):
+        try:
+            lark = gbnf_to_lark(grammar)
+        except Exception as error:  # the parser raises plain ones, too
+            raise ValueError(f"as GBNF, which ::= stands for: {error}") from None
     size = len(lark.splitlines()) + 2 * lark.count("$ref")
     if size > MOST_LINES:
         raise ValueError(f"it must have at most {MOST_LINES} lines, got {size}")
@@ -164,12 +197,14 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _tag_grammar(described: Any, tokenizer: "LLTokenizer") -> str:
+def _tag_grammar(described: Any, added: Mapping[str, int]) -> str:
     """Free text in which parts follow that begin with triggers.
 
     A trigger or an end that is a token of its own may be that token, or be written by others.
     """
     triggers = _listed(described, "triggers", str)
+    if described.keys() - {"triggers", "structures", "type"}:
+        raise ValueError(f"it must have triggers and structures alone, got {shorten([*described])}")
     rules = []
     for index, part in enumerate(_listed(described, "structures", dict)):
         begin, schema, end = (part.get(name) for name in ("begin", "schema", "end"))
@@ -184,12 +219,12 @@ def _tag_grammar(described: Any, tokenizer: "LLTokenizer") -> str:
             raise ValueError(f"structures/{index}: no trigger begins {shorten(begin)}")
         check_schema(schema, f"structures/{index}/schema")
         written = json.dumps({"x-guidance": JSON_OPTIONS, **schema})
-        token = _token(trigger, tokenizer)
+        token = _token(trigger, added)
         head = f"(head_{index} | TEXT {token})" if token else f"head_{index}"
         rest = _literal(begin[len(trigger) :])
         rules += [
             f"head_{index}[lazy]: TEXT {_literal(trigger)}",
-            f"part_{index}: {head} {rest} %json {written} {_text_or_token(end, tokenizer)}",
+            f"part_{index}: {head} {rest} %json {written} {_text_or_token(end, added)}",
         ]
     names = " | ".join(f"part_{index}" for index in range(len(rules) // 2))
     return "\n".join(["%llguidance {}", f"start: ({names})* TEXT", *rules, f"TEXT: {TEXT}"])
@@ -204,12 +239,11 @@ def _listed(described: Any, name: str, kind: type) -> list[Any]:
     return values
 
 
-def _text_or_token(text: str, tokenizer: "LLTokenizer") -> str:
-    token = _token(text, tokenizer)
+def _text_or_token(text: str, added: Mapping[str, int]) -> str:
+    token = _token(text, added)
     return f"({_literal(text)} | {token})" if token else _literal(text)
 
 
-def _token(text: str, tokenizer: "LLTokenizer") -> str:
+def _token(text: str, added: Mapping[str, int]) -> str:
     """The added token that is this text, in Lark; "" if there is none."""
-    ids = tokenizer.tokenize_str(text, parse_special=True) if text else []
-    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else ""
+    return f"<[{added[text]}]>" if text in added else ""

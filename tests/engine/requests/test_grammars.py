@@ -12,9 +12,10 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models
 
 from nanovllm import StructuredOutputs
-from nanovllm.engine.requests.grammars import Grammars
+from nanovllm.engine.requests.grammars import Grammars, _hidden
 from tests.grammar_words import (
     BYTES,
     CALL,
@@ -454,3 +455,24 @@ def test_broken_input_is_refused_or_compiles() -> None:
         with contextlib.suppress(TypeError, ValueError):
             allowed(constrain(GRAMMARS, **asked))
         assert time.perf_counter() - start < 2, asked
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_tokens_keep_their_ids_when_no_text_contains_them(kind: str) -> None:
+    """Added tokens may be in the model's vocabulary, or behind it."""
+    texts = ["<unk>", "<s>", "a", "b", "<", "s", ">", "ab"]
+    model: Any = (
+        models.BPE({text: i for i, text in enumerate(texts)}, [("a", "b")], unk_token="<unk>")
+        if kind == "BPE"
+        else models.Unigram([(text, i - 20.0) for i, text in enumerate(texts)], unk_id=0)
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    tokenizer.add_tokens([AddedToken("<new>", special=False)])
+    hidden = Tokenizer.from_str(json.dumps(_hidden(json.loads(tokenizer.to_str()))))
+    assert {text.strip("\ufdd0"): i for text, i in hidden.get_vocab().items()} == (
+        tokenizer.get_vocab()
+    )
+    assert tokenizer.encode("ab<s>a").ids == [7, 1, 2]
+    assert hidden.encode("ab<s>a").ids == [7, 4, 5, 6, 2]
+    assert hidden.encode("abba").ids == tokenizer.encode("abba").ids
