@@ -157,6 +157,16 @@ def assert_same(outputs: list[RequestOutput], expected: list[list[int]]) -> None
     )
 
 
+def run_to_end(llm: LLM) -> list[RequestOutput]:
+    """Step until all requests finish; fail if that takes too many steps."""
+    outputs = []
+    for _ in range(2000):
+        if llm.is_finished():
+            return outputs
+        outputs += llm.step()
+    raise AssertionError("requests never finish")
+
+
 def audit_at_rest(llm: LLM) -> None:
     llm.scheduler.audit()
     manager = llm.scheduler.block_manager

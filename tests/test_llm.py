@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer, edit_config, make_model
+from reference import run_to_end
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 import nanovllm
@@ -55,16 +56,6 @@ def generate(llm: LLM, prompts: Any, params: Any = None) -> list[RequestOutput]:
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output["token_ids"] for output in outputs]
-
-
-def run_to_end(llm: LLM) -> list[RequestOutput]:
-    """Step until all requests finish; fail if that takes too many steps."""
-    outputs = []
-    for _ in range(2000):
-        if llm.is_finished():
-            return outputs
-        outputs += llm.step()
-    raise AssertionError("requests never finish")
 
 
 def assert_idle(llm: LLM) -> None:

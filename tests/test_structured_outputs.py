@@ -23,6 +23,7 @@ from reference import (
     make_llm,
     make_prompts,
     reference_logits,
+    run_to_end,
 )
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
@@ -354,13 +355,6 @@ def test_an_interrupted_call_goes_on_where_it_was(
                     run_to_end(llm)
             assert [out.token_ids for out in run_to_end(llm)] == [expected.token_ids]
         audit_at_rest(llm)
-
-
-def run_to_end(llm: LLM) -> list[Any]:
-    outputs = []
-    while not llm.is_finished():
-        outputs += llm.step()
-    return outputs
 
 
 class Address(pydantic.BaseModel):

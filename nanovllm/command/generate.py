@@ -30,7 +30,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.outputs import RequestOutput
+    from nanovllm.outputs import CompletionOutput, StreamEvent
 
 NAME = "generate"
 SUMMARY = "complete prompts"
@@ -78,15 +78,15 @@ def run(args: argparse.Namespace) -> int:
             continue
         for sample in output["outputs"]:
             print(sample["text"])
-    return max(map(_status, outputs), default=0)
+    return max(_status(sample) for output in outputs for sample in output["outputs"])
 
 
-def _status(output: "RequestOutput") -> int:
-    """The exit status that an output asks for; an error goes to stderr."""
-    reasons = [s["stop_reason"] for s in output["outputs"] if s["finish_reason"] == "error"]
-    for reason in reasons:
-        print(f"nanovllm: error: {reason}", file=sys.stderr)
-    return 1 if reasons else 0
+def _status(ended: "CompletionOutput | StreamEvent") -> int:
+    """1 for a sample that ends with an error, which goes to stderr."""
+    if ended["finish_reason"] != "error":
+        return 0
+    print(f"nanovllm: error: {ended['stop_reason']}", file=sys.stderr)
+    return 1
 
 
 def _check(args: argparse.Namespace, params: SamplingParams) -> None:
@@ -127,19 +127,14 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> int:
     """Print the text as it comes; returns the exit status."""
-    error = None
     try:
         with contextlib.closing(llm.stream(prompts, params)) as events:  # type: ignore[type-var]
             for event in events:
                 sys.stdout.write(event["text"])
                 sys.stdout.flush()
-                if event["finish_reason"] == "error":
-                    error = event["stop_reason"]
     except KeyboardInterrupt:
         if sys.stdout.isatty():  # where a message would replace the last line of the text
             print()
         raise
     print()
-    if error is not None:
-        print(f"nanovllm: error: {error}", file=sys.stderr)
-    return int(error is not None)
+    return _status(event)  # the last one

@@ -58,6 +58,5 @@ class Batch:
     @property
     def draws_wait(self) -> bool:
         """Whether a draw or a report depends on tokens in flight, or on their number."""
-        return any(
-            seq.draw_waits for seq in self.all_seqs if seq.reads_tokens or seq.num_possible_tokens
-        )
+        doubtful = (seq for seq in self.all_seqs if seq.reads_tokens or seq.num_possible_tokens)
+        return any(seq.draw_waits for seq in doubtful)  # most steps have none: nothing is called

@@ -109,8 +109,10 @@ class Scheduler:
     def must_wait(self, batch: Batch) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known."""
         speculator = self.speculator
-        if batch.drafts or speculator is None:
-            return bool(batch.drafts)
+        if batch.drafts:
+            return True
+        if speculator is None:
+            return False
         if not speculator.in_table:
             return speculator.wants(self.running, self._has_prompts())
         return bool(batch.num_drafts) and (self.mixes or self._is_short_of_blocks())

@@ -28,15 +28,13 @@ HIDDEN = "\ufdd0"  # no character: begins no text
 class Grammars:
     """Grammars over a model's vocabulary, compiled once each. For use by several threads.
 
-    Compiling blocks the thread that asks, for a millisecond with schemas of usual size, and at
-    first for the second that llguidance takes to read a large vocabulary. Other threads go on.
+    Compiling blocks the thread that asks, for milliseconds with schemas of usual size, and at first
+    for the second that llguidance takes to read a large vocabulary. Other threads go on.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
         self._source, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-        self._texts = {token_id: text.encode() for text, token_id in self._added.items()}
         self._lock = threading.Lock()
         self._read: LLTokenizer | None = None
         self._compiled = functools.lru_cache(MOST_KEPT)(self._compile)
@@ -55,6 +53,16 @@ class Grammars:
             free = FreeText(asked.after.encode(), self._bytes_of)
         excluded = set(tokenizer.eos_tokens).difference(ends)
         return Constraint(matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens)
+
+    @functools.cached_property
+    def _added(self) -> dict[str, int]:
+        """The added tokens by their texts: read when they are needed, as the tokenizer is."""
+        added: dict[str, int] = self._source.get_added_vocab()
+        return added
+
+    @functools.cached_property
+    def _texts(self) -> dict[int, bytes]:
+        return {token_id: text.encode() for text, token_id in self._added.items()}
 
     def _bytes_of(self, token_id: int) -> bytes:
         """The text of a token."""
@@ -124,10 +132,9 @@ def _hidden(described: dict[str, Any]) -> dict[str, Any]:
 
 def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
     """Why the matcher is of no use, or ""."""
-    schema = json.loads(asked.json) if asked.kind == "json" else None
     if matcher.is_error():
         error = reason_of(matcher)
-        return error + place(schema, error)
+        return error + (place(json.loads(asked.json), error) if asked.kind == "json" else "")
     first = matcher.deep_copy()
     first.compute_bitmask()
     if first.is_error():

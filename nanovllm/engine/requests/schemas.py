@@ -35,9 +35,8 @@ REFUSED = {
 }
 # Of control characters, strings have those that JSON has a letter for, and no others.
 CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01].|7f)")
-MOST_LEVELS = (
-    1_000  # llguidance takes stack for each, and overflows it with two to three times so many
-)
+# llguidance takes stack for each level, and overflows it with two to three times as many.
+MOST_LEVELS = 1_000
 HOME = re.compile(r"#.*?/(?:\$defs|definitions)/[^/]*|#")
 KNOWN = (*PARTS, *NAMED_PARTS, *VALUES, *NOTES)
 
