@@ -1,0 +1,68 @@
+"""What a format of tool calls is."""
+
+import secrets
+import string
+from collections.abc import Callable, Generator, Sequence
+from typing import ClassVar, NamedTuple
+
+from nanovllm.openai.tool_formats.source import Source
+from nanovllm.openai.tools import Tool
+
+LETTERS = string.ascii_letters + string.digits
+
+
+class Part(NamedTuple):
+    """A part of what a format reads: a call's name, a piece of its arguments, or `is_whole`.
+
+    The last one says that all calls up to here are well-formed.
+    """
+
+    name: str = ""
+    arguments: str = ""
+    call_id: str = ""
+    is_whole: bool = False
+
+
+WHOLE = Part(is_whole=True)
+Reading = Generator[Part | None, None, bool]  # None: more text is needed
+
+
+class ToolFormat:
+    """A format: where calls may begin, how they are read, and the grammar that makes them.
+
+    Calls begin at `marker`, anywhere, or with the character `first` at the start of the answer. An
+    empty text stands for none.
+    """
+
+    marker: ClassVar[str] = ""
+    first: ClassVar[str] = ""
+    markers: ClassVar[tuple[str, ...]] = ()  # which may be special tokens: the text needs them
+
+    def read(self, source: Source) -> Reading:
+        """Read calls from `source`, whose place is that of the marker or the first character.
+
+        What it returns has no meaning: calls count as far as `WHOLE` was yielded.
+        """
+        raise NotImplementedError
+
+    def grammar(
+        self, tools: Sequence[Tool], several: bool, literal: Callable[[str], str]
+    ) -> list[str]:
+        """Rules in Lark, of which `calls` is a call of one of `tools`, or `several`.
+
+        `literal` makes a rule's literal of a text, which may be a special token.
+        """
+        raise NotImplementedError
+
+    def new_id(self) -> str:
+        """A new id of a call."""
+        return f"call_{_random_text(24)}"
+
+
+def short_id() -> str:
+    """An id as Mistral's templates want it."""
+    return _random_text(9)
+
+
+def _random_text(length: int) -> str:
+    return "".join(secrets.choice(LETTERS) for _ in range(length))

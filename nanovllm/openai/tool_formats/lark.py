@@ -1,0 +1,29 @@
+"""Pieces of grammars in llguidance's Lark."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+# As templates write JSON: models have seen it so, and white space cannot go on without end.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def quoted(text: str) -> str:
+    """A literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(name: str, schema: Mapping[str, Any]) -> str:
+    """A rule for JSON that `schema` allows."""
+    spaced = {**schema, "x-guidance": SPACING}
+    return f"{name}: %json {json.dumps(spaced, ensure_ascii=False)}"
+
+
+def any_of(name: str, count: int) -> str:
+    """A rule for one of the rules `name_0`, `name_1`, ..."""
+    return f"{name}: {' | '.join(f'{name}_{index}' for index in range(count))}"
+
+
+def repeated(name: str, item: str, separator: str, several: bool) -> str:
+    """A rule for an item, or if `several` for one or more of them."""
+    return f"{name}: {item} ({separator} {item})*" if several else f"{name}: {item}"

@@ -1,0 +1,47 @@
+"""Llama 3: `{"name": ..., "parameters": {...}}`, several of them separated by `;`."""
+
+from collections.abc import Callable, Sequence
+
+from nanovllm.openai.tool_formats.base import WHOLE, Reading, ToolFormat
+from nanovllm.openai.tool_formats.json_reader import read_call
+from nanovllm.openai.tool_formats.lark import any_of, json_rule, quoted, repeated
+from nanovllm.openai.tool_formats.source import Source
+from nanovllm.openai.tools import Tool
+
+TAG = "<|python_tag|>"
+
+
+class Llama3Json(ToolFormat):
+    """Calls are at the start of the answer, or behind `<|python_tag|>`.
+
+    The arguments may be called `parameters` or `arguments`.
+    """
+
+    marker = TAG
+    first = "{"
+    markers = (TAG,)
+
+    def read(self, source: Source) -> Reading:
+        """Read calls as long as they follow each other."""
+        yield from source.skip(TAG)
+        yield from source.skip_space()
+        while (yield from read_call(source, ("parameters", "arguments"))):
+            yield WHOLE
+            yield from source.skip_space()
+            yield from source.skip(";")
+            yield from source.skip_space()
+        return True
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        several: bool,
+        literal: Callable[[str], str],  # noqa: ARG002
+    ) -> list[str]:
+        """Calls without the tag, separated by `; `."""
+        rules = [repeated("calls", "call", quoted("; "), several), any_of("call", len(tools))]
+        for index, tool in enumerate(tools):
+            head = quoted(f'{{"name": {quoted(tool.name)}, "parameters": ')
+            rules.append(f"call_{index}: {head} arguments_{index} {quoted('}')}")
+            rules.append(json_rule(f"arguments_{index}", tool.parameters))
+        return rules

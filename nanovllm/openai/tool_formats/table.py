@@ -1,0 +1,27 @@
+"""All formats of tool calls by name, and which of them a chat template shows."""
+
+import re
+
+from nanovllm.openai.tool_formats.base import ToolFormat
+from nanovllm.openai.tool_formats.hermes import Hermes
+from nanovllm.openai.tool_formats.llama3_json import Llama3Json
+from nanovllm.openai.tool_formats.mistral import Mistral, MistralArgs
+
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": Hermes(), "llama3_json": Llama3Json(), "mistral": Mistral(),
+    "mistral_args": MistralArgs(),
+}  # fmt: skip
+# The first one that a template matches; an empty name is a format that is not here.
+SIGNS = (
+    (r"<function=|<arg_key>", ""),
+    (r"<tool_call>", "hermes"),
+    (r"\[ARGS\]", "mistral_args"),
+    (r"\[TOOL_CALLS\]", "mistral"),
+    (r"<\|python_tag\|>|parameters\\?\": dictionary", "llama3_json"),
+)
+
+
+def shown_format(template: str) -> str | None:
+    """The name of the format that a chat template shows; None if there is none that is here."""
+    names = (name for sign, name in SIGNS if re.search(sign, template))
+    return next(names, "") or None
