@@ -6,24 +6,26 @@
 import time
 from typing import Any
 
-from nanovllm.llm import LLM
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.openai.token_bytes import token_bytes
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprob
 
 
 def response_body(
-    name: str, request: APIRequest, output: RequestOutput, llm: LLM
+    name: str, request: APIRequest, output: RequestOutput, model: str, tokenizer: Any
 ) -> dict[str, Any]:
-    """The body that answers a request of `llm`; `name` becomes a part of its `id`."""
+    """The body that answers a request; `name` becomes a part of its `id`.
+
+    `model` is the name for requests that give none.
+    """
     if request.url == CHAT:
-        body = _chat_body(name, output, request, llm.tokenizer)
+        body = _chat_body(name, output, request, tokenizer)
     else:
         body = _completion_body(name, output, request)
     num_tokens = sum(len(sample["token_ids"]) for sample in output["outputs"])
     body |= {
         "created": int(time.time()),
-        "model": request.model or llm.config.model,
+        "model": request.model or model,
         "usage": {
             "prompt_tokens": output["num_prompt_tokens"],
             "completion_tokens": num_tokens,
