@@ -6,8 +6,8 @@ It knows no engine, and leaves the body to nanovllm.openai.request.
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.openai.request import CHAT, COMPLETIONS, APIRequest, check_name, parse_body
-from nanovllm.utils.checks import shorten
+from nanovllm.openai.request import CHAT, COMPLETIONS, APIRequest, parse_body
+from nanovllm.utils.checks import check_name, shorten
 from nanovllm.utils.json_text import parse_json
 
 ENVELOPE = ("custom_id", "method", "url", "body")

@@ -66,7 +66,7 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        asked = Config(model=model, **options)  # type: ignore[arg-type]
+        asked = self._asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )

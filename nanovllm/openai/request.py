@@ -9,30 +9,38 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.openai.answers import PLAIN, AnswerFormat
+from nanovllm.openai.response_format import structured_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int, did_you_mean, shorten
+from nanovllm.utils.checks import check_bool, check_int, check_name, shorten
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
-INPUTS = {CHAT: ("messages", "tools", "chat_template_kwargs"), COMPLETIONS: ("prompt",)}
-OPENAI_NAMES = ("max_completion_tokens", "top_logprobs")
+INPUTS = {
+    CHAT: (
+        "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+    ),
+    COMPLETIONS: ("prompt",),
+}  # fmt: skip
+OPENAI_NAMES = ("max_completion_tokens", "top_logprobs", "response_format")
 NOTES = ("model", "user", "metadata")  # accepted without effect on the answer
 # Fields with a single allowed value, which is what happens in any case.
-FIXED: dict[str, Any] = {
-    "stream": False, "echo": False, "best_of": 1, "store": False,
-    "response_format": {"type": "text"},
-}  # fmt: skip
+FIXED: dict[str, Any] = {"stream": False, "echo": False, "best_of": 1, "store": False}
 
 
 @dataclass(frozen=True, slots=True)
 class APIRequest:
-    """What a body asks for. `prompt` is a conversation if `url` is CHAT."""
+    """What a body asks for. `prompt` is a conversation if `url` is CHAT.
+
+    `chat_options` are further keywords of `LLM.chat`. `answer` says how a chat's answer is read.
+    """
 
     url: str
     prompt: Any
-    template_options: Mapping[str, Any]
+    chat_options: Mapping[str, Any]
     params: SamplingParams
     model: str | None
+    answer: AnswerFormat = PLAIN
 
 
 def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
@@ -51,16 +59,10 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     return APIRequest(
         url=url,
         prompt=prompt if url == CHAT else _one_prompt(prompt),
-        template_options={name: body[name] for name in option_names if name in body},
+        chat_options=_chat_options(body, option_names),
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
     )
-
-
-def check_name(name: str, known: Collection[str]) -> None:
-    """Raise unless `name` is a known field."""
-    if name not in known:
-        raise ValueError(f"unknown field {shorten(name)}{did_you_mean(name, known)}")
 
 
 def _check_fields(url: str, body: Mapping[str, Any]) -> None:
@@ -70,6 +72,12 @@ def _check_fields(url: str, body: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten(value)}")
     if not isinstance(body.get("model", ""), str):
         raise TypeError(f"model must be a text, got {shorten(body['model'])}")
+
+
+def _chat_options(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Keywords of a chat; OpenAI's default of `tool_choice` is "auto" if there are tools."""
+    given = {name: body[name] for name in names if name in body}
+    return {"tool_choice": "auto", **given} if given.get("tools") else given
 
 
 def _one_prompt(prompt: Any) -> Any:
@@ -87,6 +95,12 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         fields["max_tokens"] = body["max_completion_tokens"]
     if isinstance(body.get("logprobs"), bool) or "top_logprobs" in body:
         fields["logprobs"] = _num_chat_logprobs(body)
+    if "response_format" in body:
+        asked = structured_of(body["response_format"])
+        if asked is not None and "structured_outputs" in fields:
+            raise ValueError("give one of response_format and structured_outputs")
+        if asked is not None:
+            fields["structured_outputs"] = asked
     if isinstance(biases := body.get("logit_bias"), dict):
         fields["logit_bias"] = {_token_id(token): bias for token, bias in biases.items()}
     return fields

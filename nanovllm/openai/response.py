@@ -41,15 +41,15 @@ def response_body(
 def _chat_body(
     name: str, output: RequestOutput, request: APIRequest, tokenizer: Any
 ) -> dict[str, Any]:
-    choices = [
-        {
-            "index": sample["index"],
-            "message": {"role": "assistant", "content": sample["text"]},
-            "logprobs": _chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer),
-            **_ending(sample),
-        }
-        for sample in output["outputs"]
-    ]
+    choices = []
+    for sample in output["outputs"]:
+        message = request.answer.message(sample["text"])
+        logprobs = _chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer)
+        choice = {"index": sample["index"], "message": message, "logprobs": logprobs}
+        choice |= _ending(sample)
+        if "tool_calls" in message and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        choices.append(choice)
     return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices}
 
 

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.engine.requests.grammars import JSON_OPTIONS
+
 # As templates write JSON: models have seen it so, and white space cannot go on without end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -15,7 +17,7 @@ def quoted(text: str) -> str:
 
 def json_rule(name: str, schema: Mapping[str, Any]) -> str:
     """A rule for JSON that `schema` allows."""
-    spaced = {**schema, "x-guidance": SPACING}
+    spaced = {**schema, "x-guidance": {**JSON_OPTIONS, **SPACING}}
     return f"{name}: %json {json.dumps(spaced, ensure_ascii=False)}"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 from nanovllm.openai.tool_formats.base import Part, ToolFormat
-from nanovllm.openai.tool_formats.source import Source
+from nanovllm.openai.tool_formats.source import Source, overlap
 
 
 class Delta(NamedTuple):
@@ -82,7 +82,7 @@ class ToolParser:
             rest = source.text[source.at :]
             end = place if place >= 0 else len(source.text)
             if place < 0 and not source.ended:
-                end -= _overlap(rest, marker)
+                end -= overlap(rest, marker)
             begin, source.at = source.at, end
             yield from self._say(source.text[begin:end])
             if place >= 0 or source.ended:
@@ -151,9 +151,3 @@ def join(deltas: list[Delta]) -> tuple[str, list[ToolCall]]:
             last = calls[delta.call]
             calls[delta.call] = last._replace(arguments=last.arguments + delta.arguments)
     return content, calls
-
-
-def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may begin the marker."""
-    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -58,3 +58,9 @@ class Source:
         assert match is not None
         self.at = match.end()
         return match.end() > match.start()
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may begin the marker."""
+    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)
