@@ -29,7 +29,7 @@ FLOORS = (
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "prompts", "outputs", "metrics", "embedded"),
     ("kernels",), ("layers",),
-    ("models",), ("engine",), ("openai",), ("llm",), ("batch",), ("ray",), ("bench",), ("command",),
+    ("models",), ("engine",), ("openai",), ("llm", "async_llm"), ("batch",), ("ray",), ("bench",), ("command",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
