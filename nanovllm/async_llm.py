@@ -49,7 +49,7 @@ class EngineFullError(RuntimeError):
 
 
 class Call:
-    """A request of a caller: its mirror, and a flag that is set when there is something new."""
+    """A request that a caller waits for, by one of `events` and `output`."""
 
     def __init__(self, number: int, name: Any, mirror: Mirror) -> None:
         self.number, self.name, self.mirror = number, name, mirror
@@ -57,12 +57,40 @@ class Call:
         self.error: BaseException | None = None
         self.is_over = False  # the engine has nothing more to report
 
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """What is new whenever the caller asks for more, until the end."""
+        is_over = False
+        while not is_over:
+            await self._wait()
+            is_over = self.is_over
+            for event in self.mirror.events():
+                event["request_id"] = self.name
+                yield event
+
+    async def output(self) -> RequestOutput:
+        """The whole output."""
+        while not self.is_over:
+            await self._wait()
+        output = self.mirror.output()
+        output["request_id"] = self.name
+        return output
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of the prompt."""
+        return self.mirror.request.seqs[0].num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of the prompt's tokens that were in the prefix cache; known at the end."""
+        return self.mirror.request.seqs[0].num_hit_tokens or 0
+
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more comes."""
         self.is_over, self.error = True, error
         self.changed.set()
 
-    async def wait(self) -> None:
+    async def _wait(self) -> None:
         """Wait for something new; raises what has ended the request."""
         await self.changed.wait()
         self.changed.clear()
@@ -119,10 +147,9 @@ class AsyncLLM:
         aborts the request. `request_id` names it for `abort`, and `priority` replaces that of the
         parameters. A bad prompt raises at the first event.
         """
-        params = _params(sampling_params, priority)
-        accepted = await self._in_thread(self._intake.accept, prompt, _unconstrained(params))
-        async with self._open(accepted, params, request_id) as call:
-            async for event in _events(call):
+        asked = dict(request_id=request_id, priority=priority)
+        async with self.request(prompt, sampling_params, **asked) as call:
+            async for event in call.events():
                 yield event
 
     async def chat(
@@ -157,14 +184,30 @@ class AsyncLLM:
         priority: int | None = None,
     ) -> RequestOutput:
         """Complete a prompt, and return the whole output. Otherwise as `generate`."""
+        asked = dict(request_id=request_id, priority=priority)
+        async with self.request(prompt, sampling_params, **asked) as call:
+            return await call.output()
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Any = None,
+        priority: int | None = None,
+    ) -> AsyncIterator[Call]:
+        """Queue a request for the time of the block; what is not finished then is aborted."""
         params = _params(sampling_params, priority)
         accepted = await self._in_thread(self._intake.accept, prompt, _unconstrained(params))
-        async with self._open(accepted, params, request_id) as call:
-            while not call.is_over:
-                await call.wait()
-            output = call.mirror.output()
-            output["request_id"] = call.name
-            return output
+        await self._connect()
+        call = self._open(accepted, params, request_id)
+        try:
+            yield call
+        finally:
+            if not call.is_over:
+                self._drop(call)
+            del self._calls[call.number]
 
     async def chat_turn(
         self, messages: list[Any], params: SamplingParams | None = None, **options: Any
@@ -232,12 +275,8 @@ class AsyncLLM:
         self.check()
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
 
-    @contextlib.asynccontextmanager
-    async def _open(
-        self, accepted: Accepted, params: SamplingParams, name: Any
-    ) -> AsyncIterator[Call]:
-        """Queue a request; drop it at the end of the block if it has not ended."""
-        await self._connect()
+    def _open(self, accepted: Accepted, params: SamplingParams, name: Any) -> Call:
+        """Queue a request."""
         self.check()
         self._check_room(params.n)
         number = next(self._numbers)
@@ -245,16 +284,10 @@ class AsyncLLM:
         if any(call.name == name for call in self._calls.values()):
             raise ValueError(f"request_id {shorten(name)} is that of another request")
         mirror = Mirror(self._intake.request(accepted, streams=True), self.tokenizer)
-        call = Call(number, name, mirror)
-        self._calls[number] = call
-        try:
-            token_ids = array("i", accepted.token_ids).tobytes()
-            self._send(Submit(number, token_ids, dataclasses.replace(params, stop=None)))
-            yield call
-        finally:
-            if not call.is_over:
-                self._drop(call)
-            self._calls.pop(number, None)
+        token_ids = array("i", accepted.token_ids).tobytes()
+        self._send(Submit(number, token_ids, dataclasses.replace(params, stop=None)))
+        call = self._calls[number] = Call(number, name, mirror)
+        return call
 
     def _check_room(self, num_samples: int) -> None:
         most = self.config.max_num_seqs + self.max_waiting
@@ -344,17 +377,6 @@ class AsyncLLM:
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(self._failure)
-
-
-async def _events(call: Call) -> AsyncIterator[StreamEvent]:
-    """What is new of a request, until it has ended."""
-    is_over = False
-    while not is_over:
-        await call.wait()
-        is_over = call.is_over
-        for event in call.mirror.events():
-            event["request_id"] = call.name
-            yield event
 
 
 def _params(given: Any, priority: int | None) -> SamplingParams:

@@ -27,7 +27,7 @@ def submit(
     """
     seed = digest_of(custom_id, llm.config.seed) >> 1
     request = parse_request(line, {"seed": seed, **defaults})
-    prompt = request.prompt
+    (prompt,) = request.prompts
     if request.url == CHAT:
         if not llm.has_chat_template:
             raise RuntimeError(f"the tokenizer has no chat template for {custom_id!r}")
