@@ -30,6 +30,7 @@ from nanovllm.engine.remote.process import EngineProcess
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.metrics import Metric
+from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
 from nanovllm.openai.answers import AnswerReader
 from nanovllm.openai.chat_format import ChatFormat, Turn
@@ -81,6 +82,11 @@ class Call:
         return self.mirror.request.seqs[0].num_prompt_tokens
 
     @property
+    def first_token_id(self) -> int:
+        """The first token of the prompt."""
+        return self.mirror.request.seqs[0].token_ids[0]
+
+    @property
     def num_cached_tokens(self) -> int:
         """Those of the prompt's tokens that were in the prefix cache; known at the end."""
         return self.mirror.request.seqs[0].num_hit_tokens or 0
@@ -111,7 +117,9 @@ class AsyncLLM:
     ) -> None:
         asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
-        path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
+        self.model_path = path = resolve_model(
+            asked.model, revision=asked.revision, download_dir=asked.download_dir
+        )
         self._process = EngineProcess(asked.model, options)
         try:
             has_meaning = asked.load_format != "dummy"
@@ -129,6 +137,7 @@ class AsyncLLM:
         self._calls: dict[int, Call] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -246,6 +255,16 @@ class AsyncLLM:
     def num_open(self) -> int:
         """How many samples callers wait for."""
         return sum(len(call.mirror.request.unfinished) for call in self._calls.values())
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters that the model's `generation_config.json` recommends."""
+        return recommended_params(self.model_path)
+
+    async def wait_for_failure(self) -> BaseException:
+        """Wait until the engine has ended; returns why."""
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
 
     def check(self) -> None:
         """Raise if the engine has ended."""
@@ -371,6 +390,7 @@ class AsyncLLM:
         """No call goes on: the engine has ended."""
         if self._failure is None:
             self._failure = error
+            self._failed.set()
         for call in self._calls.values():
             if not call.is_over:
                 call.end(self._failure)

@@ -30,7 +30,7 @@ FLOORS = (
      "prompts", "outputs", "metrics", "embedded"),
     ("kernels",), ("layers",),
     ("models",), ("engine",), ("openai",), ("llm", "async_llm"), ("batch",), ("ray",),
-    ("bench",), ("command",),
+    ("server",), ("bench",), ("command",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
