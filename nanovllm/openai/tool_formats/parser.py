@@ -30,8 +30,8 @@ class ToolParser:
 
     A call is reported when all of it is there and well-formed. Other text is content, except white
     space beside a call. If `early`, a call is reported as soon as its name and the start of its
-    arguments are there; if it then breaks off it stays a call, and only the rest is content. What
-    begins as a call and breaks off at the end of the answer is content as a whole.
+    arguments are there; if it then breaks off it stays a call, and only the rest is content.
+    Where a call breaks off at the end of the answer, no other one is looked for behind its marker.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], early: bool = False) -> None:

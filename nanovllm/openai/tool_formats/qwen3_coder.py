@@ -36,7 +36,7 @@ class Qwen3Coder(ToolFormat):
     """
 
     marker = START
-    markers = (START, END, END_FUNCTION, END_PARAMETER)
+    markers = (START, END)  # the other tags are plain text: values end where theirs is written
 
     def read(self, source: Source, tools: Sequence[Tool]) -> Reading:
         """Read one call; the end of the answer may replace the last mark."""
