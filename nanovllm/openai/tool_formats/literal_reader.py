@@ -150,6 +150,8 @@ def _scalar(word: str) -> str | None:
         return str(int(word, 0))
     except ValueError:  # no integer, or one with too many digits for Python
         pass
+    if not set(word) & set(".eE"):
+        return None
     try:
         number = float(word)
     except ValueError:
