@@ -136,7 +136,7 @@ def test_a_template_shows_the_format_that_it_writes(model: str, written: Any, na
         "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>x</arg_value>",
         "<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>",
         "<TOOLCALL>[{}]</TOOLCALL>",
-        "'<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>' + name + '<\uff5ctool\u2581sep\uff5c>'",
+        "'<\uff5ctool\u2581calls\u2581begin\uff5c>' + name + '<\uff5ctool\u2581sep\uff5c>'",
     ],
 )
 def test_other_templates_show_none(other: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.openai.tool_formats.base import ToolFormat
 from nanovllm.openai.tool_formats.lark import quoted
 from nanovllm.openai.tool_formats.parser import ToolParser, join
 from nanovllm.openai.tool_formats.table import FORMATS
 from nanovllm.openai.tools import Tool
+from tests.grammar_words import EOS, constrain, words_grammars, words_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
 BYTES = llguidance.LLTokenizer("byte")
@@ -174,3 +177,64 @@ def test_what_a_grammar_makes_is_read(
     by_name = {tool.name: tool.parameters for tool in tools}
     for called, arguments in calls:
         jsonschema.validate(json.loads(arguments), by_name[called])
+
+
+ODD = Tool(
+    "a-b.c",
+    {"properties": {"from": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]},
+)
+ODD_ARGUMENTS = r'{"from": "<|eos|> \"é\"\n", "n": 3}'
+CALLS_OF_ODD = {
+    "hermes": "\n".join(
+        ['<tool_call>\n{"name": "a-b.c", "arguments": ' + ODD_ARGUMENTS + "}\n</tool_call>"] * 2
+    ),
+    "llama3_json": "; ".join(['{"name": "a-b.c", "parameters": ' + ODD_ARGUMENTS + "}"] * 2),
+    "mistral": "[TOOL_CALLS]["
+    + ", ".join(['{"name": "a-b.c", "arguments": ' + ODD_ARGUMENTS + "}"] * 2)
+    + "]",
+    "mistral_args": f"[TOOL_CALLS]a-b.c[ARGS]{ODD_ARGUMENTS}" * 2,
+    "pythonic": "[" + ", ".join([r'a-b.c(from="<|eos|> \"é\"\n", n=3)'] * 2) + "]",
+    "qwen3_coder": "\n".join(
+        ['<tool_call>\n<function=a-b.c>\n<parameter=from>\n<|eos|> "é"\n\n</parameter>\n'
+         "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"] * 2
+    ),
+}  # fmt: skip
+MARKERS = sorted({marker for one in FORMATS.values() for marker in one.markers})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_markers_that_are_special_tokens(name: str) -> None:
+    """The grammar takes the tokens, not their text, and the parser reads the text of the output."""
+    tokenizer = words_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKERS})
+    ids = tokenizer.get_added_vocab()
+    grammars = Grammars(tokenizer, len(tokenizer), (EOS,))
+    rules = FORMATS[name].grammar([ODD], True, lambda text: f"<[{ids[text]}]>")
+    constraint = constrain(grammars, grammar="\n".join(["start: calls", *rules]))
+    text = CALLS_OF_ODD[name]
+    tokens = [
+        token
+        for piece in re.split(f"({'|'.join(map(re.escape, MARKERS))})", text)
+        for token in ([ids[piece]] if piece in ids else piece.encode())
+    ]
+    matcher = constraint.after(tokens)
+    assert matcher is not None
+    assert matcher.is_accepting()
+    if tokens != list(text.encode()):
+        assert constraint.after(list(text.encode())) is None
+    assert all_answers(FORMATS[name], [ODD], tokenizer.decode(tokens)) == (
+        "",
+        [("a-b.c", ODD_ARGUMENTS)] * 2,
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_large_tool_is_no_large_grammar(name: str) -> None:
+    """Lines and references are limited: definitions within each parameter would exceed that."""
+    node = {"type": "object", "properties": {f"n{i}": {"$ref": "#/$defs/node"} for i in range(40)}}
+    properties = {f"p{i}": {"type": "string", "maxLength": 9} for i in range(99)}
+    properties["q"] = {"$ref": "#/$defs/node"}
+    schema = {"properties": properties, "required": ["p0"], "$defs": {"node": node}}
+    tools = [Tool(f"f{i}", schema) for i in range(4)]
+    rules = FORMATS[name].grammar(tools, True, quoted)
+    constrain(words_grammars(), grammar="\n".join(["start: calls", *rules]))

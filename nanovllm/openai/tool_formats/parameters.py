@@ -94,8 +94,12 @@ def pointed_at(reference: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    definitions = {name: root[name] for name in DEFINITIONS if name in root}
-    return {**definitions} if schema is True else {**schema, **definitions}
+    """A parameter's schema by itself. Definitions are copied only if it refers to something."""
+    if schema is True:
+        return {}
+    if '"$ref"' not in json.dumps(schema):
+        return dict(schema)
+    return {**schema, **{name: root[name] for name in DEFINITIONS if name in root}}
 
 
 def _types(

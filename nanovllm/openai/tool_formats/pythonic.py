@@ -94,22 +94,20 @@ def _call_rules(suffix: str, tool: Tool) -> list[str]:
 
     An argument is followed by a tail: so every subset of the optional ones can be written.
     """
-    parameters = parameters_of("pythonic", tool, NAME)
-    begins = []
-    rules = [f'tail{suffix}_{len(parameters)}: ""']
-    for index, parameter in enumerate(parameters):
-        begins.append(f"argument{suffix}_{index} tail{suffix}_{index + 1}")
-        if parameter.is_required:
-            break
-    else:
-        begins.append('""')
-    for index, parameter in enumerate(parameters):
-        value = json_value(parameter.schema)
-        rules.append(f"argument{suffix}_{index}: {quoted(parameter.name + '=')} {value}")
+    begins, rules, may_begin = list[str](), list[str](), True
+    for index, parameter in enumerate(parameters_of("pythonic", tool, NAME)):
+        argument = f"{quoted(parameter.name + '=')} {json_value(parameter.schema)}"
+        tail = f"tail{suffix}_{index + 1}"
+        if may_begin:
+            begins.append(f"{argument} {tail}")
         optional = "" if parameter.is_required else "?"
-        rules.append(
-            f"tail{suffix}_{index}: ({quoted(', ')} argument{suffix}_{index}){optional}"
-            f" tail{suffix}_{index + 1}"
-        )
+        rules.append(f"tail{suffix}_{index}: ({quoted(', ')} {argument}){optional} {tail}")
+        may_begin = may_begin and not parameter.is_required
+    if may_begin:
+        begins.append('""')
     head = quoted(f"{tool.name}(")
-    return [f"call{suffix}: {head} ({' | '.join(begins)}) {quoted(')')}", *rules]
+    return [
+        f"call{suffix}: {head} ({' | '.join(begins)}) {quoted(')')}",
+        *rules[1:],
+        f'tail{suffix}_{len(rules)}: ""',
+    ]

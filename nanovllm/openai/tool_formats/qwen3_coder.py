@@ -24,6 +24,7 @@ START, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NAME = re.compile(r"[^<>\n]*")
+LINE = "\n"
 TEXT = frozenset(["string"])
 
 
@@ -76,30 +77,29 @@ class Qwen3Coder(ToolFormat):
         """Calls on lines of their own, parameters in the order of the properties."""
         start, end = literal(START), literal(END)
         rules = [repeated("calls", "call", quoted("\n"), several), any_of("call", len(tools))]
+        texts = dict[str, str]()  # the names of rules, by the terminals of values
         for index, tool in enumerate(tools):
-            parts = []
-            for number, parameter in enumerate(parameters_of("qwen3_coder", tool, NAME)):
-                name = f"{index}_{number}"
-                parts.append(f"parameter_{name}" + ("" if parameter.is_required else "?"))
-                rules += _parameter_rules(name, tool, parameter)
             head = quoted(f"\n{FUNCTION}{tool.name}>\n")
+            parameters = parameters_of("qwen3_coder", tool, NAME)
+            lines = " ".join(_parameter(tool, parameter, texts) for parameter in parameters)
             tail = quoted(f"{END_FUNCTION}\n")
-            rules.append(f"call_{index}: {start} {head} {' '.join(parts)} {tail} {end}")
+            rules.append(f"call_{index}: {start} {head} {lines} {tail} {end}")
+        for terminal, name in texts.items():
+            rules.append(f"{name}[lazy]: {name.upper()} {quoted(f'{LINE}{END_PARAMETER}')}")
+            rules.append(f"{name.upper()}: {terminal} & ~/(?s:.*)<\\/parameter>(?s:.*)/")
         return rules
 
 
-def _parameter_rules(name: str, tool: Tool, parameter: Parameter) -> list[str]:
-    """Rules for the lines of a parameter, `parameter_` and the name."""
+def _parameter(tool: Tool, parameter: Parameter, texts: dict[str, str]) -> str:
+    """An expression for the lines of a parameter; text is by a rule of `texts`."""
     head = quoted(f"{PARAMETER}{parameter.name}>\n")
-    line, tail = quoted("\n"), quoted(f"\n{END_PARAMETER}")
-    if parameter_types(tool, parameter.name) not in (TEXT, ANYTHING):
-        value = json_value(parameter.schema)
-        return [f"parameter_{name}: {head} {value} {tail} {line}"]
-    return [
-        f"parameter_{name}: {head} value_{name} {line}",
-        f"value_{name}[lazy]: TEXT_{name} {tail}",
-        f"TEXT_{name}: {_terminal(tool, parameter)} & ~/(?s:.*)<\\/parameter>(?s:.*)/",
-    ]
+    if parameter_types(tool, parameter.name) in (TEXT, ANYTHING):
+        name = texts.setdefault(_terminal(tool, parameter), f"text_{len(texts)}")
+        lines = f"{head} {name} {quoted(LINE)}"
+    else:
+        tail = quoted(f"{LINE}{END_PARAMETER}{LINE}")
+        lines = f"{head} {json_value(parameter.schema)} {tail}"
+    return lines if parameter.is_required else f"({lines})?"
 
 
 def _terminal(tool: Tool, parameter: Parameter) -> str:
