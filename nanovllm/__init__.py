@@ -2,14 +2,15 @@
 
     from nanovllm import LLM, SamplingParams
 
-Importing the package takes no time: each name is imported when it is first used. Only `LLM` imports
-PyTorch.
+Importing the package takes no time: each name is imported when it is first used. Only `LLM`
+and `AsyncLLM` import PyTorch.
 """
 
 TYPE_CHECKING = False  # `typing` takes milliseconds
 if TYPE_CHECKING:
     from typing import Any
 
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.engine.ranks.errors import RankError
     from nanovllm.llm import LLM
     from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "RankError",
     "RequestOutput",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 _MODULES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "RankError": "engine.ranks.errors",
     "RequestOutput": "outputs",

@@ -30,6 +30,10 @@ from nanovllm.vllm_names import ENGINE
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
+TOOL_PARSERS = (
+    "hermes", "llama3_json", "mistral", "mistral_args", "none",
+)  # fmt: skip
+REASONING_PARSERS = ("qwen3", "deepseek_r1", "none")
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
 
@@ -173,6 +177,19 @@ class Config:
         "guess tokens, and verify several in a step: docs/speculation.md has the keys",
         SPECULATION,
         none="one token a step",
+    )
+    tool_parser: str | None = option(
+        None,
+        "how the model writes tool calls in chats: docs/tools.md; `none`: they are not read",
+        one_of(*TOOL_PARSERS),
+        none="as the chat template shows",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "how the model writes reasoning in chats: `qwen3` with `<think>` and `</think>`,"
+        " `deepseek_r1` with `</think>` alone; `none`: it is content",
+        one_of(*REASONING_PARSERS),
+        none="as the chat template shows",
     )
     seed: int = option(
         0,

@@ -1,17 +1,20 @@
 """LLM: the facade. Prompts in, texts out, in the order of the prompts."""
 
+import functools
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from types import TracebackType
 from typing import Any
 
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import progress_bar
-from nanovllm.engine.requests.conversation import chat_prompts, has_chat_template
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.models.generation_config import recommended_params
+from nanovllm.openai.answers import AnswerReader
+from nanovllm.openai.chat_format import ChatFormat, Turn
+from nanovllm.openai.conversation import has_chat_template
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
@@ -51,6 +54,8 @@ class LLM(LLMEngine):
         use_tqdm: bool = True,
         *,
         tools: list[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         add_generation_prompt: bool = True,
         **chat_template_kwargs: Any,
     ) -> list[RequestOutput]:
@@ -60,12 +65,65 @@ class LLM(LLMEngine):
         `{"role": ..., "content": ...}`. Other keywords go to the template (Qwen3's takes
         `enable_thinking=False`), as does a dict `chat_template_kwargs`, as in vLLM;
         `chat_template=` replaces the tokenizer's. Otherwise as `generate`.
+
+        Each output and sample has a `message`, the answer as OpenAI's API writes it: reasoning is
+        `reasoning_content`, calls of `tools` are `tool_calls`. `tool_choice` is "auto", "none",
+        "required" or a function, as in OpenAI's API; docs/tools.md explains them.
         """
         self.check_open()
-        prompts = chat_prompts(
-            self.tokenizer, messages, tools, add_generation_prompt, chat_template_kwargs
-        )
-        return self.generate(prompts, sampling_params, use_tqdm)
+        check_bool("use_tqdm", use_tqdm)
+        turns = self.chat_turns(
+            messages, sampling_params, tools=tools, tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls, add_generation_prompt=add_generation_prompt,
+            **chat_template_kwargs,
+        )  # fmt: skip
+        outputs = self._generate(self._accept_turns(turns), use_tqdm)
+        for turn, output in zip(turns, outputs, strict=True):
+            turn.answer.add_messages(output)
+        return outputs
+
+    def stream_chat(
+        self,
+        messages: Iterable[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> Iterator[StreamEvent]:
+        """Answer conversations, and yield new text and tokens as they come.
+
+        Options are the keywords of `chat`. Each event has a `delta`, what is new as OpenAI's API
+        writes it: `reasoning_content`, `content`, and `tool_calls` with pieces of their arguments.
+        Otherwise as `stream`.
+        """
+        self.check_open()
+        turns = self.chat_turns(messages, sampling_params, **options)
+        return self._stream_turns(turns, self._accept_turns(turns))
+
+    def _stream_turns(
+        self, turns: list[Turn], accepted: list[Accepted]
+    ) -> Generator[StreamEvent, None, None]:
+        readers = [[AnswerReader(t.answer) for _ in range(t.params.n)] for t in turns]
+        with closing(self._stream(accepted)) as events:
+            for event in events:
+                reader = readers[event["index"]][event["sample"]]
+                event["delta"] = reader.feed(event["text"], event["finish_reason"] is not None)
+                yield event
+
+    def chat_turns(
+        self,
+        messages: Iterable[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Turn]:
+        """The prompts of `chat`, the parameters of their requests, and how answers are read.
+
+        For `add_request` and `stream`: `turn.answer.message(text)` is the message of an answer.
+        """
+        params_list = functools.partial(_params_list, sampling_params)
+        return self._chat_format.turns(messages, params_list, **options)
+
+    @property
+    def _chat_format(self) -> ChatFormat:
+        return ChatFormat(self.tokenizer, self._asked.tool_parser, self._asked.reasoning_parser)
 
     @property
     def has_chat_template(self) -> bool:
@@ -85,19 +143,10 @@ class LLM(LLMEngine):
         """
         return recommended_params(self.model_path)
 
-    def chat_prompts(
-        self,
-        messages: Iterable[Any],
-        *,
-        tools: list[Any] | None = None,
-        add_generation_prompt: bool = True,
-        **chat_template_kwargs: Any,
-    ) -> list[list[int]]:
-        """The token ids of the prompts that `chat` makes: for `stream` and `add_request`."""
-        prompts = chat_prompts(
-            self.tokenizer, messages, tools, add_generation_prompt, chat_template_kwargs
-        )
-        return [list(prompt["prompt_token_ids"]) for prompt in prompts]
+    def chat_prompts(self, messages: Iterable[Any], **options: Any) -> list[list[int]]:
+        """The token ids of the prompts that `chat` makes."""
+        turns = self.chat_turns(messages, **options)
+        return [list(turn.prompt["prompt_token_ids"]) for turn in turns]
 
     def stream(
         self,
@@ -113,7 +162,7 @@ class LLM(LLMEngine):
         self.check_open()
         return self._stream(self._accept_all(prompts, sampling_params))
 
-    def _stream(self, accepted: list[Accepted]) -> Iterator[StreamEvent]:
+    def _stream(self, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
         self.check_open()
         ids = self._enqueue_all(accepted)
         try:
@@ -156,6 +205,9 @@ class LLM(LLMEngine):
             self._accept_at(index, prompt, params)
             for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
         ]
+
+    def _accept_turns(self, turns: list[Turn]) -> list[Accepted]:
+        return [self._accept_at(i, turn.prompt, turn.params) for i, turn in enumerate(turns)]
 
     def _accept_at(self, index: int, prompt: Prompt, params: SamplingParams) -> Accepted:
         """Check and encode prompt `index`, which an error names."""

@@ -106,6 +106,11 @@ class Completion(Record):
     logprobs: list[list[TokenLogprob]] | None
     cumulative_logprob: float | None
 
+    @property
+    def message(self) -> dict[str, Any] | None:
+        """Of `chat`: the answer as OpenAI's API writes it; else None."""
+        return self.get("message")
+
 
 class CompletionOutput(Completion):
     """One of a request's `n` samples."""
@@ -154,3 +159,8 @@ class StreamEvent(Record):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     logprobs: list[list[TokenLogprob]] | None
+
+    @property
+    def delta(self) -> dict[str, Any] | None:
+        """Of `stream_chat`: what is new as OpenAI's API writes it; else None."""
+        return self.get("delta")

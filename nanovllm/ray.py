@@ -218,5 +218,7 @@ def _plain(value: Any) -> Any:
 
 def _answered(pending: Pending, output: RequestOutput, llm: LLM) -> Answer:
     """The first sample's text and finish reason, and the whole response body in JSON."""
-    body = response_body(pending.custom_id, pending.request, output, llm)
+    body = response_body(
+        pending.custom_id, pending.request, [output], llm.config.model, llm.tokenizer
+    )
     return output["text"], output["finish_reason"], json.dumps(body), None

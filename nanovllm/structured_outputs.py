@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_text, check_texts, shorten
+from nanovllm.utils.checks import check_texts, shorten
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import (
     NOTHING,
@@ -16,6 +16,7 @@ from nanovllm.utils.option import (
     check_options,
     option,
 )
+from nanovllm.utils.rules import SOME_TEXT
 
 OTHER_NAMES = {
     "backend": OtherName((None,), "llguidance makes all constraints"),
@@ -58,13 +59,6 @@ def _check_tag(name: str, value: Any) -> str:
     return _json_text(name, value)
 
 
-def _check_some_text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{name} must be a text that is not empty, got {shorten(value)}")
-    check_text(name, value)
-    return value
-
-
 def _check_choice(name: str, value: Any) -> tuple[str, ...]:
     texts = check_texts(name, value)
     if not texts:
@@ -73,7 +67,6 @@ def _check_choice(name: str, value: Any) -> tuple[str, ...]:
 
 
 SCHEMA = Rule(_check_schema, "a JSON schema as a dict or a text, or a pydantic model")
-SOME_TEXT = Rule(_check_some_text, "a text that is not empty")
 CHOICE = Rule(_check_choice, "a list of texts that is not empty")
 TAG = Rule(_check_tag, "a dict or its JSON text")
 

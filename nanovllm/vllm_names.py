@@ -12,6 +12,10 @@ ENGINE = {
     "block_size": OtherName(ours="kvcache_block_size"),
     "num_gpu_blocks_override": OtherName(ours="num_kvcache_blocks"),
     "async_scheduling": OtherName(ours="overlap"),
+    "tool_call_parser": OtherName(ours="tool_parser"),
+    "enable_auto_tool_choice": OtherName(
+        (True, False), "calls are read where a request has tools; `tool_choice` may be `none`"
+    ),
     "trust_remote_code": OtherName((False, True), "code in a checkpoint is never run"),
     "disable_log_stats": OtherName(
         (True, False), "nothing is logged; `get_metrics`, `stats` and `metrics` always have all"

@@ -67,6 +67,8 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         [("ngram", TypeError), (["ngram"], TypeError), (4, TypeError)],
     ),
     "scheduling": ("'prefill-first', 'mixed'", [("fcfs", ValueError), (None, ValueError)]),
+    "tool_parser": ("one of 'hermes', ", [("qwen", ValueError), (1, ValueError)]),
+    "reasoning_parser": ("one of 'qwen3', ", [("think", ValueError), (True, ValueError)]),
     "seed": (
         f"in [0, {2**63 - 1}]",
         [(-1, ValueError), (2**63, ValueError), (0.5, TypeError), (True, TypeError)],
@@ -227,7 +229,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "attention_backend": "auto",
         "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
         "speculative_config": None,
-        "seed": 0,
+        "tool_parser": None, "reasoning_parser": None, "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected
 

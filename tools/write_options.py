@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import NOTHING, OtherName, options_of
 from nanovllm.vllm_names import ENGINE as ENGINE_NAMES
@@ -64,6 +65,13 @@ STRUCTURED = """\
 the first six is given; [structured](structured.md) explains them.
 """
 
+SERVER = """\
+## Server
+
+`nanovllm serve MODEL` takes these beside the options above; [serving](serving.md) explains them.
+`--served-model-name`, `--api-key` and `--cors-origin` may be given several times.
+"""
+
 HEADER = "| name | default | allowed | meaning |\n|---|---|---|---|\n"
 
 
@@ -71,7 +79,7 @@ def page() -> str:
     """The text of docs/options.md."""
     parts = (
         INTRODUCTION, ENGINE, table(Config), SAMPLING, table(SamplingParams), STRUCTURED,
-        table(StructuredOutputs),
+        table(StructuredOutputs), SERVER, table(ServerOptions),
     )  # fmt: skip
     return "\n".join(parts)
 

@@ -6,8 +6,8 @@ It knows no engine, and leaves the body to nanovllm.openai.request.
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.openai.request import CHAT, COMPLETIONS, APIRequest, check_name, parse_body
-from nanovllm.utils.checks import shorten
+from nanovllm.openai.request import CHAT, COMPLETIONS, APIRequest, parse_body
+from nanovllm.utils.checks import check_name, shorten
 from nanovllm.utils.json_text import parse_json
 
 ENVELOPE = ("custom_id", "method", "url", "body")
@@ -38,7 +38,12 @@ def custom_id_of(line: Mapping[str, Any]) -> str | None:
 
 def parse_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
     """Parse a line's request; `defaults` are sampling parameters for lines without them."""
-    return parse_body(*_open_envelope(line), defaults)
+    request = parse_body(*_open_envelope(line), defaults)
+    if request.streams:
+        raise ValueError("stream must be False here, got True: a job writes whole answers")
+    if len(request.prompts) != 1:
+        raise ValueError("prompt must be one text or one list of token ids, got a list of them")
+    return request
 
 
 def _open_envelope(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

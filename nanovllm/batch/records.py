@@ -31,7 +31,7 @@ def result_record(
     number: int, custom_id: str, request: APIRequest, output: RequestOutput, llm: LLM
 ) -> bytes:
     """The record of a line that `llm` has answered."""
-    body = response_body(str(number), request, output, llm)
+    body = response_body(str(number), request, [output], llm.config.model, llm.tokenizer)
     response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
     return _record(number, custom_id, response, None)
 

@@ -1,6 +1,7 @@
 """Check a line's request and queue it in an engine."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.batch.digests import digest_of
@@ -26,9 +27,11 @@ def submit(
     """
     seed = digest_of(custom_id, llm.config.seed) >> 1
     request = parse_request(line, {"seed": seed, **defaults})
-    prompt = request.prompt
+    (prompt,) = request.prompts
     if request.url == CHAT:
         if not llm.has_chat_template:
             raise RuntimeError(f"the tokenizer has no chat template for {custom_id!r}")
-        (prompt,) = llm.chat_prompts([prompt], **request.template_options)
+        (turn,) = llm.chat_turns([prompt], request.params, **request.chat_options)
+        prompt = turn.prompt
+        request = replace(request, params=turn.params, answer=turn.answer)
     return llm.add_request(prompt, request.params), request

@@ -117,10 +117,10 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         try:
-            prompts = self.llm.chat_prompts(
-                [messages], chat_template_kwargs=self.chat_template_kwargs
+            (turn,) = self.llm.chat_turns(
+                [messages], self.params, chat_template_kwargs=self.chat_template_kwargs
             )
-            with contextlib.closing(self.llm.stream(prompts, self.params)) as events:  # type: ignore[type-var]
+            with contextlib.closing(self.llm.stream([turn.prompt], turn.params)) as events:  # type: ignore[type-var]
                 for event in events:
                     answer += event["text"]
                     sys.stdout.write(event["text"])
@@ -131,4 +131,5 @@ class Conversation:
         except ValueError as error:  # the conversation is too long, or the template fails
             print(f"{error}; /reset starts a new conversation", file=sys.stderr)
             return
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        message = turn.answer.message(answer)  # reasoning is not content: templates drop it
+        self.messages = [*messages, {**message, "content": message["content"] or ""}]

@@ -9,8 +9,10 @@ The text of a single prompt is streamed. With --json each prompt's whole output 
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,6 @@ from nanovllm.command.options import (
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
     from nanovllm.outputs import CompletionOutput, StreamEvent
 
 NAME = "generate"
@@ -64,14 +65,18 @@ def run(args: argparse.Namespace) -> int:
     _check(args, params)
     template_kwargs, texts = template_options(args), _prompts(args)
     with open_llm(options) as llm:
-        prompts: list[Any] = texts
         if args.chat:
             first = first_messages(args.system)
-            conversations = [[*first, {"role": "user", "content": text}] for text in texts]
-            prompts = llm.chat_prompts(conversations, chat_template_kwargs=template_kwargs)
-        if len(prompts) == 1 and params.n == 1 and not args.json:
-            return _stream(llm, prompts, params)
-        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            talks = [[*first, {"role": "user", "content": text}] for text in texts]
+            kwargs: Any = {"chat_template_kwargs": template_kwargs}
+            stream = functools.partial(llm.stream_chat, talks, params, **kwargs)
+            generate = functools.partial(llm.chat, talks, params, **kwargs)
+        else:
+            stream = functools.partial(llm.stream, texts, params)
+            generate = functools.partial(llm.generate, texts, params)
+        if len(texts) == 1 and params.n == 1 and not args.json:
+            return _stream(stream())
+        outputs = generate(use_tqdm=sys.stderr.isatty())
     for text, output in zip(texts, outputs, strict=True):
         if args.json:
             print(json.dumps({"prompt": text, **output}))
@@ -125,10 +130,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> int:
+def _stream(events: "Iterator[StreamEvent]") -> int:
     """Print the text as it comes; returns the exit status."""
     try:
-        with contextlib.closing(llm.stream(prompts, params)) as events:  # type: ignore[type-var]
+        with contextlib.closing(events):  # type: ignore[type-var]
             for event in events:
                 sys.stdout.write(event["text"])
                 sys.stdout.flush()

@@ -4,10 +4,10 @@ import argparse
 from typing import Any, NoReturn
 
 from nanovllm import __version__
-from nanovllm.command import bench, chat, generate, info, run_batch
+from nanovllm.command import bench, chat, generate, info, run_batch, serve
 from nanovllm.utils.checks import did_you_mean
 
-COMMANDS = (generate, chat, run_batch, info, bench)
+COMMANDS = (generate, chat, serve, run_batch, info, bench)
 USAGE = 2  # the exit status of a mistake in the command line
 
 

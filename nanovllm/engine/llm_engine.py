@@ -66,7 +66,7 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        asked = Config(model=model, **options)  # type: ignore[arg-type]
+        asked = self._asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )
@@ -180,6 +180,19 @@ class LLMEngine:
         )
 
     @exclusive
+    def run_step(self) -> None:
+        """Run one step; its tokens and ends are in the requests. Outputs are not made."""
+        self.advance()
+
+    @exclusive
+    def stop_sample(self, request: Request, index: int) -> None:
+        """End a sample whose caller has found a stop in its text."""
+        seq = request.seqs[index]
+        self.scheduler.abort(seq)
+        seq.finish_reason = "stop"
+        self._finish(request, time.perf_counter())
+
+    @exclusive
     def _step_and_claim(self) -> list[RequestOutput]:
         if self.unfinished:
             self.advance()
@@ -246,14 +259,18 @@ class LLMEngine:
                 if (request := self._begun.pop(seq.request_id, None)) is not None:
                     request.times.first_token = end
         for request_id in dict.fromkeys(seq.request_id for seq in finished):
-            request = self.unfinished[request_id]
-            if not request.unfinished:
-                request.times.ended = end
-                self.counter.finished += 1
-                self.finished[request_id] = request
-                del self.unfinished[request_id]
-                request.measure(self.meter)
+            self._finish(self.unfinished[request_id], end)
         self.counter.add(batch, launched.num_tokens, end - start)
+
+    def _finish(self, request: Request, end: float) -> None:
+        """Count a request, if all its samples have ended."""
+        if request.unfinished:
+            return
+        request.times.ended = end
+        self.counter.finished += 1
+        self.finished[request.request_id] = request
+        del self.unfinished[request.request_id]
+        request.measure(self.meter)
 
     def _begin(self) -> Begun | None:
         """Begin the next step, if there is one."""

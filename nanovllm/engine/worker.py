@@ -4,30 +4,23 @@ It runs nothing of the caller's script, which therefore needs no `if __name__ ==
 PyTorch is imported late: the process must first be able to notice the end of its caller.
 """
 
-import fcntl
 import json
 import os
 import pickle
-import select
 import signal
 import socket
-import sys
-import threading
 import time
 import traceback
 
+from nanovllm.engine.life_line import end_with
 from nanovllm.engine.ranks.errors import ExchangeError
 
-CHECK_SECONDS = 1.0  # between checks that the parent is still the caller
 
-
-def main() -> None:
-    """Serve as the rank that the arguments name, until rank 0 ends it."""
-    caller, rank, size, ring, bell, line, address = map(int, sys.argv[1:8])
+def main(caller: int, rank: int, size: int, ring: int, bell: int, line: int, address: int) -> None:
+    """Serve as this rank, until rank 0 ends it."""
     life_line = socket.socket(fileno=line)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
-    _die_with(line)
-    threading.Thread(target=_watch_parent, args=(caller,), daemon=True).start()
+    end_with(caller, line)
     try:
         _serve(rank, size, ring, bell, address, life_line)
     except BaseException as error:
@@ -81,19 +74,3 @@ def _serve(
 def _report(life_line: socket.socket, **values: object) -> None:
     """Send rank 0 a line of JSON."""
     life_line.sendall(json.dumps(values).encode() + b"\n")
-
-
-def _die_with(line: int) -> None:
-    """Let the kernel kill this process when rank 0 cuts the line, whatever it is doing then."""
-    fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([line], [], [], 0)[0]:  # it was cut before
-        os._exit(0)
-
-
-def _watch_parent(caller: int) -> None:
-    """End this process after the caller. A line that other processes inherited is not cut then."""
-    while os.getppid() == caller:
-        time.sleep(CHECK_SECONDS)
-    os._exit(0)

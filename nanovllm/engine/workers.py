@@ -11,10 +11,8 @@ import math
 import os
 import pickle
 import selectors
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -25,6 +23,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.guess.source import Source
+from nanovllm.engine.life_line import ending, start_process
 from nanovllm.engine.ranks.channel import Writer
 from nanovllm.engine.ranks.codec import encode
 from nanovllm.engine.ranks.errors import ExchangeError, RankError
@@ -39,18 +38,7 @@ from nanovllm.utils.interrupts import holding_interrupts
 SETTLE_SECONDS = 0.2
 BLAME_SECONDS = 5.0  # how long rank 0 waits, after a failed exchange, for the rank to blame
 END_SECONDS = 5.0  # for the processes to end by themselves
-HOME = str(Path(__file__).resolve().parents[2])  # the directory of this package
 MIN_ROOM = 64  # bytes in the ring, for the last message
-
-# What Python runs in a new process: the caller's own nanovllm, with the caller's module path.
-BOOT = """
-import sys
-sys.path[:] = sys.argv[8:]
-import nanovllm
-del sys.path[0]
-from nanovllm.engine.worker import main
-main()
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +62,10 @@ class Worker:
         self._buffer = b""
         with its_end:
             fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
-            modules = [str(Path(entry).absolute()) for entry in sys.path]
-            arguments = map(str, (os.getpid(), rank, ranks.size, *fds, ranks.address))
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, *arguments, HOME, *modules],
-                stdin=subprocess.DEVNULL, pass_fds=(*fds, *ranks.fds), start_new_session=True,
-            )  # fmt: skip
+            arguments = (os.getpid(), rank, ranks.size, *fds, ranks.address)
+            self.process = start_process(
+                "nanovllm.engine.worker", arguments, fds=(*fds, *ranks.fds)
+            )
 
     def read_messages(self) -> bool:
         """Read the process's messages; False when its line is cut."""
@@ -99,11 +85,7 @@ class Worker:
         """How the process ended, in a line."""
         if self.report is not None:
             return f"raised {self.report.error}"
-        try:
-            code = self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "does not answer"
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
+        return ending(self.process, END_SECONDS)
 
     def cut(self) -> None:
         """Cut the line, including copies that others inherited: that ends the process."""
@@ -275,10 +257,3 @@ class Workers:
         if threading.current_thread() is not self._watcher:  # collection may run in any thread
             self._watcher.join(END_SECONDS)
         self._quit_heard.close()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
-        return f"signal {number}"

@@ -9,30 +9,48 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.openai.answers import PLAIN, AnswerFormat
+from nanovllm.openai.response_format import structured_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int, did_you_mean, shorten
+from nanovllm.utils.checks import check_bool, check_int, check_name, shorten
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
-INPUTS = {CHAT: ("messages", "tools", "chat_template_kwargs"), COMPLETIONS: ("prompt",)}
-OPENAI_NAMES = ("max_completion_tokens", "top_logprobs")
-NOTES = ("model", "user", "metadata")  # accepted without effect on the answer
-# Fields with a single allowed value, which is what happens in any case.
-FIXED: dict[str, Any] = {
-    "stream": False, "echo": False, "best_of": 1, "store": False,
-    "response_format": {"type": "text"},
+INPUTS = {
+    CHAT: (
+        "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+    ),
+    COMPLETIONS: ("prompt", "echo"),
 }  # fmt: skip
+OPENAI_NAMES = (
+    "max_completion_tokens", "top_logprobs", "response_format", "stream", "stream_options",
+)  # fmt: skip
+# Accepted without effect on the answer.
+NOTES = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+)  # fmt: skip
+# Fields with a single allowed value, which is what happens in any case.
+FIXED: dict[str, Any] = {"best_of": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class APIRequest:
-    """What a body asks for. `prompt` is a conversation if `url` is CHAT."""
+    """What a body asks for. `prompts` are conversations, just one, if `url` is CHAT.
+
+    `chat_options` are further keywords of `LLM.chat`. `answer` says how a chat's answer is read.
+    With `echo` a completion's text begins with the prompt.
+    """
 
     url: str
-    prompt: Any
-    template_options: Mapping[str, Any]
+    prompts: list[Any]
+    chat_options: Mapping[str, Any]
     params: SamplingParams
     model: str | None
+    streams: bool = False
+    includes_usage: bool = False
+    echo: bool = False
+    answer: AnswerFormat = PLAIN
 
 
 def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
@@ -48,19 +66,17 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     prompt = body[prompt_name]
     if url == CHAT and not isinstance(prompt, list):
         raise TypeError(f"messages must be a list of messages, got {shorten(prompt)}")
+    streams = check_bool("stream", body.get("stream", False))
     return APIRequest(
         url=url,
-        prompt=prompt if url == CHAT else _one_prompt(prompt),
-        template_options={name: body[name] for name in option_names if name in body},
+        prompts=[prompt] if url == CHAT else _prompts(prompt),
+        chat_options=_chat_options(body, option_names),
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
+        streams=streams,
+        includes_usage=_includes_usage(body.get("stream_options"), streams),
+        echo=check_bool("echo", body.get("echo", False)),
     )
-
-
-def check_name(name: str, known: Collection[str]) -> None:
-    """Raise unless `name` is a known field."""
-    if name not in known:
-        raise ValueError(f"unknown field {shorten(name)}{did_you_mean(name, known)}")
 
 
 def _check_fields(url: str, body: Mapping[str, Any]) -> None:
@@ -72,10 +88,31 @@ def _check_fields(url: str, body: Mapping[str, Any]) -> None:
         raise TypeError(f"model must be a text, got {shorten(body['model'])}")
 
 
-def _one_prompt(prompt: Any) -> Any:
-    if isinstance(prompt, list) and any(isinstance(item, str) for item in prompt):
-        raise ValueError("prompt must be one text or one list of token ids, got a list of texts")
-    return prompt
+def _chat_options(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Keywords of a chat; OpenAI's default of `tool_choice` is "auto" if there are tools."""
+    given = {name: body[name] for name in names if name in body}
+    return {"tool_choice": "auto", **given} if given.get("tools") else given
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """The prompts in a text, a list of token ids, or a list of either."""
+    if isinstance(prompt, list) and prompt and all(isinstance(p, str | list) for p in prompt):
+        return prompt
+    return [prompt]
+
+
+def _includes_usage(options: Any, streams: bool) -> bool:
+    """Whether a stream's last chunk has the usage."""
+    if options is None:
+        return False
+    if not streams:
+        raise ValueError("stream_options needs stream to be true")
+    if not isinstance(options, Mapping):
+        raise TypeError(f"stream_options must be an object, got {shorten(options)}")
+    for name in options:
+        check_name(name, ("include_usage", "include_obfuscation"), "stream_options: ")
+    given = options.get("include_usage")
+    return given is not None and check_bool("stream_options.include_usage", given)
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,8 +122,16 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         if "max_tokens" in body:
             raise ValueError("max_tokens and max_completion_tokens are the same; give one of them")
         fields["max_tokens"] = body["max_completion_tokens"]
+    if body.get("echo") and "logprobs" in fields:
+        fields.setdefault("prompt_logprobs", fields["logprobs"])
     if isinstance(body.get("logprobs"), bool) or "top_logprobs" in body:
         fields["logprobs"] = _num_chat_logprobs(body)
+    if "response_format" in body:
+        asked = structured_of(body["response_format"])
+        if asked is not None and "structured_outputs" in fields:
+            raise ValueError("give one of response_format and structured_outputs")
+        if asked is not None:
+            fields["structured_outputs"] = asked
     if isinstance(biases := body.get("logit_bias"), dict):
         fields["logit_bias"] = {_token_id(token): bias for token, bias in biases.items()}
     return fields

@@ -4,113 +4,113 @@
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.llm import LLM
+from nanovllm.openai.logprobs import Logprobs, chat_logprobs, completion_logprobs
 from nanovllm.openai.request import CHAT, APIRequest
-from nanovllm.openai.token_bytes import token_bytes
-from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
 def response_body(
-    name: str, request: APIRequest, output: RequestOutput, llm: LLM
+    name: str,
+    request: APIRequest,
+    outputs: Sequence[RequestOutput],
+    model: str,
+    tokenizer: Any,
 ) -> dict[str, Any]:
-    """The body that answers a request of `llm`; `name` becomes a part of its `id`."""
-    if request.url == CHAT:
-        body = _chat_body(name, output, request, llm.tokenizer)
-    else:
-        body = _completion_body(name, output, request)
-    num_tokens = sum(len(sample["token_ids"]) for sample in output["outputs"])
-    body |= {
+    """The body that answers a request; `name` becomes a part of its `id`.
+
+    `outputs` are those of its prompts. `model` is the name for requests that give none.
+    """
+    write = _chat_choice if request.url == CHAT else _completion_choice
+    choices = [
+        {
+            "index": place * request.params.n + sample["index"],
+            **write(output, sample, request, tokenizer),
+            "stop_reason": sample["stop_reason"],
+            "token_ids": sample["token_ids"],
+        }
+        for place, output in enumerate(outputs)
+        for sample in output["outputs"]
+    ]
+    body = {
+        "id": response_id(name, request),
+        "object": "chat.completion" if request.url == CHAT else "text_completion",
+        "choices": choices,
         "created": int(time.time()),
-        "model": request.model or llm.config.model,
-        "usage": {
-            "prompt_tokens": output["num_prompt_tokens"],
-            "completion_tokens": num_tokens,
-            "total_tokens": output["num_prompt_tokens"] + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": output["num_cached_tokens"]},
-        },
+        "model": request.model or model,
+        "usage": usage(
+            sum(output["num_prompt_tokens"] for output in outputs),
+            sum(len(choice["token_ids"]) for choice in choices),
+            sum(output["num_cached_tokens"] for output in outputs),
+        ),
     }
-    if output["prompt_logprobs"] is not None:
-        body["prompt_logprobs"] = output["prompt_logprobs"]
+    if outputs[0]["prompt_logprobs"] is not None and not request.echo:
+        body["prompt_logprobs"] = outputs[0]["prompt_logprobs"]
     return body
 
 
-def _chat_body(
-    name: str, output: RequestOutput, request: APIRequest, tokenizer: Any
+def response_id(name: str, request: APIRequest) -> str:
+    """The id of a response, of which `name` is a part."""
+    return f"{'chatcmpl' if request.url == CHAT else 'cmpl'}-{name}"
+
+
+def usage(num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """How many tokens a request had."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    """OpenAI's name of an ending."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def echoed_text(prompt: str | None, prompt_token_ids: list[int], tokenizer: Any) -> str:
+    """The text of a prompt, which may be known as token ids alone."""
+    if prompt is not None:
+        return prompt
+    text: str = tokenizer.decode(prompt_token_ids)
+    return text
+
+
+def _chat_choice(
+    output: RequestOutput,  # noqa: ARG001
+    sample: CompletionOutput,
+    request: APIRequest,
+    tokenizer: Any,
 ) -> dict[str, Any]:
-    choices = [
-        {
-            "index": sample["index"],
-            "message": {"role": "assistant", "content": sample["text"]},
-            "logprobs": _chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer),
-            **_ending(sample),
-        }
-        for sample in output["outputs"]
-    ]
-    return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices}
-
-
-def _completion_body(name: str, output: RequestOutput, request: APIRequest) -> dict[str, Any]:
-    choices = [
-        {
-            "index": sample["index"],
-            "text": sample["text"],
-            "logprobs": _completion_logprobs(sample["logprobs"], request.params.logprobs),
-            **_ending(sample),
-        }
-        for sample in output["outputs"]
-    ]
-    return {"id": f"cmpl-{name}", "object": "text_completion", "choices": choices}
-
-
-def _ending(sample: CompletionOutput) -> dict[str, Any]:
-    """OpenAI's `finish_reason`, with our additions."""
+    message = request.answer.message(sample["text"])
     return {
+        "message": message,
+        "logprobs": chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer),
+        "finish_reason": finish_reason(sample["finish_reason"], "tool_calls" in message),
+    }
+
+
+def _completion_choice(
+    output: RequestOutput, sample: CompletionOutput, request: APIRequest, tokenizer: Any
+) -> dict[str, Any]:
+    text, likely = sample["text"], sample["logprobs"]
+    if request.echo:
+        text = echoed_text(output["prompt"], output["prompt_token_ids"], tokenizer) + text
+        likely = _echoed_logprobs(output, likely)
+    return {
+        "text": text,
+        "logprobs": completion_logprobs(
+            likely, request.params.logprobs, tokenizer, output["prompt_token_ids"][0]
+        ),
         "finish_reason": sample["finish_reason"],
-        "stop_reason": sample["stop_reason"],
-        "token_ids": sample["token_ids"],
     }
 
 
-def _chat_logprobs(
-    tokens: list[list[TokenLogprob]] | None, top: int | None, tokenizer: Any
-) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    content = [
-        _chat_token(likely[0], tokenizer)
-        | {"top_logprobs": [_chat_token(token, tokenizer) for token in _likeliest(likely, top)]}
-        for likely in tokens
-    ]
-    return {"content": content}
-
-
-def _chat_token(token: TokenLogprob, tokenizer: Any) -> dict[str, Any]:
-    data = token_bytes(token["token_id"], token["text"], tokenizer)
-    return {"token": token["text"], "logprob": token["logprob"], "bytes": data}
-
-
-def _completion_logprobs(
-    tokens: list[list[TokenLogprob]] | None, top: int | None
-) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    return {
-        "tokens": [likely[0]["text"] for likely in tokens],
-        "token_logprobs": [likely[0]["logprob"] for likely in tokens],
-        "top_logprobs": [_by_text(_likeliest(likely, top)) for likely in tokens],
-    }
-
-
-def _by_text(tokens: list[TokenLogprob]) -> dict[str, float]:
-    """Log-probabilities by text; of tokens with equal texts (parts of characters) the first's."""
-    by_text: dict[str, float] = {}
-    for token in tokens:
-        by_text.setdefault(token["text"], token["logprob"])
-    return by_text
-
-
-def _likeliest(likely: list[TokenLogprob], top: int | None) -> list[TokenLogprob]:
-    """The `top` most likely tokens, in order; `likely` starts with the sampled one instead."""
-    return sorted(likely, key=lambda token: token["rank"])[:top]
+def _echoed_logprobs(output: RequestOutput, likely: Logprobs | None) -> Logprobs | None:
+    """The log-probabilities of the prompt, and behind them those of a sample."""
+    if likely is None or output["prompt_logprobs"] is None:
+        return likely
+    return [*output["prompt_logprobs"], *likely]

@@ -1,13 +1,164 @@
-"""Tool: a function that a model may call."""
+"""Tools: the functions that a request offers, and which of them the model may or must call."""
 
+import functools
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.engine.requests.grammars import JSON_OPTIONS, MOST_KEPT
+from nanovllm.engine.requests.schemas import check_schema, place
+from nanovllm.utils.checks import (
+    allowed_choices,
+    as_list,
+    check_bool,
+    check_name,
+    did_you_mean,
+    shorten,
+)
+
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# transformers adds `return` to the description of a Python function.
+FIELDS = ("name", "description", "parameters", "strict", "return")
+CHOICES = ("auto", "none", "required")
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function's name, and the JSON schema of its arguments, which is that of an object."""
+    """A function's name, and the JSON schema of its arguments, which is that of an object.
+
+    If it is `strict`, no call of it has other arguments, even if the model decides to call it.
+    """
 
     name: str
     parameters: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The tools that may be called. `required`: the answer is a call, of `several` if it likes.
+
+    If not `asked`, calls are read only where it is known how the model writes them.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    required: bool = False
+    several: bool = True
+    asked: bool = True
+
+
+NO_TOOLS = ToolChoice()
+
+
+def described_tools(tools: Any) -> list[Any] | None:
+    """Tools as OpenAI writes them: Python functions become descriptions of themselves."""
+    if tools is None:
+        return None
+    given = as_list("tools", tools, "a list of tools")
+    return [_described(f"tools[{i}]", t) if callable(t) else t for i, t in enumerate(given)]
+
+
+def _described(place: str, function: Any) -> Any:
+    """A function by its signature and its docstring."""
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # transformers' own kinds
+        raise ValueError(f"{place}: {error}") from None
+
+
+def tool_choice_of(tools: list[Any] | None, choice: Any = None, parallel: Any = None) -> ToolChoice:
+    """The choice that `tools`, `tool_choice` and `parallel_tool_calls` of a request ask for."""
+    if not tools:
+        if choice not in (None, "auto", "none"):
+            raise ValueError(f"tool_choice is {shorten(choice)}, but there are no tools")
+        return NO_TOOLS
+    found = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+    names = [tool.name for tool in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"tools: the name {name!r} occurs {names.count(name)} times")
+    several = parallel is None or check_bool("parallel_tool_calls", parallel)
+    if choice in (None, "auto", "required"):
+        return ToolChoice(tuple(found), choice == "required", several, choice is not None)
+    if choice == "none":
+        return NO_TOOLS
+    name = _chosen(choice)
+    if name not in names:
+        hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+        raise ValueError(f"tool_choice: there is no tool {shorten(name)}{hint}")
+    return ToolChoice((found[names.index(name)],), required=True, several=False)
+
+
+def _tool(place: str, given: Any) -> Tool:
+    """Check a tool as OpenAI writes it: a type and a function."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("function"), Mapping):
+        raise TypeError(
+            f'{place} must be {{"type": "function", "function": {{...}}}}, got {shorten(given)}'
+        )
+    if given.get("type", "function") != "function":
+        raise ValueError(f"{place}.type must be 'function', got {shorten(given['type'])}")
+    function = given["function"]
+    for name in function:
+        check_name(name, FIELDS, f"{place}.function: ")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"{place}.function.name must be 1 to 128 letters, digits and _.:/-, got {shorten(name)}"
+        )
+    strict = function.get("strict")
+    return Tool(
+        name=name,
+        parameters=_parameters(f"{place}.function.parameters", parameters),
+        strict=strict is not None and check_bool(f"{place}.function.strict", strict),
+    )
+
+
+def _parameters(place: str, schema: Any) -> Mapping[str, Any]:
+    """Check the schema of a function's arguments; one without any has none."""
+    if schema is None or schema == {}:
+        return NO_PARAMETERS
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"{place} must be a JSON schema, a dict, got {shorten(schema)}")
+    if schema.get("type", "object") != "object":
+        raise ValueError(f"{place} must be a schema of an object, got {shorten(schema['type'])}")
+    return {"type": "object", **schema}
+
+
+def _chosen(choice: Any) -> str:
+    """The name in a `tool_choice` of one function."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f'tool_choice must be {allowed_choices(CHOICES)} or {{"type": "function", "function":'
+            f' {{"name": ...}}}}, got {shorten(choice)}'
+        )
+    name: str = function["name"]
+    return name
+
+
+def checked_parameters(tool: Tool) -> Mapping[str, Any]:
+    """A tool's schema, for a constraint; what cannot be honoured is a ValueError."""
+    try:
+        check_schema(tool.parameters)
+        error = _schema_error(json.dumps(tool.parameters))
+    except (TypeError, ValueError) as raised:
+        error = str(raised)
+    if error:
+        raise ValueError(f"the parameters of the tool {tool.name!r}: {error}")
+    return tool.parameters
+
+
+@functools.lru_cache(MOST_KEPT)
+def _schema_error(text: str) -> str:
+    """Why there is no grammar of a schema, or ""."""
+    from llguidance import LLMatcher
+
+    options: Any = JSON_OPTIONS
+    grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)
+    error = LLMatcher.validate_grammar(grammar).split("\n")[0]
+    return error and error + place(json.loads(text), error)

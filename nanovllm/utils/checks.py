@@ -107,6 +107,12 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     return str(value)
 
 
+def check_name(name: str, known: Collection[str], place: str = "") -> None:
+    """Raise unless `name` is one of the `known` fields of what is at `place`."""
+    if name not in known:
+        raise ValueError(f"{place}unknown field {shorten(name)}{did_you_mean(name, known)}")
+
+
 def check_ids(name: str, value: Any) -> tuple[int, ...]:
     """Copy token ids out of the caller's container: later changes to it have no effect."""
     if isinstance(value, str) or not isinstance(value, Iterable):

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from nanovllm.utils.checks import allowed_choices, check_choice, shorten
+from nanovllm.utils.checks import allowed_choices, check_choice, check_text, shorten
 from nanovllm.utils.option import Rule
 
 A_PATH = "a path or a hub id"
@@ -23,6 +23,13 @@ def _check_revision(name: str, value: Any) -> str:
     return value
 
 
+def _check_some_text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name} must be a text that is not empty, got {shorten(value)}")
+    check_text(name, value)
+    return value
+
+
 def type_of(choices: tuple[str, ...], others: dict[str, str]) -> Rule:
     """One of the `choices`, or another name of one; torch.dtype objects too."""
 
@@ -36,3 +43,4 @@ def type_of(choices: tuple[str, ...], others: dict[str, str]) -> Rule:
 PATH = Rule(_check_path, A_PATH)
 REVISION = Rule(_check_revision, A_REVISION)
 QUANTIZATION = type_of(QUANTIZATIONS, {"awq_marlin": "awq", "gptq_marlin": "gptq"})  # vLLM's
+SOME_TEXT = Rule(_check_some_text, "a text that is not empty")

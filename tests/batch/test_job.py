@@ -27,6 +27,8 @@ from nanovllm.openai.token_bytes import token_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
 
@@ -106,6 +108,15 @@ def test_plain_lines_are_answered(llm: LLM, tmp_path: Path) -> None:
         (dict(logprobs=True, top_logprobs=3), dict(logprobs=3)),
         (dict(logprobs=False), {}),
         (dict(logprobs=2), dict(logprobs=2)),
+        (dict(response_format={"type": "text"}), {}),
+        (
+            dict(response_format={"type": "json_object"}),
+            dict(structured_outputs=dict(json_object=True)),
+        ),
+        (
+            dict(response_format=JSON_SCHEMA),
+            dict(structured_outputs=dict(json={"type": "integer"})),
+        ),
         (dict(presence_penalty=1), dict(presence_penalty=1)),
         (dict(frequency_penalty=-1), dict(frequency_penalty=-1)),
         (dict(logit_bias={"5": -100, "7": 1.5}), dict(logit_bias={5: -100, 7: 1.5})),
@@ -128,8 +139,33 @@ def test_fields_become_sampling_params(body: dict[str, Any], expected: dict[str,
         ({"prompt": "x", "model": 5}, "model must be a text, got 5"),
         ({"max_tokens": 1}, "a line must have a prompt or messages"),
         ({"prompt": "x", "tools": []}, "unknown field 'tools'"),
+        ({"prompt": "x", "response_format": "json"}, "must be an object whose type is one of text"),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, "one of text, json_object, json_sch"),
+        (
+            {"prompt": "x", "response_format": {"type": "json_object", "schema": {}}},
+            "response_format: unknown field 'schema'",
+        ),
+        (
+            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": 1}}},
+            'response_format.json_schema must be {"name": ..., "schema": {...}}',
+        ),
+        (
+            {
+                "prompt": "x",
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {}, "strict": "yes"},
+                },
+            },
+            "response_format.json_schema.strict must be True or False, got 'yes'",
+        ),
+        (
+            {"prompt": "x", "response_format": JSON_SCHEMA, "structured_outputs": {"regex": "a"}},
+            "give one of response_format and structured_outputs",
+        ),
+        ({"messages": [], "tool_choise": "auto"}, "did you mean 'tool_choice'?"),
         ({"prompt": "x", "stream": True}, "stream must be False here, got True"),
-        ({"prompt": "x", "stream": 0}, "stream must be False here, got 0"),
+        ({"prompt": "x", "stream": 0}, "stream must be True or False, got 0"),
         ({"prompt": "x", "best_of": True}, "best_of must be 1 here, got True"),
         ({"prompt": ["x", "y"]}, "prompt must be one text or one list of token ids"),
         (chat("a", messages={"role": "user", "content": "x"}), "messages must be a list of messag"),
@@ -703,3 +739,37 @@ def test_a_request_that_ends_with_an_error_is_an_error_record(llm: LLM, tmp_path
     assert "no token to draw" in records["none"]["error"]["message"]
     assert "as GBNF" in records["bad"]["error"]["message"]
     assert text_of(records["good"]) == "ab" and records["good"]["error"] is None
+
+
+def test_tools_and_formats_in_chats(llm: LLM, tmp_path: Path) -> None:
+    """Of the answers in bodies: calls, JSON, and errors of tools in their places."""
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"const": 5}},
+                "required": ["a"], "additionalProperties": False}}  # fmt: skip
+    tools = [{"type": "function", "function": function}]
+    template = {"chat_template": "{{ tools }}<tool_call><think></think>"}
+    asked = dict(tools=tools, chat_template_kwargs=template, max_tokens=200)
+    data = jsonl(
+        chat("a", **asked, tool_choice="required", n=2),
+        chat("b", **asked, structured_outputs={"choice": [f"<think>a</think> b {CALL}"]}),
+        chat("c", response_format=JSON_SCHEMA, max_tokens=50),
+        chat("d", tools=tools),
+        chat("e", tools=[5]),
+        chat("f", **asked, tool_choice="none", structured_outputs={"choice": [CALL]}),
+        completion("g", response_format={"type": "json_object"}, max_tokens=1),
+    )
+    with make_llm(EMBEDDED_MODEL, max_model_len=1024, max_num_seqs=8) as large:
+        *records, cut = run(large, tmp_path / "out", data)
+    choices = [r["response"] and r["response"]["body"]["choices"] for r in records]
+    for choice in (*choices[0], *choices[1]):
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": '{"a": 5}'}
+        assert choice["finish_reason"] == "tool_calls"
+    assert choices[0][0]["message"]["content"] is None and len(choices[0]) == 2
+    assert choices[1][0]["message"]["reasoning_content"] == "a"
+    assert choices[1][0]["message"]["content"] == "b"
+    assert isinstance(json.loads(choices[2][0]["message"]["content"]), int)
+    assert "tools: the chat template shows no known way" in records[3]["error"]["message"]
+    assert "line 5: tools[0] must be {" in records[4]["error"]["message"]
+    assert choices[5][0]["message"] == {"role": "assistant", "content": CALL}
+    assert choices[5][0]["finish_reason"] == "stop"
+    assert text_of(cut) == "{"

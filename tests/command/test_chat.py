@@ -76,7 +76,7 @@ def test_options_reach_the_template(options: dict[str, Any], prompt: str, llm: L
         ([{"content": "Hi"}], ValueError, 'a dict with a "role"'),
         ([user("Hi"), user([{"type": "image_url"}])], ValueError, "parts of text, got {'type"),
         ([user([{"type": "text", "text": 5}])], TypeError, "content must be text, got 5"),
-        ([[user("Hi")], [user(["Hi"])]], ValueError, "conversations[1]: content must be text"),
+        ([[user("Hi")], [user(["Hi"])]], ValueError, "conversations[1][0]: content must be text"),
     ],
 )
 def test_bad_conversations_are_refused(

@@ -225,9 +225,11 @@ def test_generate_chat_passes_system_message_and_template_options(
     recorded: list[Any] = []
 
     class Recorder:
-        def chat_prompts(self, conversations: Any, **options: Any) -> Any:
+        def chat(self, conversations: Any, _: Any, **options: Any) -> Any:
             recorded.append((conversations, options))
             raise ValueError("stop here")
+
+        stream_chat = chat
 
     @contextlib.contextmanager
     def opened(_: Any) -> Iterator[Any]:
@@ -239,7 +241,7 @@ def test_generate_chat_passes_system_message_and_template_options(
     system = {"role": "system", "content": "be brief"}
     ((conversations, options),) = recorded
     assert conversations == [[system, {"role": "user", "content": w}] for w in ("one", "two")]
-    assert options == {"chat_template_kwargs": {"a": 1}}
+    assert options["chat_template_kwargs"] == {"a": 1}
 
 
 def test_debug_shows_the_traceback(capsys: Any) -> None:
@@ -418,14 +420,17 @@ def test_a_template_error_does_not_end_the_chat() -> None:
 def test_a_chat_keeps_its_messages() -> None:
     """The messages that the model gets at each turn."""
     from nanovllm.command.chat import Conversation
+    from nanovllm.openai.answers import AnswerFormat
+    from nanovllm.openai.chat_format import Turn
+    from nanovllm.openai.reasoning import Reasoning
 
     class Recorder:
-        def chat_prompts(self, conversations: list[list[dict[str, str]]], **_: Any) -> Any:
+        def chat_turns(self, conversations: list[list[dict[str, str]]], *_: Any, **__: Any) -> Any:
             turns.append([(message["role"], message["content"]) for message in conversations[0]])
-            return conversations
+            return [Turn({"prompt_token_ids": [1]}, SamplingParams(), AnswerFormat(Reasoning()))]
 
         def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, str]]:
-            yield {"text": "an "}
+            yield {"text": "<think>so</think>an "}
             yield {"text": "answer"}
 
     turns: list[Any] = []

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm.openai.chat_format import ChatFormat
 from nanovllm.openai.tool_formats.parser import parse
 from nanovllm.openai.tool_formats.table import FORMATS, shown_format
-from nanovllm.openai.tools import Tool
+from nanovllm.openai.tools import Tool, ToolChoice
 from tests.grammar_words import words_tokenizer
 
 CALLS_LOOP = "{% for call in message.tool_calls %}{% set call = call.function %}"
@@ -94,22 +95,22 @@ SHOWN: list[tuple[str, Any, str]] = [
     ("Mistral Small 3.2", MISTRAL_IDS, "mistral_args"),
     ("one of a dict", {"default": MISTRAL}, "mistral"),
 ]
-TOOLS = [
-    Tool(
+TOOL = Tool(
         "get_weather",
         {"properties": {
             "city": {"type": "string"}, "days": {"type": "integer"}, "at": {"type": "object"},
         }},
-    )
-]  # fmt: skip
+)  # fmt: skip
 ARGUMENTS = {"city": "São \"x\" 'y'\n<Paris>", "days": 3, "at": {"hour": [1, None, True]}}
 
 
 @pytest.mark.parametrize(("model", "written", "name"), SHOWN, ids=[shown[0] for shown in SHOWN])
 def test_a_template_shows_the_format_that_it_writes(model: str, written: Any, name: str) -> None:
-    assert shown_format(written) == name
     tokenizer = words_tokenizer()
     tokenizer.chat_template = written
+    used = tokenizer.get_chat_template(tools=[{}])
+    assert ChatFormat(tokenizer, None, None)._template(ToolChoice((TOOL,))) == used
+    assert shown_format(used) == name
     call = {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
     messages = [
         {"role": "user", "content": "Hi"},
@@ -118,7 +119,7 @@ def test_a_template_shows_the_format_that_it_writes(model: str, written: Any, na
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     answer = text.split("<|start|>assistant\n")[1].removesuffix("<|stop|>")
-    content, calls = parse(FORMATS[name], TOOLS, answer)
+    content, calls = parse(FORMATS[name], [TOOL], answer)
     assert content == ""
     assert len(calls) == len(messages[1]["tool_calls"])
     assert all(json.loads(found.arguments) == ARGUMENTS for found in calls)
@@ -129,9 +130,6 @@ def test_a_template_shows_the_format_that_it_writes(model: str, written: Any, na
     [
         PLAIN,
         "",
-        None,
-        {},
-        {"default": PLAIN, "rag": HERMES},
         "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{}",
         "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>x</arg_value>",
         "<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>",

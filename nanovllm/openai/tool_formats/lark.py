@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.requests.grammars import JSON_OPTIONS
-from nanovllm.engine.requests.schemas import check_schema
 from nanovllm.openai.tools import Tool
 
 # As templates write JSON: models have seen it so, and white space cannot go on without end.
@@ -18,20 +17,14 @@ def quoted(text: str) -> str:
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """An expression for JSON that `schema`, which has been checked, allows."""
+    """An expression for JSON that `schema` allows."""
     spaced = {**schema, "x-guidance": {**JSON_OPTIONS, **SPACING}}
     return f"%json {json.dumps(spaced, ensure_ascii=False)}"
 
 
 def arguments_rule(name: str, tool: Tool) -> str:
     """A rule for the arguments of a call of `tool`, as a JSON object."""
-    check_parameters(tool)
     return f"{name}: {json_value({**tool.parameters, 'type': 'object'})}"
-
-
-def check_parameters(tool: Tool) -> None:
-    """Refuse a schema that has keywords which a grammar cannot hold."""
-    check_schema(tool.parameters, f"tool {tool.name!r}: parameters")
 
 
 def any_of(name: str, count: int) -> str:

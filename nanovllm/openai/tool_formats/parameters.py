@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from nanovllm.openai.tool_formats.lark import check_parameters
 from nanovllm.openai.tools import Tool
 
 DEFINITIONS = ("$defs", "definitions")
@@ -37,7 +36,6 @@ def parameters_of(format_name: str, tool: Tool, names: re.Pattern[str]) -> list[
     A name that `names` does not match, or a schema of the whole that says more than its parameters
     do, is a ValueError.
     """
-    check_parameters(tool)
     schema = resolved(tool.parameters, tool.parameters)
     where = f"the tool parser {format_name!r} cannot call {tool.name!r}"
     found = [name for name in REFUSED if name in schema]

@@ -53,16 +53,15 @@ class Pythonic(ToolFormat):
             yield Part(name=name)
             yield Part(arguments="{}")
             return True
-        given = set[str]()
+        opener = "{"
         while True:
             key = yield from source.skip_all(NAME)
             yield from source.skip_space()
-            if not key or key in given or not (yield from source.skip("=")):
+            if not key or not (yield from source.skip("=")):
                 return False
-            head = [Part(arguments=f'{", " if given else "{"}"{in_json(key)}": ')]
-            if not given:
-                head.insert(0, Part(name=name))
-            given.add(key)
+            head = [Part(name=name)] if opener == "{" else []
+            head.append(Part(arguments=f'{opener}"{in_json(key)}": '))
+            opener = ", "
             if not (yield from headed(head, read_value(source))):
                 return False
             is_more = yield from source.skip_comma()

@@ -51,13 +51,11 @@ class Qwen3Coder(ToolFormat):
         tool = next((tool for tool in tools if tool.name == name), None)
         yield Part(name=name)
         opener = "{"
-        given = set[str]()
         yield from source.skip_space()
         while (yield from source.skip(PARAMETER)):
             key = yield from source.skip_all(NAME)
-            if not key or key in given or not (yield from source.skip(">")):
+            if not key or not (yield from source.skip(">")):
                 return False
-            given.add(key)
             yield Part(arguments=f'{opener}"{in_json(key)}": ')
             opener = ", "
             if not (yield from _read_value(source, parameter_types(tool, key))):
@@ -65,7 +63,7 @@ class Qwen3Coder(ToolFormat):
             yield from source.skip_space()
         if not (yield from source.skip(END_FUNCTION)):
             return False
-        yield Part(arguments="}" if given else "{}")
+        yield Part(arguments="}" if opener == ", " else "{}")
         yield from source.skip_space()
         if (yield from source.skip_last(END)):
             yield WHOLE

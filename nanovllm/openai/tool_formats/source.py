@@ -84,17 +84,13 @@ class Source:
         place = self.text.find(marker, self.at)
         if place >= 0:
             return place
-        return len(self.text) - (0 if self.ended else self._overlap(marker))
+        end = len(self.text)
+        tail = self.text[max(self.at, end - len(marker) + 1) :]
+        return end if self.ended else end - overlap(tail, marker)
 
     def _may_begin(self, literal: str) -> bool:
         """Whether all that is left begins `literal`."""
         return literal.startswith(self.text[self.at : self.at + len(literal)])
-
-    def _overlap(self, marker: str) -> int:
-        """How many characters at the end may begin the marker."""
-        tail = self.text[max(self.at, len(self.text) - len(marker) + 1) :]
-        lengths = range(len(tail), 0, -1)
-        return next((length for length in lengths if marker.startswith(tail[-length:])), 0)
 
     def run(self, pattern: re.Pattern[str]) -> str:
         """Pass over what `pattern`, which may match nothing, matches of the text so far."""
@@ -102,3 +98,9 @@ class Source:
         assert match is not None
         self.at = match.end()
         return match[0]
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may begin the marker."""
+    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -1,7 +1,6 @@
 """All formats of tool calls by name, and which of them a chat template shows."""
 
 import re
-from collections.abc import Mapping
 
 from nanovllm.openai.tool_formats.base import ToolFormat
 from nanovllm.openai.tool_formats.hermes import Hermes
@@ -26,12 +25,7 @@ SIGNS = (
 )
 
 
-def shown_format(template: str | Mapping[str, str] | None) -> str | None:
-    """The name of the format that a chat template shows; None if there is none that is here.
-
-    Of several templates by name it is that which transformers uses when there are tools.
-    """
-    if isinstance(template, Mapping):
-        template = template.get("tool_use", template.get("default"))
-    names = (name for sign, name in SIGNS if re.search(sign, template or ""))
+def shown_format(template: str) -> str | None:
+    """The name of the format that a chat template shows; None if there is none that is here."""
+    names = (name for sign, name in SIGNS if re.search(sign, template))
     return next(names, "") or None

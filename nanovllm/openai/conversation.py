@@ -7,13 +7,14 @@ from typing import Any
 from nanovllm.prompts import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_bool, check_text, did_you_mean, shorten
+from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import options_of
 
 # What transformers' `apply_chat_template` takes beside the template's own variables.
 TEMPLATE_OPTIONS = ("chat_template", "continue_final_message", "documents")
 CHAT_OPTIONS = (
-    "messages", "sampling_params", "use_tqdm", "tools", "add_generation_prompt",
-    "chat_template_kwargs",
+    "messages", "sampling_params", "use_tqdm", "tools", "tool_choice", "parallel_tool_calls",
+    "add_generation_prompt", "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -61,12 +62,36 @@ def _check_conversation(name: str, conversation: Any) -> list[Any]:
             raise ValueError(
                 f'{name}: a message must be a dict with a "role", got {shorten(message)}'
             )
-    return [
-        {**message, "content": _joined(name, message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in conversation
-    ]
+    return [_for_template(f"{name}[{i}]", message) for i, message in enumerate(conversation)]
+
+
+def _for_template(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as templates expect it: a text as content, and arguments of calls as objects."""
+    if isinstance(message.get("content"), list):
+        message = {**message, "content": _joined(name, message["content"])}
+    if message.get("tool_calls"):
+        calls = as_list(f"{name}.tool_calls", message["tool_calls"], "a list of calls")
+        parsed = [_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+        message = {**message, "tool_calls": parsed}
+    return message
+
+
+def _call(name: str, call: Any) -> Any:
+    """A tool call whose arguments, JSON text in OpenAI's API, are an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f'{name} must be {{"type": "function", "function": {{"name": ..., "arguments": ...}}}},'
+            f" got {shorten(call)}"
+        )
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = parse_json(arguments or "{}")
+    except ValueError as error:
+        raise ValueError(f"{name}: arguments is not valid JSON: {error}") from None
+    return {**call, "function": {**function, "arguments": parsed}}
 
 
 def _joined(name: str, parts: list[Any]) -> str:
@@ -77,6 +102,13 @@ def _joined(name: str, parts: list[Any]) -> str:
         if not isinstance(part.get("text"), str):
             raise TypeError(f"{name}: content must be text, got {shorten(part.get('text'))}")
     return "\n".join(part["text"] for part in parts)
+
+
+def given_template(keywords: Mapping[str, Any]) -> str | None:
+    """The chat template that replaces the tokenizer's, if there is one in the keywords."""
+    more = keywords.get("chat_template_kwargs") or {}
+    template: str | None = keywords.get("chat_template") or more.get("chat_template")
+    return template
 
 
 def has_chat_template(tokenizer: Any) -> bool:

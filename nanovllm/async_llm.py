@@ -1,0 +1,413 @@
+"""AsyncLLM: an engine for asyncio, in a process of its own. Many callers, one engine."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import pickle
+from array import array
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from nanovllm.config import Config
+from nanovllm.engine.remote.frames import HEAD, frame
+from nanovllm.engine.remote.messages import (
+    Answer,
+    Ask,
+    Drop,
+    Event,
+    Failed,
+    Progress,
+    Refused,
+    Stop,
+    Submit,
+)
+from nanovllm.engine.remote.mirror import Mirror
+from nanovllm.engine.remote.process import EngineProcess
+from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.metrics import Metric
+from nanovllm.models.generation_config import recommended_params
+from nanovllm.models.loader import resolve_model
+from nanovllm.openai.answers import AnswerReader
+from nanovllm.openai.chat_format import ChatFormat, Turn
+from nanovllm.openai.conversation import has_chat_template
+from nanovllm.outputs import EngineStats, RequestOutput, StreamEvent
+from nanovllm.prompts import Prompt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int, shorten
+
+T = TypeVar("T")
+MAX_WAITING = 1024
+READERS = 2  # threads that tokenize prompts and apply chat templates
+
+
+class EngineFullError(RuntimeError):
+    """As many requests wait as may wait."""
+
+
+class Call:
+    """A request that a caller waits for, by one of `events` and `output`."""
+
+    def __init__(self, number: int, name: Any, mirror: Mirror) -> None:
+        self.number, self.name, self.mirror = number, name, mirror
+        self.changed = asyncio.Event()
+        self.error: BaseException | None = None
+        self.is_over = False  # the engine has nothing more to report
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """What is new whenever the caller asks for more, until the end."""
+        is_over = False
+        while not is_over:
+            await self._wait()
+            is_over = self.is_over
+            for event in self.mirror.events():
+                event["request_id"] = self.name
+                yield event
+
+    async def output(self) -> RequestOutput:
+        """The whole output."""
+        while not self.is_over:
+            await self._wait()
+        output = self.mirror.output()
+        output["request_id"] = self.name
+        return output
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of the prompt."""
+        return self.mirror.request.seqs[0].num_prompt_tokens
+
+    @property
+    def first_token_id(self) -> int:
+        """The first token of the prompt."""
+        return self.mirror.request.seqs[0].token_ids[0]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of the prompt's tokens that were in the prefix cache; known at the end."""
+        return self.mirror.request.seqs[0].num_hit_tokens or 0
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more comes."""
+        self.is_over, self.error = True, error
+        self.changed.set()
+
+    async def _wait(self) -> None:
+        """Wait for something new; raises what has ended the request."""
+        await self.changed.wait()
+        self.changed.clear()
+        if self.error is not None:
+            raise self.error
+
+
+class AsyncLLM:
+    """A model, ready to generate for many callers of one event loop.
+
+    `AsyncLLM(model, **options)` takes the options of `LLM`, and blocks until the model is loaded.
+    At most `max_waiting` samples wait beside those that can run: a call beyond is an
+    EngineFullError. Close it, or use it in an `async with` block.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING, **options: Any
+    ) -> None:
+        asked = Config(model=model, **options)  # type: ignore[arg-type]
+        self.max_waiting = check_int("max_waiting", max_waiting, 0)
+        self.model_path = path = resolve_model(
+            asked.model, revision=asked.revision, download_dir=asked.download_dir
+        )
+        self._process = EngineProcess(asked.model, options)
+        try:
+            has_meaning = asked.load_format != "dummy"
+            self.tokenizer = load_tokenizer(
+                asked.tokenizer, path, download_dir=asked.download_dir, warns=has_meaning
+            )
+            self.config, self.model_config = self._process.wait_until_ready()
+        except BaseException:
+            self._process.close()
+            raise
+        self._intake = Intake(self.config, self.model_config, self.tokenizer)
+        self._chat_format = ChatFormat(self.tokenizer, asked.tool_parser, asked.reasoning_parser)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="nanovllm-read")
+        self._numbers = itertools.count()
+        self._calls: dict[int, Call] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Any = None,
+        priority: int | None = None,
+    ) -> AsyncIterator[StreamEvent]:
+        """Complete a prompt, and yield what is new whenever the caller asks for more.
+
+        A slow caller gets several tokens in an event. Leaving the loop, or cancelling the task,
+        aborts the request. `request_id` names it for `abort`, and `priority` replaces that of the
+        parameters. A bad prompt raises at the first event.
+        """
+        asked = dict(request_id=request_id, priority=priority)
+        async with self.request(prompt, sampling_params, **asked) as call:
+            async for event in call.events():
+                yield event
+
+    async def chat(
+        self,
+        messages: list[Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Any = None,
+        priority: int | None = None,
+        **options: Any,
+    ) -> AsyncIterator[StreamEvent]:
+        """Answer a conversation; each event has a `delta`, as those of `LLM.stream_chat`.
+
+        Options are the keywords of `LLM.chat`. Otherwise as `generate`.
+        """
+        params = _params(sampling_params, priority)
+        turn = await self.chat_turn(messages, params, **options)
+        readers = [AnswerReader(turn.answer) for _ in range(params.n)]
+        events = self.generate(turn.prompt, turn.params, request_id=request_id)
+        async with contextlib.aclosing(events):  # type: ignore[type-var]
+            async for event in events:
+                ended = event["finish_reason"] is not None
+                event["delta"] = readers[event["sample"]].feed(event["text"], ended)
+                yield event
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Any = None,
+        priority: int | None = None,
+    ) -> RequestOutput:
+        """Complete a prompt, and return the whole output. Otherwise as `generate`."""
+        asked = dict(request_id=request_id, priority=priority)
+        async with self.request(prompt, sampling_params, **asked) as call:
+            return await call.output()
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Any = None,
+        priority: int | None = None,
+    ) -> AsyncIterator[Call]:
+        """Queue a request for the time of the block; what is not finished then is aborted."""
+        params = _params(sampling_params, priority)
+        accepted = await self._in_thread(self._intake.accept, prompt, _unconstrained(params))
+        await self._connect()
+        call = self._open(accepted, params, request_id)
+        try:
+            yield call
+        finally:
+            if not call.is_over:
+                self._drop(call)
+            del self._calls[call.number]
+
+    async def chat_turn(
+        self, messages: list[Any], params: SamplingParams | None = None, **options: Any
+    ) -> Turn:
+        """The prompt of a conversation, its parameters, and how the answer is read."""
+        given = params or SamplingParams()
+        turns = functools.partial(
+            self._chat_format.turns, [messages], lambda number: [given] * number, **options
+        )
+        (turn,) = await self._in_thread(turns)
+        return turn
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a chat template for `chat`."""
+        return has_chat_template(self.tokenizer)
+
+    async def abort(self, request_id: Any) -> None:
+        """End the request of this name; its caller gets a last event, with "abort"."""
+        call = next((call for call in self._calls.values() if call.name == request_id), None)
+        if call is None:
+            raise ValueError(f"request_id must be that of a request, got {shorten(request_id)}")
+        self._drop(call)
+
+    async def stats(self) -> EngineStats:
+        """Counts of what the engine has done and is doing."""
+        stats: EngineStats = await self._ask("stats")
+        return stats
+
+    async def get_metrics(self) -> list[Metric]:
+        """The metrics of `LLM.get_metrics`."""
+        metrics: list[Metric] = await self._ask("get_metrics")
+        return metrics
+
+    @property
+    def num_open(self) -> int:
+        """How many samples callers wait for."""
+        return sum(len(call.mirror.request.unfinished) for call in self._calls.values())
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters that the model's `generation_config.json` recommends."""
+        return recommended_params(self.model_path)
+
+    async def wait_for_failure(self) -> BaseException:
+        """Wait until the engine has ended; returns why."""
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
+
+    def check(self) -> None:
+        """Raise if the engine has ended."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the engine after its step, and free what it used. Idempotent.
+
+        Calls that still wait get a RuntimeError. It blocks for the time of a step or two.
+        """
+        self._fail(RuntimeError("this AsyncLLM is closed; make a new one"))
+        if self._listening is not None and self._loop is not None and not self._loop.is_closed():
+            self._listening.cancel()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._fail(RuntimeError("this AsyncLLM is closed; make a new one"))
+        await asyncio.to_thread(self.close)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what takes long for long prompts beside the event loop."""
+        self.check()
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+
+    def _open(self, accepted: Accepted, params: SamplingParams, name: Any) -> Call:
+        """Queue a request."""
+        self.check()
+        self._check_room(params.n)
+        number = next(self._numbers)
+        name = number if name is None else name
+        if any(call.name == name for call in self._calls.values()):
+            raise ValueError(f"request_id {shorten(name)} is that of another request")
+        mirror = Mirror(self._intake.request(accepted, streams=True), self.tokenizer)
+        token_ids = array("i", accepted.token_ids).tobytes()
+        self._send(Submit(number, token_ids, dataclasses.replace(params, stop=None)))
+        call = self._calls[number] = Call(number, name, mirror)
+        return call
+
+    def _check_room(self, num_samples: int) -> None:
+        most = self.config.max_num_seqs + self.max_waiting
+        if self.num_open + num_samples > most and self._calls:
+            raise EngineFullError(
+                f"{self.num_open} samples run or wait, and at most {most} may (max_num_seqs="
+                f"{self.config.max_num_seqs}, max_waiting={self.max_waiting}); try again later"
+            )
+
+    def _drop(self, call: Call) -> None:
+        """End a request here and in the engine."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._send(Drop(call.number))
+        for seq in call.mirror.request.unfinished:
+            seq.finish("abort")
+        call.end()
+
+    async def _ask(self, method: str) -> Any:
+        await self._connect()
+        self.check()
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Ask(number, method))
+            return await answer
+        finally:
+            del self._questions[number]
+
+    async def _connect(self) -> None:
+        """Listen to the engine, from the first call's event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._listening = loop.create_task(self._listen())
+        elif self._loop is not loop:
+            raise RuntimeError("an AsyncLLM serves one event loop, that of its first call")
+        while self._writer is None and self._failure is None:
+            await asyncio.sleep(0)
+
+    def _send(self, message: Any) -> None:
+        self.check()
+        assert self._writer is not None
+        self._writer.write(frame(message))
+
+    async def _listen(self) -> None:
+        """Take the engine's messages until it ends."""
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=self._process.link)
+            while True:
+                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                message = pickle.loads(await reader.readexactly(length))
+                if isinstance(message, Failed):
+                    self._fail(message.error)
+                    return
+                for event in message:
+                    self._take(event)
+        except (EOFError, OSError):
+            self._fail(await asyncio.to_thread(self._process.failure))
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self, event: Event) -> None:
+        """Pass an event on to the call that it is for, if that still waits."""
+        if isinstance(event, Answer):
+            if (answer := self._questions.get(event.number)) is not None and not answer.done():
+                answer.set_result(event.value)
+            return
+        if (call := self._calls.get(event.number)) is None or call.is_over:
+            return
+        if isinstance(event, Progress):
+            if call.mirror.apply(event):
+                self._send(Stop(event.number, event.sample))
+            call.changed.set()
+        elif isinstance(event, Refused):
+            call.end(event.error)
+        else:
+            call.mirror.end(event)
+            call.end()
+
+    def _fail(self, error: BaseException) -> None:
+        """No call goes on: the engine has ended."""
+        if self._failure is None:
+            self._failure = error
+            self._failed.set()
+        for call in self._calls.values():
+            if not call.is_over:
+                call.end(self._failure)
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(self._failure)
+
+
+def _params(given: Any, priority: int | None) -> SamplingParams:
+    params = SamplingParams() if given is None else given
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
+    return params if priority is None else dataclasses.replace(params, priority=priority)
+
+
+def _unconstrained(params: SamplingParams) -> SamplingParams:
+    """The parameters without a constraint, which the engine's process compiles."""
+    if params.structured_outputs is None:
+        return params
+    return dataclasses.replace(params, structured_outputs=None)

@@ -1,0 +1,69 @@
+"""Serve a model over HTTP, as OpenAI's API.
+
+SIGTERM and Ctrl-C end it when running requests have finished, or after --drain-seconds; a second
+one ends it at once. Sampling options apply to requests that do not set them; without any, those
+that the model recommends do.
+"""
+
+import argparse
+import logging
+import os
+from typing import Any
+
+from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.options import (
+    UsageError,
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    sampling_options,
+    usage_errors,
+)
+from nanovllm.server.options import ServerOptions
+
+NAME = "serve"
+SUMMARY = "serve a model over HTTP, as OpenAI's API"
+KEY = "NANOVLLM_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    add_field_options(parser.add_argument_group("server"), ServerOptions, {})
+    add_engine_options(parser)
+    add_sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    if args.model_name is not None:
+        if "model" in args:
+            raise UsageError("MODEL and --model exclude each other")
+        args.model = args.model_name
+    engine, sampling = engine_options(args), sampling_options(args)
+    with usage_errors():
+        options = ServerOptions(**_with_key(given_fields(args, ServerOptions)))
+    try:
+        from nanovllm.server.serve import serve
+    except ImportError as error:
+        raise ImportError(f"nanovllm serve needs nanovllm[serve]: {error}") from None
+    from nanovllm.async_llm import AsyncLLM
+
+    def announce(address: str) -> None:
+        print(f"serving {engine['model']} at {address}", flush=True)
+
+    logging.getLogger("nanovllm.server").setLevel(logging.INFO)
+    llm = AsyncLLM(max_waiting=options.max_waiting, **engine)
+    try:
+        if llm.tokenizer is None:
+            raise ValueError(f"{engine['model']} has no tokenizer; --tokenizer names one")
+        return serve(llm, options, sampling, announce)
+    finally:
+        llm.close()
+
+
+def _with_key(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the key of the environment, if there is one."""
+    if key := os.environ.get(KEY):
+        return {**given, "api_key": [*(given.get("api_key") or ()), key]}
+    return given

@@ -1,0 +1,243 @@
+"""EngineLoop: an engine in its own process, which does what its caller's messages say.
+
+PyTorch is imported late: the process must first be able to notice the end of its caller.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import socket
+import threading
+import traceback
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanovllm.engine.life_line import end_with
+from nanovllm.engine.remote.frames import Outbox, receive
+from nanovllm.engine.remote.messages import (
+    Answer,
+    Ask,
+    Command,
+    Drop,
+    Ended,
+    Event,
+    Failed,
+    Progress,
+    Quit,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+)
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.requests.intake import Accepted
+    from nanovllm.engine.requests.request import Request
+
+COMPILERS = 2  # threads that compile constraints, while steps go on
+RETRY_SECONDS = 0.001  # until what a slow caller had no room for is sent again
+
+
+class Compiled(NamedTuple):
+    """A request whose constraint is ready, or the error that refuses it."""
+
+    number: int
+    result: "Accepted | Exception"
+
+
+class Followed:
+    """A request of the caller, and how many tokens of each sample were reported."""
+
+    def __init__(self, number: int, request: "Request") -> None:
+        self.number, self.request = number, request
+        self.reported = [0] * len(request.seqs)
+        self.ended = [False] * len(request.seqs)
+
+    def progress(self) -> list[Event]:
+        """What is new since the last call."""
+        events: list[Event] = []
+        for seq in self.request.seqs:
+            if self.ended[seq.index]:
+                continue
+            start, end = seq.num_prompt_tokens + self.reported[seq.index], seq.num_known_tokens
+            is_finished = seq.status is SequenceStatus.FINISHED
+            if end > start or is_finished:
+                self.reported[seq.index] = end - seq.num_prompt_tokens
+                self.ended[seq.index] = is_finished
+                events.append(_progress(self.number, seq, start))
+        return events
+
+    def ending(self) -> Ended:
+        """The last event: all samples have ended."""
+        first, times = self.request.seqs[0], self.request.times
+        asked = first.params.prompt_logprobs is not None
+        return Ended(
+            self.number, times, first.num_hit_tokens or 0, first.logprobs.prompt if asked else None
+        )
+
+
+def _progress(number: int, seq: Sequence, start: int) -> Progress:
+    likely = None
+    if seq.params.logprobs is not None:
+        likely = seq.logprobs.generated(seq, start)
+    tokens = seq.token_ids[start : seq.num_known_tokens]
+    return Progress(number, seq.index, tokens, likely, seq.finish_reason, seq.stop_reason)
+
+
+class EngineLoop:
+    """Steps an engine as long as it has requests; between steps it takes commands.
+
+    Constraints are compiled by other threads meanwhile.
+    """
+
+    def __init__(
+        self, engine: "LLMEngine", commands: "queue.SimpleQueue[Command | Compiled]", outbox: Outbox
+    ) -> None:
+        self._engine, self._commands, self._outbox = engine, commands, outbox
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="nanovllm-compile")
+        self._compiling: set[int] = set()  # numbers; those that were dropped meanwhile are gone
+        self._followed: dict[int, Followed] = {}  # by the caller's number
+
+    def run(self) -> None:
+        """Serve until the caller ends it."""
+        while self._take_commands():
+            if self._engine.unfinished:
+                self._engine.run_step()
+                self._report()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _take_commands(self) -> bool:
+        """Do what has been asked for; wait for it if there is nothing else to do. False: quit."""
+        while True:
+            all_sent = self._outbox.flush()
+            try:
+                if self._engine.unfinished:
+                    command = self._commands.get_nowait()
+                else:
+                    command = self._commands.get(timeout=None if all_sent else RETRY_SECONDS)
+            except queue.Empty:
+                return True
+            if isinstance(command, Quit):
+                return False
+            self._do(command)
+
+    def _do(self, command: "Command | Compiled") -> None:
+        if isinstance(command, Submit):
+            self._submit(command)
+        elif isinstance(command, Compiled):
+            if command.number in self._compiling:
+                self._compiling.remove(command.number)
+                self._enqueue(command.number, command.result)
+        elif isinstance(command, Drop):
+            self._compiling.discard(command.number)
+            if (followed := self._followed.pop(command.number, None)) is not None:
+                self._engine.discard_requests([followed.request.request_id])
+        elif isinstance(command, Stop):
+            self._stop(command)
+        elif isinstance(command, Ask):
+            value = getattr(self._engine, command.method)()
+            self._outbox.send([Answer(command.number, value)])
+
+    def _submit(self, command: Submit) -> None:
+        if command.params.structured_outputs is None:
+            self._enqueue(command.number, self._accept(command))
+            return
+        self._compiling.add(command.number)
+        future = self._compilers.submit(self._accept, command)
+        future.add_done_callback(
+            lambda done: self._commands.put(Compiled(command.number, done.result()))
+        )
+
+    def _accept(self, command: Submit) -> "Accepted | Exception":
+        """Check a request, and compile its constraint."""
+        try:
+            return self._engine.accept(array("i", command.token_ids).tolist(), command.params)
+        except (TypeError, ValueError) as error:
+            return error
+
+    def _enqueue(self, number: int, accepted: "Accepted | Exception") -> None:
+        if isinstance(accepted, Exception):
+            self._outbox.send([Refused(number, accepted)])
+            return
+        request_id = self._engine.enqueue(accepted)
+        self._followed[number] = Followed(number, self._engine.unfinished[request_id])
+
+    def _stop(self, command: Stop) -> None:
+        followed = self._followed.get(command.number)
+        if followed is not None and not followed.ended[command.sample]:
+            self._engine.stop_sample(followed.request, command.sample)
+            self._report()
+
+    def _report(self) -> None:
+        """Send what a step has brought."""
+        events: list[Event] = []
+        ended = []
+        for followed in self._followed.values():
+            events += followed.progress()
+            if not followed.request.unfinished:
+                events.append(followed.ending())
+                ended.append(followed)
+        for followed in ended:
+            del self._followed[followed.number]
+            self._engine.drop_output(followed.request.request_id)
+        if events:
+            self._outbox.send(events)
+
+
+def main(caller: int, line: int, connection: int) -> None:
+    """Serve an engine whose model and options come as the first message."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the caller decides about the end
+        signal.signal(number, signal.SIG_IGN)
+    end_with(caller, line)
+    link = socket.socket(fileno=connection)
+    try:
+        _serve(link)
+    except BaseException as error:
+        _report_failure(link, error)
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve(link: socket.socket) -> None:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+    model, options = receive(link)
+    with_commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    engine = LLMEngine(model, **options)
+    try:
+        outbox = Outbox(link)
+        outbox.send(Ready(engine.config, engine.model_config))
+        threading.Thread(target=_read, args=(link, with_commands), daemon=True).start()
+        EngineLoop(engine, with_commands, outbox).run()
+    finally:
+        engine.close()
+
+
+def _read(link: socket.socket, commands: "queue.SimpleQueue[Any]") -> None:
+    """Put the caller's messages into the queue."""
+    try:
+        while True:
+            commands.put(receive(link))
+    except EOFError:
+        commands.put(Quit())
+
+
+def _report_failure(link: socket.socket, error: BaseException) -> None:
+    """Send the caller the exception, or its text if it cannot be sent."""
+    details = traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    link.setblocking(True)
+    link.settimeout(1.0)
+    try:
+        outbox = Outbox(link)
+        outbox.send(Failed(error, details))
+        outbox.flush()
+    except OSError:
+        return

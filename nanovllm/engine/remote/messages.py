@@ -1,0 +1,97 @@
+"""The messages between an engine's process and its caller."""
+
+from typing import Any, NamedTuple
+
+from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.requests.timing import RequestTimes
+from nanovllm.models.config import ModelConfig
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
+
+
+class Submit(NamedTuple):
+    """Queue a request. `number` is the caller's name for it; stop strings are left to the caller.
+
+    `token_ids` are 32-bit integers, which travel faster than a list.
+    """
+
+    number: int
+    token_ids: bytes
+    params: SamplingParams
+
+
+class Drop(NamedTuple):
+    """End a request: its caller has gone."""
+
+    number: int
+
+
+class Stop(NamedTuple):
+    """End one sample: the caller has found a stop in its text."""
+
+    number: int
+    sample: int
+
+
+class Ask(NamedTuple):
+    """Ask for what a method of the engine returns: `stats` or `get_metrics`."""
+
+    number: int
+    method: str
+
+
+class Quit(NamedTuple):
+    """End the process."""
+
+
+class Ready(NamedTuple):
+    """The engine has started."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+
+
+class Failed(NamedTuple):
+    """The engine has ended, or has not started."""
+
+    error: BaseException
+    traceback: str
+
+
+class Progress(NamedTuple):
+    """New tokens of a sample, with their log-probabilities if asked for, and how it has ended."""
+
+    number: int
+    sample: int
+    token_ids: list[int]
+    logprobs: list[list[LikelyToken]] | None
+    reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Ended(NamedTuple):
+    """All samples of a request have ended: what is known of it as a whole."""
+
+    number: int
+    times: RequestTimes
+    num_hit_tokens: int
+    prompt_logprobs: list[list[LikelyToken]] | None
+
+
+class Refused(NamedTuple):
+    """A request was not queued."""
+
+    number: int
+    error: Exception
+
+
+class Answer(NamedTuple):
+    """The answer to `Ask`."""
+
+    number: int
+    value: Any
+
+
+Command = Submit | Drop | Stop | Ask | Quit
+Event = Progress | Ended | Refused | Answer

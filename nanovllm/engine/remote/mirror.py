@@ -1,0 +1,66 @@
+"""Mirror: the caller's copy of a request in another process, with the text of its samples."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from nanovllm.engine.remote.messages import Ended, Progress
+from nanovllm.engine.requests.request import Request
+from nanovllm.engine.requests.stream import Stream
+from nanovllm.engine.sequence import End, Sequence, SequenceStatus
+from nanovllm.outputs import RequestOutput, StreamEvent
+
+
+class Mirror:
+    """A request whose tokens are computed elsewhere.
+
+    Stop strings are found here: `apply` says which samples they end.
+    """
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        self._stream = Stream([0], [len(request.seqs)], tokenizer)
+        request.seqs[0].siblings = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all samples have ended."""
+        return not self.request.unfinished
+
+    def apply(self, progress: Progress) -> bool:
+        """Add new tokens. Whether the sample has ended here, and not yet in the engine."""
+        seq = self.request.seqs[progress.sample]
+        if seq.status is SequenceStatus.FINISHED:
+            return False
+        for place, token_id in enumerate(progress.token_ids):
+            if progress.logprobs is not None:
+                seq.logprobs.add(seq, len(seq.token_ids), progress.logprobs[place])
+            seq.token_ids.append(token_id)
+            is_last = place == len(progress.token_ids) - 1
+            ends_there = is_last and progress.reason not in (None, "length")
+            if seq.params.stop and not ends_there and (end := _stop(seq)) is not None:
+                seq.finish(*end)
+                return not (is_last and progress.reason)
+        if progress.reason is not None:
+            seq.finish(progress.reason, progress.stop_reason)
+        return False
+
+    def end(self, ended: Ended) -> None:
+        """Add what is known at the end."""
+        first = self.request.seqs[0]
+        self.request.times, first.num_hit_tokens = ended.times, ended.num_hit_tokens
+        if ended.prompt_logprobs is not None:
+            first.logprobs.prompt = ended.prompt_logprobs
+
+    def events(self) -> Iterable[StreamEvent]:
+        """What is new since the last call, of all samples."""
+        return self._stream.events(0, self.request)
+
+    def output(self) -> RequestOutput:
+        """The whole output; all samples have ended."""
+        return self.request.output(self._tokenizer)
+
+
+def _stop(seq: Sequence) -> End | None:
+    end: End | None = seq.text.update(seq)
+    return end

@@ -1,0 +1,67 @@
+"""EngineProcess: starts an engine in a process of its own, and knows how it ended."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.engine.life_line import ending, start_process
+from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.remote.frames import frame, receive
+from nanovllm.engine.remote.messages import Failed, Quit, Ready
+
+END_SECONDS = 10.0  # for the process to end by itself
+
+
+class EngineProcess:
+    """The process, and our end of the socket, `link`. Its messages are lists of events."""
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        self.line, its_line = socket.socketpair()
+        self.link, its_link = socket.socketpair()
+        with its_line, its_link:
+            fds = (its_line.fileno(), its_link.fileno())
+            arguments = (os.getpid(), *fds)
+            self._process = start_process("nanovllm.engine.remote.loop", arguments, fds)
+        self._finalizer = weakref.finalize(self, _end, self._process, self.line, self.link)
+        self.link.sendall(frame((model, dict(options))))
+
+    def wait_until_ready(self) -> Ready:
+        """Wait for the model to be loaded; raises what the process raised."""
+        try:
+            message = receive(self.link)
+        except EOFError:
+            error = self.failure()
+            self.close()
+            raise error from None
+        if isinstance(message, Failed):
+            self.close()
+            raise message.error
+        assert isinstance(message, Ready)
+        return message
+
+    def failure(self) -> RankError:
+        """Why the process ended without a message."""
+        return RankError(f"rank 0, the engine's process, {ending(self._process, END_SECONDS)}")
+
+    def close(self) -> None:
+        """End the process, after its step, and free what it used. Idempotent."""
+        self._finalizer()
+
+
+def _end(process: "subprocess.Popen[bytes]", line: socket.socket, link: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        link.setblocking(True)
+        link.settimeout(END_SECONDS)
+        link.sendall(frame(Quit()))
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
+    for one in (link, line):
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+    process.kill()
+    process.wait()

@@ -1,0 +1,94 @@
+"""Answers of chats: divided into reasoning, content and tool calls, whole or piece by piece."""
+
+from typing import Any, NamedTuple
+
+from nanovllm.openai.reasoning import Reasoning, ReasoningReader
+from nanovllm.openai.tool_formats.base import ToolFormat
+from nanovllm.openai.tool_formats.parser import Delta, ToolParser
+from nanovllm.openai.tools import Tool
+from nanovllm.outputs import RequestOutput
+
+
+class AnswerFormat(NamedTuple):
+    """How an answer is read: without reasoning or tools, None, all of it is content.
+
+    `offered` are the tools whose calls it may have.
+    """
+
+    reasoning: Reasoning | None = None
+    tools: ToolFormat | None = None
+    offered: tuple[Tool, ...] = ()
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message of a whole answer, as OpenAI writes it, with `reasoning_content`."""
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        _add(message, AnswerReader(self, early=False).feed(text, ended=True))
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        if message == {"role": "assistant", "content": None}:
+            message["content"] = ""
+        return message
+
+    def add_messages(self, output: RequestOutput) -> None:
+        """Give an output, and each of its samples, a `message`."""
+        for sample in output["outputs"]:
+            sample["message"] = self.message(sample["text"])
+        output["message"] = output["outputs"][0]["message"]
+
+
+PLAIN = AnswerFormat()
+
+
+class AnswerReader:
+    """Takes an answer in pieces, and makes deltas as OpenAI writes them in streams.
+
+    The deltas join to the same message wherever the pieces are cut, except that with `early` a
+    call which breaks off stays a call (see ToolParser).
+    """
+
+    def __init__(self, answer: AnswerFormat, early: bool = True) -> None:
+        reasoning, tools, offered = answer
+        self._reasoning = None if reasoning is None else ReasoningReader(reasoning.inside)
+        self._tools = None if tools is None else ToolParser(tools, offered, early)
+
+    def feed(self, text: str, ended: bool = False) -> dict[str, Any]:
+        """What one more piece makes certain, {} if nothing is new; `ended`: no more comes."""
+        delta: dict[str, Any] = {}
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text, ended)
+            if reasoning:
+                delta["reasoning_content"] = reasoning
+        if self._tools is None:
+            if text:
+                delta["content"] = text
+            return delta
+        parts = self._tools.feed(text)
+        for part in [*parts, *(self._tools.finish() if ended else ())]:
+            _add(delta, _written(part))
+        return delta
+
+
+def _written(part: Delta) -> dict[str, Any]:
+    """A part of an answer as OpenAI writes it."""
+    if part.call is None:
+        return {"content": part.content}
+    call: dict[str, Any] = {"index": part.call}
+    if part.name:
+        call |= {"id": part.call_id, "type": "function"}
+        call["function"] = {"name": part.name, "arguments": ""}
+    else:
+        call["function"] = {"arguments": part.arguments}
+    return {"tool_calls": [call]}
+
+
+def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a delta to a message, or to another delta."""
+    for name in ("reasoning_content", "content"):
+        if name in delta:
+            whole[name] = (whole.get(name) or "") + delta[name]
+    for call in delta.get("tool_calls", ()):
+        calls = whole.setdefault("tool_calls", [])
+        if calls and calls[-1]["index"] == call["index"]:
+            calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        else:
+            calls.append(call)

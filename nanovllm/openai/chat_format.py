@@ -1,0 +1,142 @@
+"""ChatFormat: how a model writes reasoning and tool calls, and what a chat asks of its answer."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.openai.answers import AnswerFormat
+from nanovllm.openai.conversation import chat_prompts, given_template
+from nanovllm.openai.reasoning import END, reasoning_of
+from nanovllm.openai.tool_formats.base import ToolFormat
+from nanovllm.openai.tool_formats.grammar import answer_grammar
+from nanovllm.openai.tool_formats.table import FORMATS, shown_format
+from nanovllm.openai.tools import ToolChoice, described_tools, tool_choice_of
+from nanovllm.prompts import TokensPrompt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt of a chat, its parameters with what constrains the answer, and how that is read."""
+
+    prompt: TokensPrompt
+    params: SamplingParams
+    answer: AnswerFormat
+
+
+class ChatFormat:
+    """How the model of a tokenizer answers chats.
+
+    `tool_parser` and `reasoning_parser` are names, or None for what the chat template shows.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+
+    def turns(
+        self,
+        messages: Any,
+        params_list: Callable[[int], list[SamplingParams]],
+        *,
+        tools: list[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        add_generation_prompt: bool = True,
+        **keywords: Any,
+    ) -> list[Turn]:
+        """What to generate for one conversation or several; `keywords` go to the template.
+
+        `params_list` makes the parameters of so many prompts.
+        """
+        tools = described_tools(tools)
+        choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
+        shown = tools if choice.tools else None
+        prompts = chat_prompts(self._tokenizer, messages, shown, add_generation_prompt, keywords)
+        template = given_template(keywords) or self._template(choice)
+        return [
+            self._turn(prompt, params, choice, template)
+            for prompt, params in zip(prompts, params_list(len(prompts)), strict=True)
+        ]
+
+    def _turn(
+        self, prompt: TokensPrompt, params: SamplingParams, choice: ToolChoice, template: str
+    ) -> Turn:
+        reasoning = reasoning_of(template, prompt["prompt"], self._reasoning_parser)
+        thinks = reasoning is not None and reasoning.sure
+        tools = self._tool_format(choice, template)
+        changed: dict[str, Any] = {}
+        asked = params.structured_outputs
+        assert asked is None or isinstance(asked, StructuredOutputs)
+        if tools is not None:
+            if not self._special.isdisjoint(tools.markers):
+                changed["skip_special_tokens"] = False
+            asked = self._constraint(tools, choice, asked, thinks)
+        if thinks and asked is not None and asked.after is None:
+            asked = dataclasses.replace(asked, after=END)
+        if asked != params.structured_outputs:
+            changed["structured_outputs"] = asked
+        if changed:
+            params = dataclasses.replace(params, **changed)
+        return Turn(prompt, params, AnswerFormat(reasoning, tools, choice.tools))
+
+    def _tool_format(self, choice: ToolChoice, template: str) -> ToolFormat | None:
+        """How calls are written; None if none are to be read."""
+        if not choice.tools or (self._tool_parser == "none" and not choice.required):
+            return None
+        if self._tool_parser == "none":
+            raise ValueError("calls are not read (tool_parser='none'), and cannot be required")
+        name = self._tool_parser or shown_format(template)
+        if name is None and (choice.asked or choice.required):
+            raise ValueError(
+                "tools: the chat template shows no known way to write calls; name it with"
+                f" tool_parser: one of {', '.join(FORMATS)}"
+            )
+        return None if name is None else FORMATS[name]
+
+    def _constraint(
+        self, tools: ToolFormat, choice: ToolChoice, asked: StructuredOutputs | None, thinks: bool
+    ) -> StructuredOutputs | None:
+        """What the answer must be, if it may be calls, or must."""
+        if asked is not None and choice.required:
+            raise ValueError(
+                "structured_outputs, or response_format, are for answers that are no calls; with"
+                " them tool_choice must be 'auto' or 'none'"
+            )
+        if asked is not None and not asked.kind.startswith("json"):
+            return asked  # which leaves no way to write a call
+        is_free = choice.several and not any(tool.strict for tool in choice.tools)
+        if asked is None and not choice.required and is_free:
+            return None
+        grammar = answer_grammar(tools, choice, self._literal, asked, blank_lines=thinks)
+        return StructuredOutputs(grammar=grammar, after=None if asked is None else asked.after)
+
+    def _literal(self, text: str) -> str:
+        """A literal in Lark: the token that is this text, if there is one, or the text."""
+        token_id = self._added.get(text)
+        return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+
+    @functools.cached_property
+    def _added(self) -> Mapping[str, int]:
+        added: Mapping[str, int] = self._tokenizer.get_added_vocab()
+        return added
+
+    @functools.cached_property
+    def _special(self) -> frozenset[str]:
+        """The texts of special tokens, which are left out of answers unless asked for."""
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        return frozenset(str(token) for token in tokens if token.special)
+
+    def _template(self, choice: ToolChoice) -> str:
+        """The tokenizer's chat template; of several by names the one that transformers takes."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        if isinstance(template, Mapping):
+            names = ("tool_use", "default") if choice.tools else ("default",)
+            template = next((template[name] for name in names if name in template), "")
+        return str(template)

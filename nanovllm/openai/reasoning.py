@@ -1,0 +1,95 @@
+"""Reasoning: what a model writes between `<think>` and `</think>`, apart from its answer."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanovllm.openai.tool_formats.source import overlap
+
+START, END = "<think>", "</think>"
+
+
+class Divided(NamedTuple):
+    """New parts of an answer: reasoning, and what is behind it."""
+
+    reasoning: str
+    rest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How an answer begins: `inside` reasoning, or with `<think>` if there is any.
+
+    If it is `sure`, the model writes `</think>` at some time.
+    """
+
+    inside: bool = False
+    sure: bool = False
+
+
+class ReasoningReader:
+    """Takes an answer in pieces. What the parts join to does not depend on the pieces.
+
+    White space around the reasoning belongs to neither part. Reasoning that does not end is
+    reasoning to the end of the answer.
+    """
+
+    def __init__(self, inside: bool) -> None:
+        self._begun, self._inside = inside, inside
+        self._is_blank = True  # nothing but white space since the last marker
+        self._held = ""
+
+    def feed(self, text: str, ended: bool = False) -> Divided:
+        """The parts that one more piece of the answer makes certain; `ended`: no more comes."""
+        self._held += text
+        if not self._begun and not self._find_start(ended):
+            return Divided("", "")
+        reasoning = self._reasoning(ended) if self._inside else ""
+        return Divided(reasoning, "" if self._inside else self._rest())
+
+    def _find_start(self, ended: bool) -> bool:
+        """Whether it is known how the answer begins."""
+        text = self._held.lstrip()
+        if text.startswith(START):
+            self._held, self._inside = text[len(START) :], True
+        elif START.startswith(text) and not ended:
+            return False
+        else:
+            self._is_blank = False  # white space at the start of an answer without reasoning stays
+        self._begun = True
+        return True
+
+    def _reasoning(self, ended: bool) -> str:
+        before, end, rest = self._held.partition(END)
+        if end:
+            self._inside, self._held = False, rest
+        elif ended:
+            self._held = ""
+        else:
+            before = before[: len(before) - overlap(before, END)]
+            before = before[: len(before.rstrip())]
+            self._held = self._held[len(before) :]
+        if self._is_blank:
+            before = before.lstrip()
+        self._is_blank = bool(end) or (self._is_blank and not before)
+        return before.rstrip() if end or ended else before
+
+    def _rest(self) -> str:
+        rest, self._held = self._held, ""
+        if self._is_blank:
+            rest = rest.lstrip()
+            self._is_blank = not rest
+        return rest
+
+
+def reasoning_of(template: str, prompt: str, parser: str | None) -> Reasoning | None:
+    """How the answer to a prompt of this chat template begins; None if there is no reasoning.
+
+    `parser` is the option `reasoning_parser`, or None for what the template shows.
+    """
+    if parser == "none" or (parser is None and END not in template):
+        return None
+    end_of_prompt = prompt.rstrip()
+    if end_of_prompt.endswith(END):
+        return Reasoning()
+    inside = parser == "deepseek_r1" or end_of_prompt.endswith(START)
+    return Reasoning(inside, inside or parser is not None or "enable_thinking" in template)

@@ -1,0 +1,14 @@
+"""An HTTP server that speaks OpenAI's API: Starlette in front of an AsyncLLM.
+
+options.py   what the command line can set
+app.py       the routes, and what holds for all of them
+answering.py chats and completions, whole and streamed
+bodies.py    reading a request's body
+errors.py    errors as OpenAI's API writes them
+guard.py     keys, draining, and the line in the log of each request
+metrics.py   the engine's metrics in Prometheus's format
+tokens.py    /tokenize and /detokenize
+serve.py     the life of the process: start, signals, the end
+
+The formats of bodies are those of nanovllm.openai.
+"""

@@ -1,0 +1,277 @@
+"""Answering chats and completions: whole, or as server-sent events while tokens come."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.async_llm import AsyncLLM, Call
+from nanovllm.openai.chunks import ChunkWriter
+from nanovllm.openai.request import CHAT, APIRequest, parse_body
+from nanovllm.openai.response import echoed_text, response_body
+from nanovllm.outputs import StreamEvent
+from nanovllm.server.bodies import read_object
+from nanovllm.server.errors import APIError, as_api_error, error_body, error_response
+from nanovllm.server.log import RequestLine
+from nanovllm.server.options import ServerOptions
+
+T = TypeVar("T")
+CLIENT_LEFT = 499  # as nginx logs it; nobody reads it
+DONE = b"data: [DONE]\n\n"
+
+
+class Answering:
+    """Answers bodies by an engine. `defaults` are sampling parameters for each URL."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        names: Sequence[str],
+        options: ServerOptions,
+        defaults: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._llm, self._names, self._options = llm, names, options
+        self._defaults = defaults
+
+    async def handle(self, request: Request) -> Response:
+        """Answer a request."""
+        url = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        line = RequestLine(url, uuid.uuid4().hex)
+        try:
+            asked = await self._parse(url, await read_object(request, self._options.max_body_mib))
+            asked, prompts = await self._prepare(asked)
+            if asked.streams:
+                chunks = self._chunks(line, asked, prompts)
+                return EventStream(chunks, self._options.timeout, line)
+            body = await _unless_gone(
+                request, self._body(line, asked, prompts), self._options.timeout
+            )
+        except Exception as error:
+            line.write(as_api_error(error).status)
+            raise
+        if body is None:
+            line.write(CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
+        line.write(200)
+        return JSONResponse(body)
+
+    async def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
+        asked = parse_body(url, body, self._defaults[url])
+        if asked.model is not None and asked.model not in self._names:
+            raise APIError(
+                404, f"there is no model {asked.model!r}, but {', '.join(self._names)}",
+                "model_not_found",
+            )  # fmt: skip
+        return asked
+
+    async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
+        """The prompts of a request; those of chats are made by the chat template."""
+        if asked.url != CHAT:
+            return asked, asked.prompts
+        (messages,) = asked.prompts
+        turn = await self._llm.chat_turn(messages, asked.params, **asked.chat_options)
+        return replace(asked, params=turn.params, answer=turn.answer), [turn.prompt]
+
+    async def _body(
+        self, line: RequestLine, asked: APIRequest, prompts: list[Any]
+    ) -> dict[str, Any]:
+        """The body of a whole response."""
+        outputs = await _all(self._llm.complete(prompt, asked.params) for prompt in prompts)
+        samples = [sample for output in outputs for sample in output["outputs"]]
+        if all(sample["finish_reason"] == "error" for sample in samples):
+            raise APIError(400, str(samples[0]["stop_reason"]))
+        body = response_body(line.name, asked, outputs, self._names[0], self._llm.tokenizer)
+        line.count(body["usage"], samples[0]["finish_reason"])
+        line.first = outputs[0].metrics.time_to_first_token
+        return body
+
+    async def _chunks(
+        self, line: RequestLine, asked: APIRequest, prompts: list[Any]
+    ) -> AsyncIterator[bytes]:
+        """The events of a streamed response. Requests end with the iterator."""
+        async with AsyncExitStack() as stack:
+            calls = [
+                await stack.enter_async_context(self._llm.request(prompt, asked.params))
+                for prompt in prompts
+            ]
+            writers = self._writers(line.name, asked, calls)
+            begun: set[int] = set()
+            async for place, event in _merged(calls):
+                index = place * asked.params.n + event["sample"]
+                if asked.echo and index not in begun:
+                    yield _sse(writers[index].echo(self._prompt_text(calls[place])))
+                begun.add(index)
+                chunk = writers[index].chunk(event)
+                if chunk is not None:
+                    yield _sse(chunk)
+                line.reason = event["finish_reason"]
+            counts = (
+                sum(call.num_prompt_tokens for call in calls),
+                sum(writer.num_tokens for writer in writers),
+                sum(call.num_cached_tokens for call in calls),
+            )
+        usage = writers[0].usage_chunk(*counts)
+        line.count(usage["usage"], line.reason)
+        if asked.includes_usage:
+            yield _sse(usage)
+        yield DONE
+
+    def _writers(self, name: str, asked: APIRequest, calls: Sequence[Call]) -> list[ChunkWriter]:
+        """A writer for each sample of each prompt."""
+        n, model, tokenizer = asked.params.n, self._names[0], self._llm.tokenizer
+        return [
+            ChunkWriter(name, asked, place * n + sample, model, tokenizer, call.first_token_id)
+            for place, call in enumerate(calls)
+            for sample in range(n)
+        ]
+
+    def _prompt_text(self, call: Call) -> str:
+        request = call.mirror.request
+        ids = request.seqs[0].token_ids[: call.num_prompt_tokens]
+        return echoed_text(request.prompt, ids, self._llm.tokenizer)
+
+
+class EventStream(Response):
+    """A response whose events are sent as they come, and which ends when the client leaves.
+
+    Its status is only sent with the first event, so that errors before it have their own.
+    """
+
+    def __init__(
+        self, chunks: AsyncIterator[bytes], timeout: float | None, line: RequestLine
+    ) -> None:
+        self._chunks, self._timeout, self._line = chunks, timeout, line
+        self.background = None
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        pump = asyncio.ensure_future(self._pump(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        status = 200
+        try:
+            await asyncio.wait(
+                {pump, gone}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if pump.done():
+                await pump
+            elif gone.done():
+                status = CLIENT_LEFT
+            else:
+                raise asyncio.TimeoutError
+        except Exception as error:
+            await _cancel(pump)
+            status = as_api_error(error).status
+            await self._send_error(error, scope, receive, send)
+        finally:
+            await _cancel(pump, gone)
+            self._line.write(status)
+
+    async def _pump(self, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                if not self._begun:
+                    self._line.first = time.perf_counter() - self._line.start
+                    await self._begin(send)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        self._begun = True
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would collect events
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send_error(
+        self, error: Exception, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Send an error as a response of its own, or as the last event."""
+        if not self._begun:
+            await error_response(error)(scope, receive, send)
+            return
+        found = as_api_error(error)
+        event = _sse(error_body(found.status, str(found), found.code))
+        await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _sse(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent]]:
+    """The events of several requests as they come, each with its request's place."""
+    if len(calls) == 1:
+        async for event in calls[0].events():
+            yield 0, event
+        return
+    queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
+
+    async def follow(place: int, call: Call) -> None:
+        async for event in call.events():
+            await queue.put((place, event))
+
+    async def follow_all() -> None:
+        try:
+            await _all(follow(place, call) for place, call in enumerate(calls))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    task = asyncio.ensure_future(follow_all())
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        await _cancel(task)
+
+
+async def _all(coroutines: Any) -> list[Any]:
+    """The results of all; if one raises, the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _cancel(*tasks)
+
+
+async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless_gone(
+    request: Request, work: Coroutine[Any, Any, T], timeout: float | None
+) -> T | None:
+    """What `work` returns; None, and it is cancelled, if the client leaves before."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
+        if gone.done():
+            return None
+        raise asyncio.TimeoutError
+    finally:
+        await _cancel(task, gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

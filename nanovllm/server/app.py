@@ -1,0 +1,118 @@
+"""The application: its routes, and what holds for all of them."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from nanovllm import __version__
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.request import CHAT, COMPLETIONS
+from nanovllm.server.answering import Answering
+from nanovllm.server.errors import APIError, handle_error
+from nanovllm.server.guard import Guard
+from nanovllm.server.metrics import metrics_text
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.tokens import Tokens
+
+PAGE = Path(__file__).with_name("page.html")
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(
+    llm: AsyncLLM, options: ServerOptions, defaults: Mapping[str, Mapping[str, Any]]
+) -> Guard:
+    """The ASGI application that serves `llm`.
+
+    `defaults` are sampling parameters, by URL, for bodies without them.
+    """
+    names = tuple(options.served_model_name or (llm.config.model,))
+    answering = Answering(llm, names, options, defaults)
+    tokens = Tokens(llm, options.max_body_mib)
+    server = Server(llm, names)
+    routes = [
+        Route(CHAT, answering.handle, methods=["POST"]),
+        Route(COMPLETIONS, answering.handle, methods=["POST"]),
+        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/health", server.health),
+        Route("/version", server.version),
+        Route("/metrics", server.metrics),
+        Route("/", server.page),
+    ]
+    middleware = []
+    if options.cors_origin is not None:
+        cors = Middleware(
+            CORSMiddleware, allow_origins=list(options.cors_origin),
+            allow_methods=["*"], allow_headers=["*"],
+        )  # fmt: skip
+        middleware.append(cors)
+    handlers: Any = {Exception: handle_error, HTTPException: handle_error}
+    for kind in (APIError, TypeError, ValueError, RuntimeError, OSError):
+        handlers[kind] = handle_error
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    return Guard(app, tuple(options.api_key or ()))
+
+
+class Server:
+    """The endpoints that describe the server."""
+
+    def __init__(self, llm: AsyncLLM, names: tuple[str, ...]) -> None:
+        self._llm, self._names = llm, names
+        self._created = int(time.time())
+
+    async def models(self, _: Request) -> JSONResponse:
+        """The model by all its names."""
+        return JSONResponse({"object": "list", "data": [self._model(n) for n in self._names]})
+
+    async def model(self, request: Request) -> JSONResponse:
+        """The model by one of its names."""
+        name = request.path_params["name"]
+        if name not in self._names:
+            raise APIError(
+                404, f"there is no model {name!r}, but {', '.join(self._names)}", "model_not_found"
+            )
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "nanovllm",
+            "root": self._llm.config.model,
+            "parent": None,
+            "max_model_len": self._llm.config.max_model_len,
+        }
+
+    async def embeddings(self, _: Request) -> Response:
+        """There are none."""
+        raise APIError(501, "embeddings are not supported: the model generates text")
+
+    async def health(self, _: Request) -> Response:
+        """Status 200 as long as the engine answers."""
+        self._llm.check()
+        return Response(status_code=200)
+
+    async def version(self, _: Request) -> JSONResponse:
+        """The version of nanovllm."""
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, _: Request) -> Response:
+        """The engine's metrics."""
+        return Response(metrics_text(await self._llm.get_metrics()), media_type=PROMETHEUS)
+
+    async def page(self, _: Request) -> Response:
+        """A page to chat, and to watch the engine."""
+        return FileResponse(PAGE, media_type="text/html")

@@ -1,0 +1,62 @@
+"""Errors as OpenAI's API writes them: a status, and a body with a type, a message and a code."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from nanovllm.async_llm import EngineFullError
+
+RETRY_SECONDS = "1"
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error",
+    429: "rate_limit_error", 501: "not_implemented_error", 503: "service_unavailable_error",
+}  # fmt: skip
+
+
+class APIError(Exception):
+    """An error with its status."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """The body of an error."""
+    kind = TYPES.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """The status and the message of an exception."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, str(error.detail))
+    if isinstance(error, EngineFullError):
+        return APIError(429, str(error), "engine_full")
+    if isinstance(error, asyncio.TimeoutError):
+        return APIError(408, "the request took longer than the server's timeout", "timeout")
+    if isinstance(error, ValueError | TypeError):
+        return APIError(400, str(error))
+    return APIError(503, f"the engine has ended: {error}", "engine_dead")
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """The response to a request that has failed."""
+    found = as_api_error(error)
+    headers: Mapping[str, str] = {}
+    if found.status in (429, 503):
+        headers = {"Retry-After": RETRY_SECONDS}
+    body = error_body(found.status, str(found), found.code)
+    return JSONResponse(body, status_code=found.status, headers=dict(headers))
+
+
+async def handle_error(_: Request, error: Exception) -> JSONResponse:
+    """The response to an exception of Starlette's or of ours."""
+    return error_response(error)

@@ -1,0 +1,61 @@
+"""ServerOptions: what `nanovllm serve` takes beside the options of the engine."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nanovllm.utils.checks import check_texts
+from nanovllm.utils.option import (
+    NOTHING,
+    Rule,
+    by_name,
+    check_options,
+    float_range,
+    int_range,
+    option,
+)
+from nanovllm.utils.rules import SOME_TEXT
+
+TEXTS = Rule(check_texts, "a list of texts")
+
+
+@by_name("server option", {})
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the server; docs/serving.md explains them."""
+
+    host: str = option("127.0.0.1", "address to listen at; `0.0.0.0` is all of IPv4", SOME_TEXT)
+    port: int = option(8000, "port to listen at; 0 is a free one", int_range(0, 65535))
+    uds: str | None = option(
+        None, "path of a Unix socket to listen at, instead of an address", SOME_TEXT, none=NOTHING
+    )
+    served_model_name: Iterable[str] | None = option(
+        None, "names of the model in requests and responses", TEXTS, none="the model's own"
+    )
+    api_key: Iterable[str] | None = option(
+        None, "keys, of which clients need one; NANOVLLM_API_KEY is another", TEXTS, none=NOTHING
+    )
+    max_waiting: int = option(
+        1024, "most samples that wait beside those that run; the next get status 429", int_range(0)
+    )
+    timeout: float | None = option(
+        None, "seconds after which a request is aborted", float_range(0.0, above=True), none=NOTHING
+    )
+    drain_seconds: float = option(
+        30.0, "how long running requests may go on after SIGTERM", float_range(0.0)
+    )
+    max_body_mib: int = option(
+        16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
+    )
+    cors_origin: Iterable[str] | None = option(
+        None, "web sites whose pages may use the server; `*` is all", TEXTS, none=NOTHING
+    )
+    root_path: str | None = option(
+        None, "path that a proxy in front removes", SOME_TEXT, none=NOTHING
+    )
+    ssl_certfile: str | None = option(None, "certificate for TLS", SOME_TEXT, none=NOTHING)
+    ssl_keyfile: str | None = option(None, "key of the certificate", SOME_TEXT, none=NOTHING)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile needs ssl_certfile")

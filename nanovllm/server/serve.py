@@ -1,0 +1,165 @@
+"""The life of a server: start, serve, drain on a signal, end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.request import CHAT, COMPLETIONS
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.app import make_app
+from nanovllm.server.options import ServerOptions
+from nanovllm.utils.option import options_of
+
+logger = logging.getLogger("nanovllm.server")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CHECK_SECONDS = 0.05  # between looks at what still runs
+LAST_SECONDS = 1.0  # for responses to leave when the engine has ended
+MAX_TOKENS = {CHAT: None, COMPLETIONS: 16}  # where a body does not say, as in OpenAI's API
+
+
+def serve(
+    llm: AsyncLLM,
+    options: ServerOptions,
+    sampling: Mapping[str, Any],
+    announce: Callable[[str], None],
+) -> int:
+    """Serve until a signal or the engine's end; returns the process's status.
+
+    `sampling` are parameters for bodies without them. `announce` gets the address.
+    """
+    with _listening(options) as listener:
+        return _run(_Life(llm, options, sampling).run(listener, announce))
+
+
+def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parameters of bodies that do not set them: those `given`, or the model's recommended."""
+    recommended, plain = llm.get_default_sampling_params(), SamplingParams()
+    own = {
+        name: getattr(recommended, name)
+        for name in options_of(SamplingParams)
+        if getattr(recommended, name) != getattr(plain, name)
+    }
+    return {url: {"max_tokens": most, **own, **given} for url, most in MAX_TOKENS.items()}
+
+
+def _run(work: Any) -> int:
+    """Run on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return int(asyncio.run(work))
+    loop = uvloop.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return int(loop.run_until_complete(work))
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+@contextlib.contextmanager
+def _listening(options: ServerOptions) -> Iterator[socket.socket]:
+    """The socket to listen at."""
+    if options.uds is not None:
+        place: Any = options.uds
+        listener = socket.socket(socket.AF_UNIX)
+    else:
+        place = (options.host, options.port)
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with listener:
+        try:
+            listener.bind(place)
+        except OSError as error:
+            raise OSError(f"cannot listen at {_shown(options)}: {error}") from None
+        try:
+            yield listener
+        finally:
+            if options.uds is not None:
+                Path(options.uds).unlink(missing_ok=True)
+
+
+def _shown(options: ServerOptions, port: int | None = None) -> str:
+    """The address as a client writes it."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    scheme = "https" if options.ssl_certfile else "http"
+    return f"{scheme}://{host}:{options.port if port is None else port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server that leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Life:
+    """One run of a server."""
+
+    def __init__(self, llm: AsyncLLM, options: ServerOptions, sampling: Mapping[str, Any]) -> None:
+        self._llm, self._options = llm, options
+        self._app = make_app(llm, options, default_params(llm, sampling))
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                self._app, log_level="warning", access_log=False, lifespan="off",
+                root_path=options.root_path or "", ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile, timeout_graceful_shutdown=1,
+                backlog=4096,
+            )
+        )  # fmt: skip
+        self._signals = 0
+        self._asked = asyncio.Event()
+
+    async def run(self, listener: socket.socket, announce: Callable[[str], None]) -> int:
+        """Serve, drain and end."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._take_signal)
+        await self._llm.stats()  # from here on its end is heard
+        serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        ended = asyncio.ensure_future(self._llm.wait_for_failure())
+        asked = asyncio.ensure_future(self._asked.wait())
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(CHECK_SECONDS)
+        name = listener.getsockname()
+        announce(_shown(self._options, None if self._options.uds else name[1]))
+        await asyncio.wait({serving, ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            logger.error("the engine has ended: %s", str(ended.result()).split("\n")[0])
+            await asyncio.sleep(LAST_SECONDS / 2)
+        elif asked.done():
+            await self._drain()
+        self._server.should_exit = True
+        await serving
+        for task in (ended, asked):
+            task.cancel()
+        await asyncio.to_thread(self._llm.close)
+        return 1 if ended.done() and not ended.cancelled() else 0
+
+    def _take_signal(self) -> None:
+        """Drain at the first signal, end at the second one."""
+        self._signals += 1
+        self._asked.set()
+        if self._signals > 1:
+            self._server.should_exit = self._server.force_exit = True
+
+    async def _drain(self) -> None:
+        """Let running requests finish, for some time."""
+        self._app.is_draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._options.drain_seconds
+        logger.info("draining: %d samples run or wait", self._llm.num_open)
+        while self._llm.num_open and self._signals == 1 and loop.time() < deadline:
+            await asyncio.sleep(CHECK_SECONDS)

@@ -1,0 +1,456 @@
+"""The server as its clients see it: OpenAI's own, curl, and raw sockets."""
+
+import asyncio
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from reference import make_llm
+from servers import OPTIONS, Server, serving
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL
+
+HI = [{"role": "user", "content": "Hi"}]
+LONG: dict[str, Any] = dict(prompt=[1, 2], max_tokens=3000, ignore_eos=True, temperature=0)
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of the random model, with a chat template."""
+    path = tmp_path_factory.mktemp("served")
+    for file in model_dir.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{{ tools or '' }}<tool_call>{% if enable_thinking %}<think>{% endif %}"
+    )
+    arguments = ("--max-num-seqs", "8", "--served-model-name", "tiny", "--served-model-name", "t")
+    with serving(path / "log", str(path), *arguments, "--max-body-mib", "1") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return make_llm(model_dir)
+
+
+def post(server: Server, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def is_at_rest(server: Server) -> bool:
+    """Whether nothing runs there, as its metrics say."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return not any(float(n) for n in re.findall(r"^vllm:num_requests_\S+ (.+)$", text, re.M))
+
+
+def wait_for_rest(server: Server) -> None:
+    deadline = time.monotonic() + 30
+    while not is_at_rest(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_openais_client_gets_completions(server: Server, client: openai.OpenAI, llm: LLM) -> None:
+    extra: Any = dict(top_k=20, min_p=0.01, repetition_penalty=1.1, ignore_eos=True, priority=1)
+    params = dict(
+        max_tokens=12, temperature=1.1, seed=5, n=2, presence_penalty=0.5,
+        logit_bias={"70": 3}, stop=["zz"],
+    )  # fmt: skip
+    found = client.completions.create(
+        model="tiny",
+        prompt="abc",
+        extra_body=extra,
+        logprobs=2,
+        user="me",
+        **params,  # type: ignore[arg-type]
+    )
+    asked = {**params, **extra, "logit_bias": {70: 3}, "logprobs": 2}
+    (expected,) = llm.generate("abc", SamplingParams(**asked), use_tqdm=False)
+    for choice, sample in zip(found.choices, expected.outputs, strict=True):
+        assert (choice.text, choice.finish_reason) == (sample.text, sample.finish_reason)
+        assert choice.model_extra is not None and choice.logprobs is not None
+        assert choice.model_extra["token_ids"] == sample.token_ids
+        assert sample.logprobs is not None
+        assert choice.logprobs.token_logprobs == [t[0].logprob for t in sample.logprobs]
+    assert found.model == "tiny" and found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 24)
+
+
+def test_openais_client_streams(server: Server, client: openai.OpenAI) -> None:
+    asked: Any = dict(model="t", messages=HI, seed=3, max_tokens=20, logprobs=True, top_logprobs=1)
+    whole = client.chat.completions.create(**asked, n=2)
+    chunks = list(
+        client.chat.completions.create(
+            **asked, n=2, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    for index, choice in enumerate(whole.choices):
+        own = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
+        assert "".join(c.delta.content or "" for c in own) == choice.message.content
+        assert own[0].delta.role == "assistant" and own[-1].finish_reason == choice.finish_reason
+        assert {c.finish_reason for c in own[:-1]} <= {None}
+        tokens = [t for c in own if c.logprobs for t in c.logprobs.content or ()]
+        assert choice.logprobs is not None and tokens == choice.logprobs.content
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_the_async_client(server: Server) -> None:
+    async def both() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            asked: Any = dict(model="tiny", prompt="abc", seed=3, max_tokens=20)
+            stream = await client.completions.create(**asked, stream=True)
+            text = "".join([chunk.choices[0].text async for chunk in stream])
+            return text, (await client.completions.create(**asked)).choices[0].text
+
+    streamed, whole = asyncio.run(both())
+    assert streamed == whole
+
+
+def test_tools_and_formats(server: Server, client: openai.OpenAI) -> None:
+    asked: Any = dict(model="tiny", messages=HI, tools=TOOLS, max_tokens=200, seed=1)
+    choice: Any = dict(tool_choice="required", parallel_tool_calls=False)
+    found = client.chat.completions.create(**asked, **choice).choices[0]
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    assert found.message.tool_calls is not None
+    (call,) = found.message.tool_calls
+    assert call.type == "function" and call.function.name == "f"
+    deltas = [
+        part
+        for chunk in client.chat.completions.create(**asked, **choice, stream=True)
+        for part in chunk.choices[0].delta.tool_calls or ()
+    ]
+    assert deltas[0].function is not None and deltas[0].function.name == "f"
+    assert "".join(d.function.arguments or "" for d in deltas if d.function) == "{}"
+    schema = {"name": "x", "strict": True, "schema": {"enum": ["a", 22]}}
+    formatted = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        response_format={"type": "json_schema", "json_schema": schema},  # type: ignore[call-overload]
+    )
+    assert formatted.choices[0].message.content in ('"a"', "22")
+
+
+def test_prompts_of_all_kinds(server: Server, llm: LLM) -> None:
+    asked = dict(max_tokens=5, temperature=0)
+    prompts: list[Any] = ["ab", "cd"]
+    expected = [out.text for out in llm.generate(prompts, SamplingParams(**asked), use_tqdm=False)]  # type: ignore[arg-type]
+    for given in (prompts, [llm.get_tokenizer().encode(p) for p in prompts]):
+        choices = post(server, prompt=given, n=2, **asked).json()["choices"]
+        assert [c["index"] for c in choices] == [0, 1, 2, 3]
+        assert [c["text"] for c in choices] == [t for t in expected for _ in range(2)]
+        lines = post(server, prompt=given, stream=True, **asked).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        texts = {0: "", 1: ""}
+        for line in lines[:-2]:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert list(texts.values()) == expected
+
+
+def test_echo_has_the_prompts_logprobs(server: Server) -> None:
+    asked: dict[str, Any] = dict(prompt="abc", max_tokens=2, temperature=0, echo=True, logprobs=1)
+    (choice,) = post(server, **asked).json()["choices"]
+    likely = choice["logprobs"]
+    assert choice["text"].startswith("abc") and likely["tokens"][:3] == ["a", "b", "c"]
+    assert likely["token_logprobs"][0] is None and likely["top_logprobs"][0] is None
+    assert len(likely["token_logprobs"]) == 5 and likely["text_offset"][:4] == [0, 1, 2, 3]
+    (same,) = post(server, **{**asked, "prompt": [97, 98]}).json()["choices"]
+    assert len(same["logprobs"]["tokens"]) == 4
+
+
+BAD: list[tuple[str, Any, int, str]] = [
+    ("/v1/completions", dict(prompt="a", temprature=1), 400, "did you mean 'temperature'?"),
+    ("/v1/completions", dict(prompt="a", temperature="hot"), 400, "temperature must be"),
+    ("/v1/completions", dict(), 400, "prompt is missing"),
+    ("/v1/completions", dict(prompt=[]), 400, "prompt must have 1 to"),
+    ("/v1/completions", dict(prompt=[[]]), 400, "prompt must have 1 to"),
+    ("/v1/completions", dict(prompt="a", model="gpt"), 404, "there is no model 'gpt', but tiny, t"),
+    ("/v1/completions", dict(prompt="a", model=5), 400, "model must be a text, got 5"),
+    ("/v1/completions", dict(prompt="a", stream=1), 400, "stream must be True or False, got 1"),
+    ("/v1/completions", dict(prompt="a", stream_options={}), 400, "needs stream to be true"),
+    ("/v1/completions", dict(prompt="a", stream=True, stream_options={"x": 1}), 400, "field 'x'"),
+    ("/v1/completions", dict(prompt="a" * 10**5), 400, "max_model_len"),
+    ("/v1/completions", dict(prompt="a" * 2 * 10**6), 413, "at most 1 MiB"),
+    ("/v1/completions", dict(prompt="a", response_format={"type": "x"}), 400, "response_format"),
+    (
+        "/v1/completions", dict(prompt="a", structured_outputs={"regex": "("}, stream=True), 400,
+        "structured_outputs: regex",
+    ),
+    ("/v1/chat/completions", dict(messages="a"), 400, "messages must be a list"),
+    ("/v1/chat/completions", dict(messages=[{}]), 400, 'a dict with a "role"'),
+    ("/v1/chat/completions", dict(messages=HI, prompt="a"), 400, "unknown field 'prompt'"),
+    ("/v1/chat/completions", dict(messages=HI, tools=[1]), 400, "tools[0] must be"),
+    ("/v1/embeddings", dict(input="a"), 501, "embeddings are not supported"),
+    ("/v1/nothing", dict(), 404, "Not Found"),
+    ("/tokenize", dict(prompt=5), 400, "prompt must be a text, got 5"),
+    ("/detokenize", dict(tokens="a"), 400, "tokens must be a list of token ids"),
+    ("/detokenize", dict(tokens=[10**9]), 400, "token id"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "words"), BAD)
+def test_bad_requests_get_their_status(
+    server: Server, path: str, body: Any, status: int, words: str
+) -> None:
+    response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert words in error["message"] and set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "a", "prompt": "b"}', b"[" * 10**5, b"NaN"]
+)
+def test_bodies_that_are_no_objects(server: Server, data: bytes) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=data)
+    assert response.status_code == 400 and "the body" in response.json()["error"]["message"]
+
+
+def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "t"]
+    assert client.models.retrieve("t").id == "t"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("x")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert "version" in httpx.get(f"{server.url}/version").json()
+    assert "html" in httpx.get(server.url).headers["content-type"]
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    tokens = post(server, "/tokenize", prompt="abc", return_token_strs=True).json()
+    assert (tokens["count"], tokens["tokens"]) == (3, [ord(c) - 33 for c in "abc"])
+    assert post(server, "/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "abc"}
+    chat = post(server, "/tokenize", messages=HI).json()
+    assert chat["count"] == len("user:Hi;<tool_call>")
+    metrics = httpx.get(f"{server.url}/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "vllm:time_to_first_token_seconds_bucket{" in metrics.text
+
+
+def test_curl_streams(server: Server) -> None:
+    command = ["curl", "-sN", f"{server.url}/v1/completions", "-d", '{"prompt":"a","stream":true}']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("data: {") and done.stdout.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        if stream:
+            assert raw.recv(20).startswith(b"HTTP/1.1 200 OK")
+        else:
+            time.sleep(0.2)
+        assert not is_at_rest(server)
+    start = time.monotonic()
+    wait_for_rest(server)
+    assert time.monotonic() - start < 5, "3,000 tokens take longer"
+
+
+def test_a_client_that_never_reads_delays_nobody(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": True, "logprobs": 5}).encode()
+    with socket.create_connection((host, int(port))) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        for _ in range(5):
+            assert post(server, prompt="a", max_tokens=5).status_code == 200
+    wait_for_rest(server)
+
+
+def test_many_clients_get_the_answers_of_generate(server: Server, llm: LLM) -> None:
+    """64 at a time, a third of whom leave."""
+    rng = random.Random(3)
+    bodies = [
+        dict(prompt=[rng.randrange(250) for _ in range(rng.randrange(1, 40))], seed=seed,
+             max_tokens=rng.randrange(1, 40), temperature=1.0)
+        for seed in range(64)
+    ]  # fmt: skip
+    params = [SamplingParams(**{k: v for k, v in b.items() if k != "prompt"}) for b in bodies]  # type: ignore[arg-type]
+    expected = llm.generate([b["prompt"] for b in bodies], params, use_tqdm=False)  # type: ignore[misc]
+
+    async def ask(client: httpx.AsyncClient, index: int) -> Any:
+        url, body = f"{server.url}/v1/completions", bodies[index]
+        if index % 3 == 0:
+            task = asyncio.create_task(client.post(url, json={**body, "max_tokens": 500}))
+            await asyncio.sleep(rng.random() / 2)
+            task.cancel()
+            return None
+        if index % 3 == 1:
+            return (await client.post(url, json=body)).json()["choices"][0]["text"]
+        text = ""
+        async with client.stream("POST", url, json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    async def everyone() -> Any:
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, index) for index in range(64)))
+
+    for index, text in enumerate(asyncio.run(everyone())):
+        assert text is None or text == expected[index].text, index
+    wait_for_rest(server)
+
+
+def test_requests_are_logged_without_prompts(server: Server) -> None:
+    name = post(server, prompt="secret", max_tokens=2, ignore_eos=True).json()["id"]
+    assert post(server, prompt="secret", max_tokens="secret").status_code == 400
+    line = next(one for one in server.text.splitlines() if name.removeprefix("cmpl-") in one)
+    assert re.search(r"/v1/completions \S+ 200 6\+2 tokens first [\d.]+ ms, [\d.]+ ms length", line)
+    assert "secret" not in server.text
+
+
+def test_keys_limits_and_proxies(model_dir: Path, tmp_path: Path) -> None:
+    arguments = (
+        "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "1", "--max-waiting", "0",
+        "--timeout", "1.5", "--cors-origin", "https://a.example",
+    )  # fmt: skip
+    with serving(tmp_path / "log", str(model_dir), *arguments) as server:
+        url = f"{server.url}/v1/completions"
+        for headers in ({}, {"Authorization": "Bearer k"}, {"Authorization": "k1"}):
+            refused = httpx.post(url, json={"prompt": "a"}, headers=headers)
+            assert refused.status_code == 401 and refused.json()["error"]["code"]
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        headers = {"Authorization": "Bearer k2", "Origin": "https://a.example"}
+        answer = httpx.post(url, json={"prompt": "a"}, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        statuses: list[int] = []
+
+        def ask() -> None:
+            late = httpx.post(url, json=LONG | {"max_tokens": None}, headers=headers, timeout=60)
+            statuses.append(late.status_code)
+
+        slow = threading.Thread(target=ask)
+        slow.start()
+        time.sleep(0.5)
+        full = httpx.post(url, json={"prompt": "a"}, headers=headers)
+        assert full.status_code == 429 and full.headers["retry-after"] == "1"
+        assert "max_waiting=0" in full.json()["error"]["message"]
+        slow.join()
+        assert statuses in ([408], [200]), "it may be done before"
+
+
+def test_sigterm_drains(model_dir: Path, tmp_path: Path) -> None:
+    """A running stream goes on to its end, a new request is refused, and the status is 0."""
+    with serving(tmp_path / "log", str(model_dir)) as server:
+        chunks: list[str] = []
+
+        def read() -> None:
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", timeout=60,
+                json={**LONG, "max_tokens": 1500, "stream": True},
+            ) as response:  # fmt: skip
+                chunks.extend(response.iter_lines())
+
+        with httpx.Client() as kept:
+            kept.get(f"{server.url}/health")
+            reader = threading.Thread(target=read)
+            reader.start()
+            while not chunks:
+                time.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            refused = kept.get(f"{server.url}/health")
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        reader.join()
+        assert chunks[-2] == "data: [DONE]"
+        assert server.process.wait(30) == 0
+
+
+def test_a_second_signal_ends_at_once(model_dir: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", str(model_dir)) as server:
+        endless = {**LONG, "max_tokens": None, "stream": True, "n": 8}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=60) as slow:
+            next(slow.iter_lines())
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(10) == 0
+
+
+def test_a_dead_engine_ends_the_server(model_dir: Path, tmp_path: Path) -> None:
+    import os
+
+    with serving(tmp_path / "log", str(model_dir)) as server:
+        statuses: list[int] = []
+
+        def ask() -> None:
+            body = {**LONG, "max_tokens": None, "n": 8}
+            response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            statuses.append(response.status_code)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(0.5)
+        (engine,) = server.children()
+        os.kill(engine, signal.SIGKILL)
+        asking.join()
+        assert server.process.wait(20) == 1
+        assert statuses == [503]
+        assert "the engine has ended: rank 0, the engine's process, was killed by" in server.text
+        assert "Traceback" not in server.text
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    place = tmp_path / "socket"
+    with serving(tmp_path / "log", "--uds", str(place)) as server:
+        assert server.url == f"unix:{place}"
+        transport = httpx.HTTPTransport(uds=str(place))
+        with httpx.Client(transport=transport) as client:
+            asked = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
+            answer = client.post("http://x/v1/chat/completions", json=asked).json()
+        assert answer["choices"][0]["message"]["content"] == "46"
+        assert answer["model"] == EMBEDDED_MODEL
+    assert not place.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--port", "70000"), "port must be in [0, 65535], got 70000"),
+        (("--host", "999.1.1.1"), "cannot listen at http://999.1.1.1:"),
+        (("--ssl-keyfile", "x"), "ssl_keyfile needs ssl_certfile"),
+        (("/nope/model",), "/nope/model"),
+        (("a", "--model", "b"), "MODEL and --model exclude each other"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], words: str) -> None:
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm", "serve", *OPTIONS, *arguments],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode in (1, 2) and len(done.stderr.splitlines()) == 1
+    assert words in done.stderr

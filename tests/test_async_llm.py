@@ -1,0 +1,365 @@
+"""AsyncLLM: the answers of LLM for many callers, who come, go, stop and fail as they like."""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from reference import make_llm, make_prompts
+
+from nanovllm import LLM, RankError, SamplingParams
+from nanovllm.async_llm import AsyncLLM, EngineFullError
+from nanovllm.embedded import EMBEDDED_MODEL
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+T = TypeVar("T")
+OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.05)
+LONG = SamplingParams(temperature=1.0, max_tokens=400, ignore_eos=True, seed=3)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+Run = Callable[[Awaitable[T]], T]
+
+
+@pytest.fixture(scope="module")
+def run(loop: asyncio.AbstractEventLoop) -> Run[Any]:
+    return lambda awaitable: loop.run_until_complete(asyncio.wait_for(awaitable, 120))
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path, run: Run[Any]) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(model_dir, max_num_seqs=8, **OPTIONS)
+    yield engine
+    engine.close()
+    run(asyncio.sleep(0))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return make_llm(model_dir, max_num_seqs=8)
+
+
+@pytest.fixture(autouse=True)
+def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test of the engine nothing runs there, and no call is left."""
+    yield
+    if "engine" in request.fixturenames:
+        engine, run = request.getfixturevalue("engine"), request.getfixturevalue("run")
+        deadline = time.monotonic() + 20
+        while (stats := run(engine.stats())).num_running + stats.num_waiting:
+            assert time.monotonic() < deadline, stats
+        assert stats.blocks_used == 0 and engine.num_open == 0 and not engine._calls
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts with parameters of every kind, each with a seed of its own."""
+    kinds: list[dict[str, Any]] = [
+        {}, dict(n=3), dict(logprobs=2), dict(prompt_logprobs=1, logprobs=0), dict(stop=["a", "é"]),
+        dict(stop="b", min_tokens=5, include_stop_str_in_output=True, n=2), dict(max_tokens=1),
+        dict(structured_outputs=dict(regex="[a-f]{3,9}")), dict(presence_penalty=1.5, stop=["zz"]),
+        dict(structured_outputs=dict(choice=["abc", "abd"]), stop=["c"], logprobs=1),
+        dict(stop_token_ids=list(range(40)), priority=3), dict(bad_words=["a"], ignore_eos=True),
+        dict(stop=[chr(c) for c in range(97, 110)], logprobs=1, ignore_eos=True),
+    ]  # fmt: skip
+    prompts = make_prompts()
+    return [
+        (
+            prompts[index % len(prompts)],
+            SamplingParams(**{"temperature": 1.2, "max_tokens": 25, "seed": index, **kind}),
+        )
+        for index, kind in enumerate(kinds * 3)
+    ]
+
+
+def told(output: Any) -> Any:
+    """What an output says, but for its times and its request's number."""
+    left_out = ("metrics", "request_id", "num_cached_tokens")
+    return {name: value for name, value in output.items() if name not in left_out}
+
+
+async def joined(events: Any) -> list[tuple[str, list[int], Any, Any, Any]]:
+    """Text, tokens, reasons and log-probabilities of the samples of a stream."""
+    samples: dict[int, Any] = {}
+    async for event in events:
+        text, tokens, likely, _, _ = samples.get(event.sample, ("", [], [], None, None))
+        likely = None if event.logprobs is None else likely + event.logprobs
+        samples[event.sample] = (
+            text + event.text, tokens + event.token_ids, likely, event.finish_reason,
+            event.stop_reason,
+        )  # fmt: skip
+    return [samples[index] for index in sorted(samples)]
+
+
+def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:
+    asked = requests()
+    prompts, params = [prompt for prompt, _ in asked], [params for _, params in asked]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+
+    async def everything() -> Any:
+        return await asyncio.gather(*(engine.complete(*one) for one in asked))
+
+    for found, wanted in zip(run(everything()), expected, strict=True):
+        assert told(found) == told(wanted)
+
+
+def test_streams_join_to_outputs_while_others_leave(
+    engine: AsyncLLM, llm: LLM, run: Run[Any]
+) -> None:
+    """64 callers, of whom half leave after some events, or are cancelled."""
+    asked = (requests() * 2)[:64]
+    rng = random.Random(7)
+    leaving = {index: rng.randrange(1, 20) for index in range(64) if rng.random() < 0.5}
+
+    async def leave(one: Any, events_left: int) -> None:
+        stream = engine.generate(*one)
+        async for _ in stream:
+            events_left -= 1
+            if not events_left:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def cancel(one: Any, number: int) -> None:
+        task = asyncio.create_task(joined(engine.generate(*one)))
+        await asyncio.sleep(number / 200)
+        task.cancel()
+
+    async def everything() -> Any:
+        tasks = [
+            joined(engine.generate(*one))
+            if index not in leaving
+            else (leave if index % 2 else cancel)(one, leaving[index])
+            for index, one in enumerate(asked)
+        ]
+        return await asyncio.gather(*tasks)
+
+    results = run(everything())
+    stay = [index for index in range(64) if index not in leaving]
+    expected = llm.generate(
+        [asked[i][0] for i in stay], [asked[i][1] for i in stay], use_tqdm=False
+    )
+    for index, output in zip(stay, expected, strict=True):
+        wanted = [
+            (s.text, s.token_ids, s.logprobs, s.finish_reason, s.stop_reason)
+            for s in output.outputs
+        ]
+        assert results[index] == wanted
+
+
+def test_a_slow_caller_gets_several_tokens_at_once(engine: AsyncLLM, run: Run[Any]) -> None:
+    async def slow() -> list[int]:
+        sizes = []
+        async for event in engine.generate([1, 2], LONG):
+            sizes.append(len(event.token_ids))
+            await asyncio.sleep(0.05)
+        return sizes
+
+    sizes = run(slow())
+    assert sum(sizes) == 400 and max(sizes) > 5
+
+
+def test_a_slow_caller_delays_nobody(engine: AsyncLLM, run: Run[Any]) -> None:
+    async def both() -> float:
+        stream = engine.generate([1, 2], LONG)
+        await anext(stream)  # and nothing more
+        start = time.monotonic()
+        await engine.complete([3], LONG)
+        seconds = time.monotonic() - start
+        await stream.aclose()  # type: ignore[attr-defined]
+        return seconds
+
+    assert run(both()) < 10
+
+
+def test_chats_have_deltas_and_constraints(engine: AsyncLLM, run: Run[Any]) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call><think></think>"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    async def chat() -> Any:
+        params = SamplingParams(max_tokens=200, seed=1)
+        stream = engine.chat(
+            [{"role": "user", "content": "Hi"}], params,
+            tools=tools, tool_choice="required", parallel_tool_calls=False,
+                chat_template=template,
+        )  # fmt: skip
+        return [event.delta async for event in stream]
+
+    calls = [call for delta in run(chat()) for call in delta.get("tool_calls", ())]
+    assert calls[0]["function"]["name"] == "f"
+    assert "".join(call["function"]["arguments"] for call in calls) == "{}"
+
+
+def test_abort_ends_a_stream(engine: AsyncLLM, run: Run[Any]) -> None:
+    async def aborted() -> Any:
+        reasons = []
+        async for event in engine.generate([1], LONG, request_id="mine"):
+            assert event.request_id == "mine"
+            reasons.append(event.finish_reason)
+            if len(reasons) == 3:
+                with pytest.raises(ValueError, match="request_id 'mine' is that of another"):
+                    await engine.complete([1], LONG, request_id="mine")
+                await engine.abort("mine")
+        with pytest.raises(ValueError, match="request_id must be that of a request, got 'mine'"):
+            await engine.abort("mine")
+        return reasons
+
+    reasons = run(aborted())
+    assert reasons[-1] == "abort" and set(reasons[:-1]) == {None}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "words"),
+    [
+        ([], None, ValueError, "prompt must have 1 to"),
+        ([10**6], None, ValueError, "prompt token id must be in"),
+        (5, None, TypeError, "prompt"),
+        ([1], 5, TypeError, "sampling_params must be a SamplingParams, got 5"),
+        ([1], SamplingParams(logprobs=10**6), ValueError, "logprobs must be in"),
+        ([1], SamplingParams(structured_outputs=dict(regex="(")), ValueError, "structured_outputs"),
+    ],
+)
+def test_bad_requests_raise(
+    engine: AsyncLLM, run: Run[Any], prompt: Any, params: Any, error: Any, words: str
+) -> None:
+    """The last one is found by the engine's process."""
+    with pytest.raises(error, match=words):
+        run(engine.complete(prompt, params))
+    with pytest.raises(error, match=words):
+        run(joined(engine.generate(prompt, params)))
+
+
+def test_too_many_callers_are_refused(model_dir: Path, run: Run[Any]) -> None:
+    async def crowd() -> Any:
+        async with AsyncLLM(model_dir, max_num_seqs=2, max_waiting=3, **OPTIONS) as engine:
+            calls = [engine.complete([1], LONG) for _ in range(9)]
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            again = await engine.complete([1], LONG)
+            return results, again
+
+    results, again = run(crowd())
+    refused = [one for one in results if isinstance(one, EngineFullError)]
+    assert len(refused) == 4 and "at most 5 may (max_num_seqs=2, max_waiting=3)" in str(refused[0])
+    assert all(told(one) == told(again) for one in results if not isinstance(one, Exception))
+
+
+def test_constraints_compile_beside_the_steps(engine: AsyncLLM, run: Run[Any]) -> None:
+    """A request that is dropped while its constraint is compiled is never queued."""
+    names = {f"a{i}": {"type": "string", "maxLength": i} for i in range(400)}
+    hard = SamplingParams(structured_outputs=dict(json={"type": "object", "properties": names}))
+
+    async def leave() -> None:
+        task = asyncio.create_task(engine.complete([1], hard))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        assert len((await engine.complete([1], LONG)).token_ids) == 400
+
+    run(leave())
+
+
+def test_a_killed_engine_is_an_error_of_every_call(model_dir: Path, run: Run[Any]) -> None:
+    async def killed() -> Any:
+        engine = AsyncLLM(model_dir, max_num_seqs=2, **OPTIONS)
+        calls = [asyncio.create_task(engine.complete([1], LONG)) for _ in range(5)]
+        stats = asyncio.create_task(engine.stats())
+        await asyncio.sleep(0.1)
+        os.kill(engine._process._process.pid, signal.SIGKILL)
+        results = await asyncio.gather(*calls, stats, return_exceptions=True)
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            engine.check()
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            await engine.complete([1])
+        engine.close()
+        return results
+
+    *results, _ = run(killed())
+    assert all(isinstance(one, RankError) for one in results)
+
+
+def test_a_killed_rank_is_an_error_of_every_call(model_dir: Path, run: Run[Any]) -> None:
+    async def killed() -> Any:
+        engine = AsyncLLM(model_dir, tensor_parallel_size=2, **OPTIONS)
+        call = asyncio.create_task(engine.complete([1], LONG))
+        await asyncio.sleep(0.2)
+        parent = engine._process._process.pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        (result,) = await asyncio.gather(call, return_exceptions=True)
+        engine.close()
+        return result
+
+    result = run(killed())
+    assert isinstance(result, RankError) and "rank 1 of 2 was killed by SIGKILL" in str(result)
+
+
+def test_errors_of_starting_keep_their_types(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs must be >= 1, got 0"):
+        AsyncLLM(model_dir, max_num_seqs=0)
+    with pytest.raises(TypeError, match="unknown option 'max_seqs'"):
+        AsyncLLM(model_dir, max_seqs=1)
+    with pytest.raises(OSError, match="nope"):
+        AsyncLLM(tmp_path / "nope")
+    with pytest.raises(ValueError, match="max_model_len"):
+        AsyncLLM(model_dir, max_model_len=10**6, **OPTIONS)
+
+
+def test_close_ends_waiting_calls_and_the_process(run: Run[Any]) -> None:
+    async def closed() -> Any:
+        engine = AsyncLLM(EMBEDDED_MODEL, device="cpu")
+        pid = engine._process._process.pid
+        call = asyncio.create_task(engine.complete("1+1=", LONG))
+        await asyncio.sleep(0.1)
+        async with engine:
+            pass
+        engine.close()
+        (result,) = await asyncio.gather(call, return_exceptions=True)
+        with pytest.raises(RuntimeError, match="this AsyncLLM is closed; make a new one"):
+            await engine.stats()
+        return pid, result
+
+    pid, result = run(closed())
+    assert isinstance(result, RuntimeError) and "is closed" in str(result)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_collected_engine_leaves_no_process(model_dir: Path) -> None:
+    engine = AsyncLLM(model_dir, **OPTIONS)
+    pid = engine._process._process.pid
+    del engine
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_another_event_loop_is_refused(engine: AsyncLLM, run: Run[Any]) -> None:
+    run(engine.stats())
+    with pytest.raises(RuntimeError, match="an AsyncLLM serves one event loop"):
+        asyncio.run(engine.stats())
+
+
+def test_metrics_count_stops_as_stops(engine: AsyncLLM, run: Run[Any]) -> None:
+    """Stop strings are found outside of the engine's process."""
+
+    def stops() -> int:
+        metrics = {
+            (one.name, one.labels.get("finished_reason")): one for one in run(engine.get_metrics())
+        }
+        return int(metrics["vllm:request_success", "stop"].value)
+
+    before = stops()
+    letters = [chr(c) for c in range(33, 127)]
+    params = SamplingParams(stop=letters, max_tokens=400, ignore_eos=True, temperature=2.0, seed=0)
+    assert run(engine.complete([1], params)).finish_reason == "stop"
+    deadline = time.monotonic() + 20
+    while stops() == before:
+        assert time.monotonic() < deadline
