@@ -5,14 +5,19 @@ from typing import Any, NamedTuple
 from nanovllm.openai.reasoning import Reasoning, ReasoningReader
 from nanovllm.openai.tool_formats.base import ToolFormat
 from nanovllm.openai.tool_formats.parser import Delta, ToolParser
+from nanovllm.openai.tools import Tool
 from nanovllm.outputs import RequestOutput
 
 
 class AnswerFormat(NamedTuple):
-    """How an answer is read: without reasoning or tools, None, all of it is content."""
+    """How an answer is read: without reasoning or tools, None, all of it is content.
+
+    `offered` are the tools whose calls it may have.
+    """
 
     reasoning: Reasoning | None = None
     tools: ToolFormat | None = None
+    offered: tuple[Tool, ...] = ()
 
     def message(self, text: str) -> dict[str, Any]:
         """The message of a whole answer, as OpenAI writes it, with `reasoning_content`."""
@@ -42,9 +47,9 @@ class AnswerReader:
     """
 
     def __init__(self, answer: AnswerFormat, early: bool = True) -> None:
-        reasoning, tools = answer
+        reasoning, tools, offered = answer
         self._reasoning = None if reasoning is None else ReasoningReader(reasoning.inside)
-        self._tools = None if tools is None else ToolParser(tools, early)
+        self._tools = None if tools is None else ToolParser(tools, offered, early)
 
     def feed(self, text: str, ended: bool = False) -> dict[str, Any]:
         """What one more piece makes certain, {} if nothing is new; `ended`: no more comes."""

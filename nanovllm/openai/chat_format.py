@@ -84,7 +84,7 @@ class ChatFormat:
             changed["structured_outputs"] = asked
         if changed:
             params = dataclasses.replace(params, **changed)
-        return Turn(prompt, params, AnswerFormat(reasoning, tools))
+        return Turn(prompt, params, AnswerFormat(reasoning, tools, choice.tools))
 
     def _tool_format(self, choice: ToolChoice, template: str) -> ToolFormat | None:
         """How calls are written; None if none are to be read."""

@@ -1,22 +1,30 @@
 """Tool calls in answers: what is a call, what stays content, and that cuts change nothing."""
 
 import json
+import time
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.openai.tool_formats.parser import ToolParser, join, parse
-from nanovllm.openai.tool_formats.table import FORMATS, shown_format
+from nanovllm.openai.tool_formats.table import FORMATS
 from nanovllm.openai.tools import Tool
 
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+    "properties": {
+        "a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["string", "array"]},
+    },
     "required": ["a"],
     "additionalProperties": False,
-}
+}  # fmt: skip
+TOOLS = [
+    Tool(
+        "f", {**SCHEMA, "properties": {**SCHEMA["properties"], "c": {"type": ["string", "array"]}}}
+    ),
+    Tool("g", {}),
+]
 CALLS = [
     ("hermes", 'Hi.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n', "Hi."),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "id": [2, {}], "name": "f"}</tool', ""),
@@ -25,6 +33,19 @@ CALLS = [
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', ""),
     ("mistral", 'Hi[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', "Hi"),
     ("mistral_args", '[TOOL_CALLS]f{"a": 1}', ""),
+    ("pythonic", " [f(a=1)]", ""),
+    ("pythonic", "[ f( a = 1 , ), ]\nSo it is.", "So it is."),
+    ("pythonic", "Hi <|python_start|>[f(a=1)] <|python_end|>", "Hi"),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\nx",
+        "x",
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a> 1 </parameter></function></tool",
+        "",
+    ),
 ]
 CONTENT = [
     ("hermes", "<tool_call>no</tool_call>"),
@@ -36,23 +57,34 @@ CONTENT = [
     ("llama3_json", 'It is {"name": "f", "parameters": {}}'),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, oh'),
     ("mistral", "[TOOL_CALLS]"),
+    ("pythonic", "[1] is a source, [f(x)] and [f(1)] are others"),
+    ("pythonic", "[]"),
+    ("pythonic", "[f(a=b)]"),
+    ("pythonic", "[f(a=1) f(a=1)]"),
+    ("pythonic", "[f(a=1)"),
+    ("pythonic", "[f(a={1: 2})]"),
+    ("pythonic", "It is [f(a=1)]"),
+    ("qwen3_coder", "<tool_call>f</tool_call>"),
+    ("qwen3_coder", "<tool_call><function=></function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=f></function>x"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "content"), CALLS)
 def test_a_call_is_found(name: str, text: str, content: str) -> None:
-    found, (call,) = parse(FORMATS[name], text)
+    found, (call,) = parse(FORMATS[name], TOOLS, text)
     assert (found, call.name, json.loads(call.arguments)) == (content, "f", {"a": 1})
     assert call.call_id
 
 
 @pytest.mark.parametrize(("name", "text"), CONTENT)
 def test_what_is_no_call_stays_content(name: str, text: str) -> None:
-    assert parse(FORMATS[name], text) == (text, [])
+    assert parse(FORMATS[name], TOOLS, text) == (text, [])
 
 
 def answer(name: str, pieces: list[str], early: bool) -> object:
-    parser = ToolParser(FORMATS[name], early)
+    parser = ToolParser(FORMATS[name], TOOLS, early)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     content, calls = join([*deltas, *parser.finish()])
     return content, [(call.name, call.arguments) for call in calls]
@@ -61,7 +93,9 @@ def answer(name: str, pieces: list[str], early: bool) -> object:
 TOKENS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f", ',
     '"arguments": ', '"parameters": ', '{"a": "\\u00e9\\n<tool"}', "{}", "[", "]", "}", "{", ",",
-    ";", " ", "\n", "x", '"', "\\", "1e5", "-", "é",
+    ";", " ", "\n", "x", '"', "\\", "1e5", "-", "é", "<|python_start|>", "<|python_end|>",
+    "[f(", "a=", ")", ")]", "'", "'\\x41\\u00e9'", "None", "<function=f>", "</function>",
+    "<parameter=a>", "<parameter=b>", "<parameter=c>", "</parameter>", "\n</parameter>\n",
 ]  # fmt: skip
 WELL_FORMED = [text for _, text, _ in CALLS]
 
@@ -81,48 +115,178 @@ def test_cuts_change_nothing(name: str, text: str, data: st.DataObject, early: b
     assert answer(name, [text[i:j] for i, j in places], early) == whole
 
 
-def test_arguments_are_streamed_early() -> None:
-    parser = ToolParser(FORMATS["hermes"], early=True)
-    text = '<tool_call>{"name": "f", "arguments": {"a": "long text"'
-    pieces = [d.arguments for char in text for d in parser.feed(char) if d.arguments]
-    assert "".join(pieces) == '{"a": "long text"'
-    assert len(pieces) > 10
+# Calls of f around the text of an argument; how many characters may be held back at most.
+AROUND = {
+    "hermes": ('<tool_call>{"name": "f", "arguments": {"b": "', '"}}</tool_call>', 1),
+    "llama3_json": ('{"name": "f", "parameters": {"b": "', '"}}', 1),
+    "mistral": ('[TOOL_CALLS][{"name": "f", "arguments": {"b": "', '"}}]', 1),
+    "mistral_args": ('[TOOL_CALLS]f[ARGS]{"b": "', '"}', 1),
+    "pythonic": ("[f(b='", "')]", 1),
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n<parameter=b>\n",
+        "\n</parameter>\n</function>\n</tool_call>",
+        len("\n</parameter"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("several", [False, True])
-def test_what_a_grammar_accepts_is_parsed(name: str, several: bool) -> None:
-    """Random walks through the grammar, byte by byte."""
-    import random
-
-    llguidance = pytest.importorskip("llguidance")
-    tokenizer = llguidance.LLTokenizer("byte")
-    tools = [Tool("f", SCHEMA), Tool("g", {"type": "object", "properties": {}})]
-    rules = FORMATS[name].grammar(tools, several, json.dumps)
-    for seed in range(5):
-        rng = random.Random(seed)
-        matcher = llguidance.LLMatcher(tokenizer, "\n".join(["start: calls", *rules]))
-        assert not matcher.is_error(), matcher.get_error()
-        out = bytearray()
-        while not matcher.is_stopped() and not (matcher.is_accepting() and len(out) > 60):
-            mask = matcher.compute_bitmask()
-            allowed = [i for i in range(256) if mask[i // 8] >> i % 8 & 1 and i < 128]
-            ends = [i for i in allowed if chr(i) in '"}],']
-            byte = rng.choice(ends if ends and rng.random() < 0.5 else allowed)
-            matcher.consume_token(byte)
-            out.append(byte)
-        content, calls = parse(FORMATS[name], out.decode())
-        assert content == ""
-        assert calls
-        for call in calls:
-            arguments = json.loads(call.arguments)
-            jsonschema.validate(arguments, next(t.parameters for t in tools if t.name == call.name))
+def test_arguments_are_streamed_early(name: str) -> None:
+    head, tail, most_held = AROUND[name]
+    text = "It is a long text </p with more or less < in it. " * 3
+    parser = ToolParser(FORMATS[name], TOOLS, early=True)
+    deltas = parser.feed(head)
+    for place, char in enumerate(text, 1):
+        deltas += parser.feed(char)
+        ((_, called, arguments),) = join(deltas)[1]
+        assert called == "f"
+        got = arguments.removeprefix('{"b": "')
+        assert got == text[: len(got)]
+        assert len(got) >= place - most_held
+    deltas += [*parser.feed(tail), *parser.finish()]
+    ((_, _, arguments),) = join(deltas)[1]
+    assert json.loads(arguments) == {"b": text}
 
 
-def test_a_template_shows_its_format() -> None:
-    assert shown_format('<tool_call>\n{"name": <function-name>') == "hermes"
-    assert shown_format("<tool_call>\n<function=x>") is None
-    assert shown_format("[TOOL_CALLS]name[ARGS]") == "mistral_args"
-    assert shown_format("[TOOL_CALLS]") == "mistral"
-    assert shown_format("<|python_tag|>") == "llama3_json"
-    assert shown_format("nothing") is None
+@pytest.mark.parametrize("name", FORMATS)
+def test_content_is_not_held_back(name: str) -> None:
+    """Except what may begin a marker."""
+    parser = ToolParser(FORMATS[name], TOOLS)
+    marker = FORMATS[name].marker
+    text = f"Is a {marker[:-1]} or {marker[:2]}. No!"
+    deltas = []
+    for place, char in enumerate(text, 1):
+        deltas += parser.feed(char)
+        content, _ = join(deltas)
+        assert content == text[: len(content)]
+        assert len(content) >= place - len(marker)
+    assert join(deltas)[0] == text
+
+
+def test_a_call_is_reported_with_its_last_character() -> None:
+    """It does not wait for what follows."""
+    for name, (head, tail, _) in AROUND.items():
+        parser = ToolParser(FORMATS[name], TOOLS)
+        assert parser.feed(f"{head}x{tail[:-1]}") == [], name
+        assert join(parser.feed(tail[-1]))[1][0].name == "f", name
+
+
+def test_the_deltas_of_one_piece_are_joined() -> None:
+    parser = ToolParser(FORMATS["pythonic"], TOOLS)
+    deltas = parser.feed("[f(a=[1, 2, {'x': None}]), g()]")
+    assert [(d.call, d.name, d.arguments) for d in deltas] == [
+        (0, "f", ""), (0, "", '{"a": [1, 2, {"x": null}]}'), (1, "g", ""), (1, "", "{}"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("<parameter=b>\n 5 \n\n</parameter>", {"b": " 5 \n"}),
+        ("<parameter=b></parameter>", {"b": ""}),
+        ("<parameter=b>\n\n</parameter>", {"b": ""}),
+        ('<parameter=b>\n"</p>" \\n é\n</parameter>', {"b": '"</p>" \\n é'}),
+        ("<parameter=a>\n5\n</parameter>", {"a": 5}),
+        ("<parameter=a>\nfive\n</parameter>", {"a": "five"}),
+        ("<parameter=c>\nfive\n</parameter>", {"c": "five"}),
+        ("<parameter=c>\n5\n</parameter>", {"c": "5"}),
+        ('<parameter=c>\n[1, "</parameter>"]\n</parameter>', {"c": [1, "</parameter>"]}),
+        ("<parameter=c>\n[1, oh\n</parameter>", {"c": "[1, oh"}),
+        ("<parameter=d>\n{'x': True}\n</parameter>", {"d": {"x": True}}),
+        ("<parameter=d>\nNone\n</parameter>", {"d": None}),
+        ("<parameter=e>\n[1]\n</parameter>", {"e": "[1]"}),
+        ("<parameter=other>\n1\n</parameter>", {"other": "1"}),
+        ("<parameter=a>1</parameter><parameter=b>2</parameter>", {"a": 1, "b": "2"}),
+    ],
+)
+def test_the_schema_says_how_a_value_is_written(written: str, value: object) -> None:
+    properties = {**SCHEMA["properties"], "d": {"$ref": "#/$defs/some"}, "e": {}}
+    some = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+    tool = Tool("f", {"properties": properties, "$defs": {"some": some}})
+    text = f"<tool_call>\n<function=f>\n{written}\n</function>\n</tool_call>"
+    content, (call,) = parse(FORMATS["qwen3_coder"], [Tool("g", {}), tool], text)
+    assert (content, json.loads(call.arguments)) == ("", value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(list(FORMATS)),
+    st.lists(st.sampled_from([*TOKENS, *WELL_FORMED]), max_size=12),
+    st.booleans(),
+)
+def test_nothing_is_lost(name: str, pieces: list[str], early: bool) -> None:
+    """Content is a part of the text, in order; without calls it is all of it."""
+    text = "".join(pieces)
+    content, calls = answer(name, pieces, early)
+    rest = iter(text)
+    assert all(char in rest for char in content)
+    if not calls:
+        assert content == text
+    if not early:
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+def seconds(name: str, pieces: list[str]) -> float:
+    """The time for an answer: the least of two."""
+    times = []
+    for _ in range(2):
+        begin = time.process_time()
+        answer(name, pieces, early=False)
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_time_is_linear_in_the_length(name: str) -> None:
+    """A quadratic one would be 256 times as long for 16 times the text."""
+    head, tail, _ = AROUND[name]
+    marker, first = FORMATS[name].marker, FORMATS[name].first or "["
+
+    def answers(length: int) -> list[list[str]]:
+        opened = head.replace('"b": "', '"b": ').replace("='", "=").replace("=b", "=c")
+        return [
+            [head, *["xxxx"] * (length // 8), tail],
+            [" \n"] * (length // 8),
+            [marker * (length // len(marker))],
+            [first * length],
+            [head * (length // len(head))],
+            [opened + "[" * length],
+        ]
+
+    for short, long in zip(answers(20_000), answers(320_000), strict=True):
+        assert seconds(name, long) < 80 * max(seconds(name, short), 0.004), short[:3]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_markers_are_made_by_the_caller(name: str) -> None:
+    """They may be special tokens, which no other text makes."""
+    asked = []
+
+    def literal(text: str) -> str:
+        asked.append(text)
+        return "<[7]>"
+
+    rules = FORMATS[name].grammar([Tool("f", SCHEMA), Tool("g", {})], True, literal)
+    assert set(asked) <= set(FORMATS[name].markers)
+    assert not any(marker in rule for marker in FORMATS[name].markers for rule in rules)
+
+
+def refusal(name: str, tool: Tool) -> str:
+    with pytest.raises(ValueError, match=tool.name) as raised:
+        FORMATS[name].grammar([tool], False, json.dumps)
+    return str(raised.value)
+
+
+def test_what_a_grammar_cannot_write_is_refused() -> None:
+    def tool(**schema: object) -> Tool:
+        return Tool("f", {"type": "object", **schema})
+
+    for name in ("pythonic", "qwen3_coder"):
+        assert "'a=<b'" in refusal(name, tool(properties={"a=<b": {}}))
+        assert "anyOf" in refusal(name, tool(anyOf=[{"required": ["a"]}]))
+        assert "'a' is required" in refusal(name, tool(properties={"a": False}, required=["a"]))
+        assert "'f<'" in refusal(name, Tool("f<", {}))
+    dated = tool(properties={"a": {"type": "string", "format": "date"}})
+    assert "'a': format" in refusal("qwen3_coder", dated)
+    assert "'f f'" in refusal("mistral_args", Tool("f f", {}))

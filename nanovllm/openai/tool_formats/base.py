@@ -27,21 +27,36 @@ WHOLE = Part(is_whole=True)
 Reading = Generator[Part | None, None, bool]  # None: more text is needed
 
 
+def headed(head: Sequence[Part], reading: Reading) -> Reading:
+    """The parts of `reading`, and `head` before the first of them."""
+    while True:
+        try:
+            part = next(reading)
+        except StopIteration as stop:
+            found: bool = stop.value
+            return found
+        if part is not None:
+            yield from head
+            head = ()
+        yield part
+
+
 class ToolFormat:
     """A format: where calls may begin, how they are read, and the grammar that makes them.
 
-    Calls begin at `marker`, anywhere, or with the character `first` at the start of the answer. An
-    empty text stands for none.
+    Calls begin at `marker`, anywhere, or with the character `first`, if there is one, at the start
+    of the answer.
     """
 
     marker: ClassVar[str] = ""
     first: ClassVar[str] = ""
     markers: ClassVar[tuple[str, ...]] = ()  # which may be special tokens: the text needs them
 
-    def read(self, source: Source) -> Reading:
+    def read(self, source: Source, tools: Sequence[Tool]) -> Reading:
         """Read calls from `source`, whose place is that of the marker or the first character.
 
-        What it returns has no meaning: calls count as far as `WHOLE` was yielded.
+        In some formats the schemas of `tools` say how a value is written. What it returns has no
+        meaning: calls count as far as `WHOLE` was yielded.
         """
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from nanovllm.openai.tool_formats.base import WHOLE, Reading, ToolFormat
 from nanovllm.openai.tool_formats.json_reader import read_call
-from nanovllm.openai.tool_formats.lark import any_of, json_rule, quoted, repeated
+from nanovllm.openai.tool_formats.lark import any_of, arguments_rule, quoted, repeated
 from nanovllm.openai.tool_formats.source import Source
 from nanovllm.openai.tools import Tool
 
@@ -17,18 +17,15 @@ class Hermes(ToolFormat):
     marker = START
     markers = (START, END)
 
-    def read(self, source: Source) -> Reading:
+    def read(self, source: Source, tools: Sequence[Tool]) -> Reading:  # noqa: ARG002
         """Read one call."""
         yield from source.skip(START)
         yield from source.skip_space()
         if not (yield from read_call(source, ("arguments",))):
             return False
         yield from source.skip_space()
-        if not (yield from source.skip(END)):
-            if not (source.ended and END.startswith(source.text[source.at :])):
-                return False
-            source.at = len(source.text)
-        yield WHOLE
+        if (yield from source.skip_last(END)):
+            yield WHOLE
         return True
 
     def grammar(
@@ -41,5 +38,5 @@ class Hermes(ToolFormat):
             head = quoted(f'\n{{"name": {quoted(tool.name)}, "arguments": ')
             tail = quoted("}\n")
             rules.append(f"call_{index}: {start} {head} arguments_{index} {tail} {end}")
-            rules.append(json_rule(f"arguments_{index}", tool.parameters))
+            rules.append(arguments_rule(f"arguments_{index}", tool))
         return rules

@@ -23,9 +23,7 @@ def skip_string(source: Source) -> Steps:
     if not (yield from source.skip('"')):
         return False
     while True:
-        match = CHARS.match(source.text, source.at)
-        assert match is not None
-        source.at = match.end()
+        source.run(CHARS)
         rest = source.text[source.at : source.at + 6]
         if rest.startswith('"'):
             source.at += 1

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.requests.grammars import JSON_OPTIONS
+from nanovllm.openai.tools import Tool
 
 # As templates write JSON: models have seen it so, and white space cannot go on without end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -12,13 +13,18 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 def quoted(text: str) -> str:
     """A literal."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def json_rule(name: str, schema: Mapping[str, Any]) -> str:
-    """A rule for JSON that `schema` allows."""
+def json_value(schema: Mapping[str, Any]) -> str:
+    """An expression for JSON that `schema` allows."""
     spaced = {**schema, "x-guidance": {**JSON_OPTIONS, **SPACING}}
-    return f"{name}: %json {json.dumps(spaced, ensure_ascii=False)}"
+    return f"%json {json.dumps(spaced, ensure_ascii=False)}"
+
+
+def arguments_rule(name: str, tool: Tool) -> str:
+    """A rule for the arguments of a call of `tool`, as a JSON object."""
+    return f"{name}: {json_value({**tool.parameters, 'type': 'object'})}"
 
 
 def any_of(name: str, count: int) -> str:

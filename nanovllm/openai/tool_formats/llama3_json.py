@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from nanovllm.openai.tool_formats.base import WHOLE, Reading, ToolFormat
 from nanovllm.openai.tool_formats.json_reader import read_call
-from nanovllm.openai.tool_formats.lark import any_of, json_rule, quoted, repeated
+from nanovllm.openai.tool_formats.lark import any_of, arguments_rule, quoted, repeated
 from nanovllm.openai.tool_formats.source import Source
 from nanovllm.openai.tools import Tool
 
@@ -21,7 +21,7 @@ class Llama3Json(ToolFormat):
     first = "{"
     markers = (TAG,)
 
-    def read(self, source: Source) -> Reading:
+    def read(self, source: Source, tools: Sequence[Tool]) -> Reading:  # noqa: ARG002
         """Read calls as long as they follow each other."""
         yield from source.skip(TAG)
         yield from source.skip_space()
@@ -43,5 +43,5 @@ class Llama3Json(ToolFormat):
         for index, tool in enumerate(tools):
             head = quoted(f'{{"name": {quoted(tool.name)}, "parameters": ')
             rules.append(f"call_{index}: {head} arguments_{index} {quoted('}')}")
-            rules.append(json_rule(f"arguments_{index}", tool.parameters))
+            rules.append(arguments_rule(f"arguments_{index}", tool))
         return rules

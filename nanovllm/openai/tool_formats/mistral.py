@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from nanovllm.openai.tool_formats.base import WHOLE, Part, Reading, ToolFormat, short_id
 from nanovllm.openai.tool_formats.json_reader import read_arguments, read_call
-from nanovllm.openai.tool_formats.lark import any_of, json_rule, quoted, repeated
+from nanovllm.openai.tool_formats.lark import any_of, arguments_rule, quoted, repeated
 from nanovllm.openai.tool_formats.source import Source
 from nanovllm.openai.tools import Tool
 
@@ -19,7 +19,7 @@ class Mistral(ToolFormat):
     marker = START
     markers = (START, CALL_ID, ARGUMENTS)
 
-    def read(self, source: Source) -> Reading:
+    def read(self, source: Source, tools: Sequence[Tool]) -> Reading:  # noqa: ARG002
         """Read a list of calls, or a call of the newer form."""
         yield from source.skip(START)
         yield from source.skip_space()
@@ -63,7 +63,7 @@ class Mistral(ToolFormat):
         for index, tool in enumerate(tools):
             head = quoted(f'{{"name": {quoted(tool.name)}, "arguments": ')
             rules.append(f"call_{index}: {head} arguments_{index} {quoted('}')}")
-            rules.append(json_rule(f"arguments_{index}", tool.parameters))
+            rules.append(arguments_rule(f"arguments_{index}", tool))
         return rules
 
     def new_id(self) -> str:
@@ -88,5 +88,5 @@ class MistralArgs(Mistral):
         for index, tool in enumerate(tools):
             head = f"{literal(START)} {quoted(tool.name)} {literal(ARGUMENTS)}"
             rules.append(f"call_{index}: {head} arguments_{index}")
-            rules.append(json_rule(f"arguments_{index}", tool.parameters))
+            rules.append(arguments_rule(f"arguments_{index}", tool))
         return rules

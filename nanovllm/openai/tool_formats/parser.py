@@ -1,10 +1,12 @@
 """ToolParser: divides an answer into content and tool calls, whole or piece by piece."""
 
-from collections.abc import Generator
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from nanovllm.openai.tool_formats.base import Part, ToolFormat
-from nanovllm.openai.tool_formats.source import Source, overlap
+from nanovllm.openai.tool_formats.source import Source
+from nanovllm.openai.tools import Tool
 
 
 class Delta(NamedTuple):
@@ -29,20 +31,22 @@ class ToolParser:
     A call is reported when all of it is there and well-formed. Other text is content, except white
     space beside a call. If `early`, a call is reported as soon as its name and the start of its
     arguments are there; if it then breaks off it stays a call, and only the rest is content.
+    Where a call breaks off at the end of the answer, no other one is looked for behind its marker.
     """
 
-    def __init__(self, tool_format: ToolFormat, early: bool = False) -> None:
+    def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], early: bool = False) -> None:
         self._format = tool_format
+        self._tools = tools
         self._early = early
         self._source = Source()
         self._deltas = self._run()
         self._num_calls = 0
-        self._space = ""  # content that is dropped if a call follows
+        self._space: list[str] = []  # content that is dropped if a call follows
         self._is_after_call = False
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that one more piece of the answer makes certain."""
-        self._source.text += text
+        self._source.add(text)
         return self._collect()
 
     def finish(self) -> list[Delta]:
@@ -51,61 +55,61 @@ class ToolParser:
         return self._collect()
 
     def _collect(self) -> list[Delta]:
-        found = []
-        for delta in self._deltas:
-            if delta is None:
-                break
-            found.append(delta)
-        return found
+        found = itertools.takewhile(lambda delta: delta is not None, self._deltas)
+        return [*_merged(delta for delta in found if delta is not None)]
 
     def _run(self) -> Deltas:
         source, marker = self._source, self._format.marker
         if self._format.first:
             yield from source.skip_space()
-            self._space = source.text[: source.at]
+            self._space = [source.text[: source.at]]
             if (yield from source.has_more()) and source.text[source.at] == self._format.first:
                 yield from self._calls()
         while (yield from self._content()):
             begin = source.at
-            yield from self._calls()
+            broke_off = yield from self._calls()
             if source.at == begin:  # no call: the marker is content
                 source.at += len(marker)
                 yield from self._say(marker)
-        if self._space:
-            yield Delta(content=self._space)
+            if broke_off:  # other markers in it are not tried: each could take all of the rest
+                break
+        yield from self._say(source.text[source.at :])
+        if space := "".join(self._space):
+            yield Delta(content=space)
 
     def _content(self) -> Generator[Delta | None, None, bool]:
         """Report content up to the next marker; whether there is one."""
         source, marker = self._source, self._format.marker
         while True:
-            place = source.text.find(marker, source.at) if marker else -1
-            rest = source.text[source.at :]
-            end = place if place >= 0 else len(source.text)
-            if place < 0 and not source.ended:
-                end -= overlap(rest, marker)
-            begin, source.at = source.at, end
-            yield from self._say(source.text[begin:end])
-            if place >= 0 or source.ended:
-                return place >= 0
+            begin, source.at = source.at, source.find(marker)
+            yield from self._say(source.text[begin : source.at])
+            if source.text.startswith(marker, source.at):
+                return True
+            if source.ended:
+                return False
             source.drop_read()
             yield None
 
     def _say(self, text: str) -> Deltas:
         """Report content; hold back the white space at its end."""
-        text = self._space + text
         if self._is_after_call:
             text = text.lstrip()
             self._is_after_call = not text
         content = text.rstrip()
-        self._space = text[len(content) :]
         if content:
-            yield Delta(content=content)
+            yield Delta(content="".join([*self._space, content]))
+            self._space = []
+        if len(content) < len(text):
+            self._space.append(text[len(content) :])
 
-    def _calls(self) -> Deltas:
-        """Report the calls that begin here; leave the place behind what was reported."""
+    def _calls(self) -> Generator[Delta | None, None, bool]:
+        """Report the calls that begin here; leave the place behind what was reported.
+
+        Returns whether they break off at the end of the answer.
+        """
         source, held = self._source, list[Part]()
         reported = source.at
-        for part in self._format.read(source):
+        for part in self._format.read(source, self._tools):
             if part is None:
                 yield None
                 continue
@@ -115,15 +119,26 @@ class ToolParser:
                 yield from map(self._report, held)
                 held.clear()
                 reported = source.at
-        source.at = reported
+        is_at_end = source.ended and source.at == len(source.text)
+        source.at, broke_off = reported, is_at_end and reported < source.at
+        return broke_off
 
     def _report(self, part: Part) -> Delta:
-        self._space, self._is_after_call = "", True
+        self._space, self._is_after_call = [], True
         if part.name:
             self._num_calls += 1
             call_id = part.call_id or self._format.new_id()
             return Delta(call=self._num_calls - 1, call_id=call_id, name=part.name)
         return Delta(call=self._num_calls - 1, arguments=part.arguments)
+
+
+def _merged(deltas: Iterable[Delta]) -> Iterator[Delta]:
+    """The deltas, with one for all pieces of the same content or arguments that follow it."""
+    for _, group in itertools.groupby(deltas, lambda delta: (delta.call, delta.name)):
+        first, *others = group
+        content = "".join([first.content, *(delta.content for delta in others)])
+        arguments = "".join([first.arguments, *(delta.arguments for delta in others)])
+        yield first._replace(content=content, arguments=arguments)
 
 
 class ToolCall(NamedTuple):
@@ -134,20 +149,24 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-def parse(tool_format: ToolFormat, text: str) -> tuple[str, list[ToolCall]]:
+def parse(tool_format: ToolFormat, tools: Sequence[Tool], text: str) -> tuple[str, list[ToolCall]]:
     """The content and the well-formed calls of a whole answer."""
-    parser = ToolParser(tool_format)
+    parser = ToolParser(tool_format, tools)
     return join([*parser.feed(text), *parser.finish()])
 
 
-def join(deltas: list[Delta]) -> tuple[str, list[ToolCall]]:
+def join(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
     """The content and the calls that deltas add up to."""
-    content, calls = "", list[ToolCall]()
+    content, heads, arguments = list[str](), list[Delta](), list[list[str]]()
     for delta in deltas:
-        content += delta.content
+        content.append(delta.content)
         if delta.name:
-            calls.append(ToolCall(delta.call_id, delta.name, ""))
+            heads.append(delta)
+            arguments.append([])
         elif delta.call is not None:
-            last = calls[delta.call]
-            calls[delta.call] = last._replace(arguments=last.arguments + delta.arguments)
-    return content, calls
+            arguments[delta.call].append(delta.arguments)
+    calls = [
+        ToolCall(head.call_id, head.name, "".join(pieces))
+        for head, pieces in zip(heads, arguments, strict=True)
+    ]
+    return "".join(content), calls

@@ -19,6 +19,14 @@ class Source:
         self.at = 0
         self.ended = False
 
+    def add(self, piece: str) -> None:
+        """Append a piece of text."""
+        # If nothing else refers to it, CPython extends the text in place: no copy for each piece.
+        # So readers must not keep match objects, which refer to it, while they wait.
+        text, self.text = self.text, ""
+        text += piece
+        self.text = text
+
     def drop_read(self) -> None:
         """Drop the text before `at`, to which no reader goes back."""
         self.text, self.at = self.text[self.at :], 0
@@ -33,31 +41,63 @@ class Source:
 
     def skip_space(self) -> Generator[None, None, None]:
         """Pass over white space."""
-        while (yield from self.has_more()) and self._skip(SPACE):
+        while (yield from self.has_more()) and self.run(SPACE):
             pass
 
     def skip(self, literal: str) -> Steps:
         """Pass over `literal`, or stay."""
         while not self.text.startswith(literal, self.at):
-            if self.ended or not literal.startswith(self.text[self.at :]):
+            if self.ended or not self._may_begin(literal):
                 return False
             yield
         self.at += len(literal)
         return True
 
+    def skip_last(self, literal: str) -> Steps:
+        """Pass over `literal`, which the end of the text may cut off; or stay."""
+        if (yield from self.skip(literal)):
+            return True
+        if not (self.ended and self._may_begin(literal)):
+            return False
+        self.at = len(self.text)
+        return True
+
+    def skip_comma(self) -> Steps:
+        """Pass over white space, and a comma in it if there is one; whether there is."""
+        yield from self.skip_space()
+        found = yield from self.skip(",")
+        yield from self.skip_space()
+        return found
+
     def skip_all(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
         """Pass over all that `pattern`, a repeated set of characters, matches; return it."""
         begin = self.at
-        while (yield from self.has_more()) and self._skip(pattern):
+        while (yield from self.has_more()) and self.run(pattern):
             pass
         return self.text[begin : self.at]
 
-    def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Pass over a match; whether it has characters."""
+    def find(self, marker: str) -> int:
+        """The place of the next `marker`, or of the end of the text that cannot belong to one.
+
+        The text of a marker may be there in part.
+        """
+        place = self.text.find(marker, self.at)
+        if place >= 0:
+            return place
+        end = len(self.text)
+        tail = self.text[max(self.at, end - len(marker) + 1) :]
+        return end if self.ended else end - overlap(tail, marker)
+
+    def _may_begin(self, literal: str) -> bool:
+        """Whether all that is left begins `literal`."""
+        return literal.startswith(self.text[self.at : self.at + len(literal)])
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Pass over what `pattern`, which may match nothing, matches of the text so far."""
         match = pattern.match(self.text, self.at)
         assert match is not None
         self.at = match.end()
-        return match.end() > match.start()
+        return match[0]
 
 
 def overlap(text: str, marker: str) -> int:

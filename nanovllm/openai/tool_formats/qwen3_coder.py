@@ -1,0 +1,172 @@
+"""Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+
+There is a line for each of the tags and for each value.
+"""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+
+from nanovllm.openai.tool_formats.base import WHOLE, Part, Reading, ToolFormat
+from nanovllm.openai.tool_formats.lark import any_of, json_value, quoted, repeated
+from nanovllm.openai.tool_formats.literal_reader import in_json, read_value
+from nanovllm.openai.tool_formats.parameters import (
+    ANYTHING,
+    Parameter,
+    parameter_types,
+    parameters_of,
+    type_of,
+)
+from nanovllm.openai.tool_formats.source import Source, Steps
+from nanovllm.openai.tool_formats.text_terminal import text_terminal
+from nanovllm.openai.tools import Tool
+
+START, END = "<tool_call>", "</tool_call>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+NAME = re.compile(r"[^<>\n]*")
+LINE = "\n"
+TEXT = frozenset(["string"])
+
+
+class Qwen3Coder(ToolFormat):
+    """A value is text if the tool's schema says so or names no types, and else a literal.
+
+    Literals are those of JSON or, as templates write them, of Python. If the schema allows text and
+    other types, a value that is no literal of these types is text. If it does not, a list or an
+    object must be well-formed, and another value that is no literal is text.
+    """
+
+    marker = START
+    markers = (START, END)  # the other tags are plain text: values end where theirs is written
+
+    def read(self, source: Source, tools: Sequence[Tool]) -> Reading:
+        """Read one call; the end of the answer may replace the last mark."""
+        yield from source.skip(START)
+        yield from source.skip_space()
+        if not (yield from source.skip(FUNCTION)):
+            return False
+        name = yield from source.skip_all(NAME)
+        if not name or not (yield from source.skip(">")):
+            return False
+        tool = next((tool for tool in tools if tool.name == name), None)
+        yield Part(name=name)
+        opener = "{"
+        yield from source.skip_space()
+        while (yield from source.skip(PARAMETER)):
+            key = yield from source.skip_all(NAME)
+            if not key or not (yield from source.skip(">")):
+                return False
+            yield Part(arguments=f'{opener}"{in_json(key)}": ')
+            opener = ", "
+            if not (yield from _read_value(source, parameter_types(tool, key))):
+                return False
+            yield from source.skip_space()
+        if not (yield from source.skip(END_FUNCTION)):
+            return False
+        yield Part(arguments="}" if opener == ", " else "{}")
+        yield from source.skip_space()
+        if (yield from source.skip_last(END)):
+            yield WHOLE
+        return True
+
+    def grammar(
+        self, tools: Sequence[Tool], several: bool, literal: Callable[[str], str]
+    ) -> list[str]:
+        """Calls on lines of their own, parameters in the order of the properties."""
+        start, end = literal(START), literal(END)
+        rules = [repeated("calls", "call", quoted("\n"), several), any_of("call", len(tools))]
+        texts = dict[str, str]()  # the names of rules, by the terminals of values
+        for index, tool in enumerate(tools):
+            head = quoted(f"\n{FUNCTION}{tool.name}>\n")
+            parameters = parameters_of("qwen3_coder", tool, NAME)
+            lines = " ".join(_parameter(tool, parameter, texts) for parameter in parameters)
+            tail = quoted(f"{END_FUNCTION}\n")
+            rules.append(f"call_{index}: {start} {head} {lines} {tail} {end}")
+        for terminal, name in texts.items():
+            rules.append(f"{name}[lazy]: {name.upper()} {quoted(f'{LINE}{END_PARAMETER}')}")
+            rules.append(f"{name.upper()}: {terminal} & ~/(?s:.*)<\\/parameter>(?s:.*)/")
+        return rules
+
+
+def _parameter(tool: Tool, parameter: Parameter, texts: dict[str, str]) -> str:
+    """An expression for the lines of a parameter; text is by a rule of `texts`."""
+    head = quoted(f"{PARAMETER}{parameter.name}>\n")
+    if parameter_types(tool, parameter.name) in (TEXT, ANYTHING):
+        name = texts.setdefault(_terminal(tool, parameter), f"text_{len(texts)}")
+        lines = f"{head} {name} {quoted(LINE)}"
+    else:
+        tail = quoted(f"{LINE}{END_PARAMETER}{LINE}")
+        lines = f"{head} {json_value(parameter.schema)} {tail}"
+    return lines if parameter.is_required else f"({lines})?"
+
+
+def _terminal(tool: Tool, parameter: Parameter) -> str:
+    try:
+        return text_terminal(parameter.schema, parameter.schema)
+    except ValueError as error:
+        raise ValueError(
+            f"the tool parser 'qwen3_coder' cannot call {tool.name!r}: {parameter.name!r}: {error}"
+        ) from None
+
+
+def _read_value(source: Source, types: frozenset[str]) -> Reading:
+    """Read a value and the mark behind it."""
+    if types in (TEXT, ANYTHING):
+        return (yield from _read_text(source))
+    begin = source.at
+    yield from source.skip_space()
+    if not (yield from source.has_more()):
+        return False
+    if "string" not in types and source.text[source.at] in "{[":
+        found = yield from read_value(source)
+        yield from source.skip_space()
+        return found and (yield from source.skip(END_PARAMETER))
+    value = yield from _read_literal(source)
+    if value is None or ("string" in types and type_of(value) not in types):
+        source.at = begin
+        return (yield from _read_text(source))
+    yield Part(arguments=value)
+    return True
+
+
+def _read_text(source: Source) -> Reading:
+    """Read text up to the mark, without the line breaks at both of its ends."""
+    yield Part(arguments='"')
+    yield from source.skip("\n")
+    while True:
+        begin, place = source.at, source.find(END_PARAMETER)
+        source.at = place
+        is_end = source.text.startswith(END_PARAMETER, place)
+        if source.text.endswith("\n", begin, place) and (is_end or not source.ended):
+            source.at -= 1
+        if source.at > begin:
+            yield Part(arguments=in_json(source.text[begin : source.at]))
+        if is_end:
+            source.at = place + len(END_PARAMETER)
+            yield Part(arguments='"')
+            return True
+        if source.ended:
+            return False
+        yield None
+
+
+def _read_literal(source: Source) -> Generator[None, None, str | None]:
+    """The JSON of a literal with the mark behind it; None if there is none."""
+    pieces = list[str]()
+
+    def collect(reading: Reading) -> Steps:
+        while True:
+            try:
+                part = next(reading)
+            except StopIteration as stop:
+                found: bool = stop.value
+                return found
+            if part is None:
+                yield
+            else:
+                pieces.append(part.arguments)
+
+    found = yield from collect(read_value(source))
+    yield from source.skip_space()
+    found = found and (yield from source.skip(END_PARAMETER))
+    return "".join(pieces) if found else None
