@@ -126,8 +126,8 @@ class StructuredOutputs:
     )
     structural_tag: Any = option(
         None,
-        'free text with tagged parts, each by a schema: `{"triggers": [...], "structures":'
-        ' [{"begin": ..., "schema": ..., "end": ...}]}`',
+        'free text with tagged parts: `{"type": "structural_tag", "format": {...}}`, or'
+        ' `{"triggers": [...], "structures": [{"begin": ..., "schema": ..., "end": ...}]}`',
         TAG,
         none=NOTHING,
     )

@@ -8,20 +8,17 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
+from nanovllm.engine.requests.lark import JSON_OPTIONS, lark_of, literal, pattern_literal
 from nanovllm.engine.requests.schemas import check_schema, place
+from nanovllm.engine.requests.structural_tags import schemas_in, tag_grammar
 from nanovllm.structured_outputs import StructuredOutputs
-from nanovllm.utils.checks import shorten
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
 MOST_SHOWN = 1_000  # characters of an error
-MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
-# For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
-# pattern is for, as one that has any value: no string is written with them.
-JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
-TEXT = r"/(.|\n)*/"
+PLACE_IN_LARK = re.compile(r"^at \d+\(\d+\): ")
 HIDDEN = "\ufdd0"  # no character: begins no text
 
 
@@ -134,12 +131,22 @@ def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
     """Why the matcher is of no use, or ""."""
     if matcher.is_error():
         error = reason_of(matcher)
-        return error + (place(json.loads(asked.json), error) if asked.kind == "json" else "")
+        if asked.grammar is not None:
+            return error
+        error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]  # of our own grammar
+        return error + place(_schemas(asked), error)
     first = matcher.deep_copy()
     first.compute_bitmask()
     if first.is_error():
         return f"no text can begin: {reason_of(first)}"
     return "" if first.is_accepting() or not first.is_stopped() else "no text can begin"
+
+
+def _schemas(asked: StructuredOutputs) -> Iterable[tuple[str, Any]]:
+    """All schemas that are asked for, with their places."""
+    if asked.json is not None:
+        return [("#", json.loads(asked.json))]
+    return schemas_in(json.loads(asked.structural_tag)) if asked.structural_tag else []
 
 
 def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[str, int]) -> str:
@@ -158,14 +165,12 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[
             options["whitespace_pattern"] = asked.whitespace_pattern
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if asked.regex is not None:
-        if (len(asked.regex) - len(asked.regex.rstrip("\\"))) % 2:
-            raise ValueError("a backslash at the end has nothing to escape")
-        return LLMatcher.grammar_from_regex(asked.regex)
+        return f"start: TEXT\nTEXT: {pattern_literal(asked.regex)}"
     if asked.choice is not None:
-        return f"start: TEXT\nTEXT: {' | '.join(map(_literal, asked.choice))}"
+        return f"start: TEXT\nTEXT: {' | '.join(map(literal, asked.choice))}"
     if asked.grammar is not None:
-        return _lark(asked.grammar)
-    return _tag_grammar(json.loads(asked.structural_tag), added)
+        return lark_of(asked.grammar)
+    return tag_grammar(json.loads(asked.structural_tag), added, tokenizer.eos_tokens)
 
 
 def _check_whitespace(pattern: str, tokenizer: "LLTokenizer") -> None:
@@ -179,78 +184,3 @@ def _check_whitespace(pattern: str, tokenizer: "LLTokenizer") -> None:
     others.compute_bitmask()
     if not others.is_error():  # something can begin
         raise ValueError(f"whitespace_pattern: {pattern!r} matches more than [ \\t\\r\\n]*")
-
-
-def _lark(grammar: str) -> str:
-    """Lark of Lark or GBNF."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if grammar.lstrip().startswith("{"):
-        raise ValueError("it must be Lark or GBNF, got JSON")
-    lark = grammar
-    if "::=" in grammar and not re.search(r"^\s*start\s*:(?!:)", grammar, re.MULTILINE):
-        try:
-            lark = gbnf_to_lark(grammar)
-        except Exception as error:  # the parser raises plain ones, too
-            raise ValueError(f"as GBNF, which ::= stands for: {error}") from None
-    size = len(lark.splitlines()) + 2 * lark.count("$ref")
-    if size > MOST_LINES:
-        raise ValueError(f"it must have at most {MOST_LINES} lines, got {size}")
-    return str(lark)
-
-
-def _literal(text: str) -> str:
-    """A text in Lark, which has JSON's escapes but takes no DEL as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _tag_grammar(described: Any, added: Mapping[str, int]) -> str:
-    """Free text in which parts follow that begin with triggers.
-
-    A trigger or an end that is a token of its own may be that token, or be written by others.
-    """
-    triggers = _listed(described, "triggers", str)
-    if described.keys() - {"triggers", "structures", "type"}:
-        raise ValueError(f"it must have triggers and structures alone, got {shorten([*described])}")
-    rules = []
-    for index, part in enumerate(_listed(described, "structures", dict)):
-        begin, schema, end = (part.get(name) for name in ("begin", "schema", "end"))
-        texts = isinstance(begin, str) and isinstance(end, str)
-        if len(part) != 3 or not texts or not isinstance(schema, dict):
-            raise ValueError(
-                f"structures/{index} must have texts `begin` and `end` and a `schema`,"
-                f" got {shorten(part)}"
-            )
-        trigger = next((t for t in triggers if t and begin.startswith(t)), None)
-        if trigger is None:
-            raise ValueError(f"structures/{index}: no trigger begins {shorten(begin)}")
-        check_schema(schema, f"structures/{index}/schema")
-        written = json.dumps({"x-guidance": JSON_OPTIONS, **schema})
-        token = _token(trigger, added)
-        head = f"(head_{index} | TEXT {token})" if token else f"head_{index}"
-        rest = _literal(begin[len(trigger) :])
-        rules += [
-            f"head_{index}[lazy]: TEXT {_literal(trigger)}",
-            f"part_{index}: {head} {rest} %json {written} {_text_or_token(end, added)}",
-        ]
-    names = " | ".join(f"part_{index}" for index in range(len(rules) // 2))
-    return "\n".join(["%llguidance {}", f"start: ({names})* TEXT", *rules, f"TEXT: {TEXT}"])
-
-
-def _listed(described: Any, name: str, kind: type) -> list[Any]:
-    """A list of a structural tag's description."""
-    values = described.get(name) if isinstance(described, dict) else None
-    if not isinstance(values, list) or not values or not all(isinstance(v, kind) for v in values):
-        what = "texts" if kind is str else "objects"
-        raise ValueError(f"{name} must be a list of {what} that is not empty")
-    return values
-
-
-def _text_or_token(text: str, added: Mapping[str, int]) -> str:
-    token = _token(text, added)
-    return f"({_literal(text)} | {token})" if token else _literal(text)
-
-
-def _token(text: str, added: Mapping[str, int]) -> str:
-    """The added token that is this text, in Lark; "" if there is none."""
-    return f"<[{added[text]}]>" if text in added else ""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nanovllm.utils.checks import did_you_mean, shorten
@@ -102,11 +102,15 @@ def _levels(schema: Any) -> int:
     return sum(deepest.values()) + len(others - {""}) * max(deepest.values(), default=0)
 
 
-def place(schema: Any, error: str) -> str:
-    """Where the keywords are that an error names, in words to append to it."""
+def place(schemas: Iterable[tuple[str, Any]], error: str) -> str:
+    """Where the keywords are that an error names, in words to append to it.
+
+    The schemas are given with their places.
+    """
     places = [
         f"{path}/{name}"
-        for path, part in subschemas(schema)
+        for root, schema in schemas
+        for path, part in subschemas(schema, root)
         for name, value in part.items()
         if f'"{name}"' in error or (isinstance(value, str) and error.endswith(f": {value}"))
     ]
