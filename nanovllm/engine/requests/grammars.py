@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
 from nanovllm.engine.requests.lark import JSON_OPTIONS, lark_of, literal, pattern_literal
-from nanovllm.engine.requests.schemas import check_schema, place
+from nanovllm.engine.requests.schema_errors import explained
+from nanovllm.engine.requests.schemas import check_schema, without_neutral
 from nanovllm.engine.requests.structural_tags import schemas_in, tag_grammar
 from nanovllm.structured_outputs import StructuredOutputs
 
@@ -134,7 +135,7 @@ def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
         if asked.grammar is not None:
             return error
         error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]  # of our own grammar
-        return error + place(_schemas(asked), error)
+        return explained(error, _schemas(asked))
     first = matcher.deep_copy()
     first.compute_bitmask()
     if first.is_error():
@@ -144,9 +145,10 @@ def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
 
 def _schemas(asked: StructuredOutputs) -> Iterable[tuple[str, Any]]:
     """All schemas that are asked for, with their places."""
-    if asked.json is not None:
-        return [("#", json.loads(asked.json))]
-    return schemas_in(json.loads(asked.structural_tag)) if asked.structural_tag else []
+    found = [("#", json.loads(asked.json))] if asked.json is not None else []
+    if asked.structural_tag is not None:
+        found += schemas_in(json.loads(asked.structural_tag))
+    return ((root, without_neutral(schema)) for root, schema in found)
 
 
 def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[str, int]) -> str:
@@ -158,12 +160,14 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[
         if schema == "false":
             raise ValueError("there is nothing that the schema false allows")
         schema = "{}" if schema == "true" else schema
-        check_schema(json.loads(schema))
+        value = json.loads(schema)
+        check_schema(value)
         options: Any = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
             _check_whitespace(asked.whitespace_pattern, tokenizer)
             options["whitespace_pattern"] = asked.whitespace_pattern
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        written = json.dumps(without_neutral(value), ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(written, overrides=options)
     if asked.regex is not None:
         return f"start: TEXT\nTEXT: {pattern_literal(asked.regex)}"
     if asked.choice is not None:

@@ -26,7 +26,7 @@ def pattern_literal(pattern: str) -> str:
     written = f"/{_escaped(pattern)}/"
     error = LLMatcher.validate_grammar(f"start: TEXT\nTEXT: {written}")
     if error:
-        raise ValueError(_reason_in_pattern(pattern, error))
+        raise ValueError(reason_in_pattern(pattern, error))
     return written
 
 
@@ -36,16 +36,22 @@ def _escaped(pattern: str) -> str:
     return regex_to_lark(pattern, "")
 
 
-def _reason_in_pattern(pattern: str, error: str) -> str:
-    """Why a pattern is not valid: the parser's reason, and the character that it underlines."""
-    found = re.search(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: (.*)", error)
+def reason_in_pattern(pattern: str, error: str) -> str:
+    """Why a pattern is not valid: the parser's reason, and the character that it underlines.
+
+    Without a pattern, it is the one that the parser shows.
+    """
+    found = re.search(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (.*)", error)
     if found is None:
         other = re.search(r"lookarounds not supported yet; (\w+)", error)
         reason = f"anchors and word boundaries ({other[1]}) are not supported" if other else error
         return f"{reason}, in {shorten(pattern)}"
-    ends = range(len(pattern))
-    at = bisect.bisect_left(ends, len(found[1]), key=lambda end: len(_escaped(pattern[:end])))
-    return f"{found[2]}, at character {at + 1} of {shorten(pattern)}: {shorten(pattern[at:])}"
+    shown, spaces, reason = found.groups()
+    pattern, at = pattern or shown, len(spaces)
+    if shown != pattern:
+        ends = range(len(pattern))
+        at = bisect.bisect_left(ends, at, key=lambda end: len(_escaped(pattern[:end])))
+    return f"{reason}, at character {at + 1} of {shorten(pattern)}: {shorten(pattern[at:])}"
 
 
 def lark_of(grammar: str) -> str:

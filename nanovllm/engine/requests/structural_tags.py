@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from nanovllm.engine.requests.lark import JSON_OPTIONS, lark_of, literal, pattern_literal
-from nanovllm.engine.requests.schemas import check_schema
+from nanovllm.engine.requests.schemas import check_schema, without_neutral
 from nanovllm.utils.checks import did_you_mean, shorten
 
 MOST_FORMATS = 2_000  # after free text, what follows it is written once for each way to begin
@@ -237,7 +237,7 @@ class _Writer:
             raise ValueError(f"{place} must be a JSON schema, got {shorten(schema)}")
         schema = {} if schema is True else schema
         check_schema(schema, place)
-        written = json.dumps({"x-guidance": JSON_OPTIONS, **schema})
+        written = json.dumps({"x-guidance": JSON_OPTIONS, **without_neutral(schema)})
         return f"{self._rule(f'%json {written}')} {self._marks(ends)}"
 
     def _grammar(self, place: str, node: Format, ends: Ends) -> str:

@@ -239,6 +239,53 @@ def test_notes_have_no_effect() -> None:
     assert accepts(constrain(GRAMMARS, json=schema), "12")
 
 
+UNIQUE = {"type": "array", "items": {"type": "integer"}}
+NEUTRAL: list[dict[str, Any]] = [
+    {"uniqueItems": False}, {"minItems": 0}, {"minContains": 1}, {"maxContains": 2},
+    {"contains": {"type": "null"}, "minContains": 0}, {"unevaluatedItems": True},
+    {"unevaluatedItems": {}}, {"if": {"type": "null"}}, {"then": {"minItems": 9}},
+    {"else": {"minItems": 9}}, {"not": False}, {"additionalItems": False}, {"prefixItems": []},
+    {"dependentRequired": {}}, {"dependentSchemas": {}}, {"dependencies": {}},
+    {"propertyNames": True}, {"propertyNames": {"type": "string"}}, {"propertyNames": {}},
+    {"unevaluatedProperties": True}, {"required": []}, {"properties": {}}, {"minProperties": 0},
+    {"patternProperties": {}}, {"minLength": 0}, {"allOf": []}, {"$comment": "x"},
+    {"contentEncoding": "base64"}, {"contentMediaType": "a/b"}, {"contentSchema": {"not": {}}},
+    {"readOnly": True}, {"writeOnly": True}, {"deprecated": True}, {"examples": [1]},
+    {"default": [1]}, {"title": "x"}, {"description": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keywords", NEUTRAL, ids=[",".join(one) for one in NEUTRAL])
+def test_keywords_that_ask_nothing_are_accepted(keywords: dict[str, Any]) -> None:
+    """By JSON Schema's meaning: in this schema, and within others."""
+    schema = {**UNIQUE, **keywords}
+    values = [[], [1, 1], ["a"], {}, {"a": 1}, 3]
+    valid = jsonschema.Draft202012Validator(schema).is_valid
+    for wrapped, text in ((schema, "{}"), ({"anyOf": [{"const": 1}, schema]}, "{}")):
+        before = json.dumps(wrapped)
+        constraint = constrain(GRAMMARS, json=wrapped)
+        for value in values:
+            assert accepts(constraint, text.format(json.dumps(value))) == valid(value) or (
+                value == 3 and wrapped is not schema
+            )
+        assert json.dumps(wrapped) == before
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"uniqueItems": True}, {"uniqueItems": 0}, {"contains": True}, {"not": True},
+        {"contains": {}, "minContains": 0, "maxContains": 2}, {"minContains": 0, "contains": 3,
+        "maxContains": 1}, {"if": True, "then": {"minItems": 1}}, {"if": False, "else": False},
+        {"propertyNames": {"maxLength": 3}}, {"dependentRequired": {"a": ["b"]}},
+        {"unevaluatedItems": False}, {"unevaluatedProperties": {"type": "null"}},
+    ],
+)  # fmt: skip
+def test_the_same_keywords_are_refused_where_they_ask_something(keywords: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Unimplemented.*at #/items/"):
+        constrain(GRAMMARS, json={"items": {**UNIQUE, **keywords}})
+
+
 REFUSED = {
     "lenient": ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "#/x-guidance"),
     "a slip": ({"items": [{"minimun": 3}]}, "#/items/0: .*'minimun'; did you mean 'minimum'"),
@@ -250,7 +297,30 @@ REFUSED = {
     ),
     "names that occur twice": ({"minProperties": 2, "type": "object"}, "#/minProperties: .*<= 1"),
     "only itself": ({"$ref": "#"}, "no text can begin"),
-    "oneOf": ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "oneOf"),
+    "oneOf": (
+        {"items": {"oneOf": [{"type": "integer"}, {"minimum": 3}]}},
+        r"oneOf is supported for .*; write anyOf, .* \(at #/items/oneOf\)",
+    ),
+    "a place among others": (
+        {"properties": {"a": {"minimum": 1}, "b": {"minimum": "1"}, "c": {"minimum": 1}}},
+        r"Expected .* 'minimum', got \"1\" \(at #/properties/b/minimum\)",
+    ),
+    "a pattern": (
+        {"items": {"type": "string", "pattern": "ab/(c"}},
+        r"unclosed group, at character 4 of 'ab/\(c': '\(c' \(at #/items/pattern\)$",
+    ),
+    "a pattern of names": (
+        {"patternProperties": {"a(": {}}},
+        r"unclosed group, .*\(at #/patternProperties\)$",
+    ),
+    "a word boundary": (
+        {"type": "string", "pattern": r"\ba"},
+        r"word boundaries \(WordUnicode\) are not supported, in .* \(at #/pattern\)$",
+    ),
+    "a reference in a definition": (
+        {"$defs": {"a": {"items": {"$ref": "#/nope"}}}, "items": {"$ref": "#/$defs/a"}},
+        r"'/nope' does not exist \(at #/\$defs/a/items/\$ref\)$",
+    ),
     "another type": ({"type": "objekt"}, r"Invalid type: objekt \(at #/type\)"),
     "nothing": ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
     "a control character": ({"enum": ["a", "\x01"]}, r"#/enum: .*\\u0001"),
