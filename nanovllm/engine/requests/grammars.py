@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
-from nanovllm.engine.requests.lark import JSON_OPTIONS, lark_of, literal, pattern_literal
+from nanovllm.engine.requests.lark import (
+    JSON_OPTIONS,
+    lark_of,
+    literal,
+    pattern_literal,
+    schemas_in_lark,
+)
 from nanovllm.engine.requests.schema_errors import explained
 from nanovllm.engine.requests.schemas import check_schema, without_neutral
 from nanovllm.engine.requests.structural_tags import schemas_in, tag_grammar
@@ -132,9 +138,8 @@ def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
     """Why the matcher is of no use, or ""."""
     if matcher.is_error():
         error = reason_of(matcher)
-        if asked.grammar is not None:
-            return error
-        error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]  # of our own grammar
+        if asked.grammar is None:  # it shows a grammar that we have written
+            error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]
         return explained(error, _schemas(asked))
     first = matcher.deep_copy()
     first.compute_bitmask()
@@ -146,6 +151,8 @@ def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
 def _schemas(asked: StructuredOutputs) -> Iterable[tuple[str, Any]]:
     """All schemas that are asked for, with their places."""
     found = [("#", json.loads(asked.json))] if asked.json is not None else []
+    if asked.grammar is not None:
+        found += schemas_in_lark(asked.grammar)
     if asked.structural_tag is not None:
         found += schemas_in(json.loads(asked.structural_tag))
     return ((root, without_neutral(schema)) for root, schema in found)

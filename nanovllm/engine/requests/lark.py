@@ -3,13 +3,22 @@
 import bisect
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
+from nanovllm.engine.requests.gbnf import gbnf_to_lark
+from nanovllm.engine.requests.schemas import check_schema, without_neutral
 from nanovllm.utils.checks import shorten
+from nanovllm.utils.json_text import parse_json_at
 
 MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
 # For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
 # pattern is for, as one that has any value: no string is written with them.
 JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
+
+SPACING = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
+# What may have %json within it without meaning it, and %json itself.
+LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json(?!\w)')
 
 
 def literal(text: str) -> str:
@@ -55,18 +64,58 @@ def reason_in_pattern(pattern: str, error: str) -> str:
 
 
 def lark_of(grammar: str) -> str:
-    """Lark of Lark or GBNF."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
+    """Lark of Lark or GBNF, with schemas that are checked, for which our options hold."""
     if grammar.lstrip().startswith("{"):
         raise ValueError("it must be Lark or GBNF, got JSON")
     lark = grammar
     if "::=" in grammar and not re.search(r"^\s*start\s*:(?!:)", grammar, re.MULTILINE):
         try:
             lark = gbnf_to_lark(grammar)
-        except Exception as error:  # the parser raises plain ones, too
+        except ValueError as error:
             raise ValueError(f"as GBNF, which ::= stands for: {error}") from None
     size = len(lark.splitlines()) + 2 * lark.count("$ref")
     if size > MOST_LINES:
         raise ValueError(f"it must have at most {MOST_LINES} lines, got {size}")
-    return str(lark)
+    pieces, last = [], 0
+    for place, schema, start, end in _schemas_in(lark):
+        pieces += [lark[last:start], json.dumps(_with_options(place, schema))]
+        last = end
+    return "".join([*pieces, lark[last:]])
+
+
+def schemas_in_lark(lark: str) -> list[tuple[str, Any]]:
+    """The schemas in a grammar, with their places."""
+    return [(place, schema) for place, schema, *_ in _schemas_in(lark)]
+
+
+def _schemas_in(lark: str) -> Iterator[tuple[str, Any, int, int]]:
+    """For each %json its place, the schema, and where this starts and ends."""
+    at = 0
+    while found := LARK_TOKEN.search(lark, at):
+        at = found.end()
+        if found[0] != "%json":
+            continue
+        while lark[at : at + 1].isspace():
+            at += 1
+        place = f"%json in line {lark.count(chr(10), 0, at) + 1}"
+        try:
+            schema, end = parse_json_at(lark, at)
+        except json.JSONDecodeError:
+            continue  # llguidance says what is wrong
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        yield place, schema, at, end
+        at = end
+
+
+def _with_options(place: str, schema: Any) -> Any:
+    """A schema for llguidance. Of its own options, those of white space may be there."""
+    if not isinstance(schema, dict):
+        return schema
+    given = schema.get("x-guidance", {})
+    if not isinstance(given, dict) or not SPACING.issuperset(given):
+        allowed = ", ".join(sorted(SPACING))
+        raise ValueError(f"{place}/x-guidance: there may be {allowed} alone, got {shorten(given)}")
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
+    check_schema(schema, place)
+    return {"x-guidance": {**given, **JSON_OPTIONS}, **without_neutral(schema)}
