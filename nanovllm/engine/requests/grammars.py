@@ -1,6 +1,7 @@
 """Grammars: compiles what `structured_outputs` ask for, and makes constraints of it."""
 
 import functools
+import itertools
 import json
 import re
 import threading
@@ -19,12 +20,14 @@ from nanovllm.engine.requests.schema_errors import explained
 from nanovllm.engine.requests.schemas import check_schema, without_neutral
 from nanovllm.engine.requests.structural_tags import schemas_in, tag_grammar
 from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.utils.checks import shorten
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
 MOST_SHOWN = 1_000  # characters of an error
+TRIAL_TOKENS = 32
 PLACE_IN_LARK = re.compile(r"^at \d+\(\d+\): ")
 HIDDEN = "\ufdd0"  # no character: begins no text
 
@@ -51,6 +54,8 @@ class Grammars:
         A grammar that llguidance refuses is a ValueError.
         """
         matcher, tokenizer = self._compiled(asked), self._tokenizer()
+        if isinstance(matcher, str):
+            raise ValueError(f"structured_outputs: {asked.kind}: {matcher}")
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:
@@ -73,19 +78,18 @@ class Grammars:
         text = self._texts.get(token_id)
         return self._tokenizer().decode_bytes([token_id]) if text is None else text
 
-    def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
+    def _compile(self, asked: StructuredOutputs) -> "LLMatcher | str":
+        """A matcher, or why there is none: that is kept, too, as it may take long to find out."""
         from llguidance import LLMatcher
 
         tokenizer = self._tokenizer()
         try:
             grammar = _grammar(asked, tokenizer, self._added)
             matcher = LLMatcher(tokenizer, grammar, log_level=0)
-            error = _error(matcher, asked)
+            error = _error(matcher, tokenizer, asked)
         except (TypeError, ValueError, RecursionError) as raised:  # before llguidance's parsing
             error = str(raised)
-        if error:
-            raise ValueError(f"structured_outputs: {asked.kind}: {error[:MOST_SHOWN]}")
-        return matcher
+        return error[:MOST_SHOWN] if error else matcher
 
     def _tokenizer(self) -> "LLTokenizer":
         """llguidance's view of the tokenizer, made when it is first needed."""
@@ -134,18 +138,40 @@ def _hidden(described: dict[str, Any]) -> dict[str, Any]:
     return {**described, "added_tokens": tokens, "truncation": None, "padding": None}
 
 
-def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
+def _error(matcher: "LLMatcher", tokenizer: "LLTokenizer", asked: StructuredOutputs) -> str:
     """Why the matcher is of no use, or ""."""
     if matcher.is_error():
         error = reason_of(matcher)
         if asked.grammar is None:  # it shows a grammar that we have written
             error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]
         return explained(error, _schemas(asked))
-    first = matcher.deep_copy()
-    first.compute_bitmask()
-    if first.is_error():
-        return f"no text can begin: {reason_of(first)}"
-    return "" if first.is_accepting() or not first.is_stopped() else "no text can begin"
+    return _trial(matcher, tokenizer)
+
+
+def _trial(matcher: "LLMatcher", tokenizer: "LLTokenizer") -> str:
+    """Why masks cannot be computed for the first tokens of some text; "" if they can.
+
+    llguidance's limits show only then. What it computes here is not computed again.
+    """
+    trial, text = matcher.deep_copy(), b""
+    for _ in range(TRIAL_TOKENS):
+        mask = trial.compute_bitmask()
+        if trial.is_error() or trial.is_stopped():
+            break
+        bits = ((8 * i, byte) for i, byte in enumerate(mask) if byte)
+        ids = (i + bit for i, byte in bits for bit in range(8) if byte >> bit & 1)
+        few = [(one, tokenizer.decode_bytes([one])) for one in itertools.islice(ids, 40)]
+        if not few:
+            break
+        token_id, token = next(((i, t) for i, t in few if t.strip()), few[0])  # space says little
+        text += token
+        trial.consume_token(token_id)
+    if trial.is_error() and "NoExtension" not in reason_of(trial):
+        return f"it is too complex: {reason_of(trial)}"
+    if trial.is_error() or (trial.is_stopped() and not trial.is_accepting()):
+        shown = shorten(text.decode(errors="replace"))
+        return f"nothing can follow {shown}, which it allows" if text else "no text can begin"
+    return ""
 
 
 def _schemas(asked: StructuredOutputs) -> Iterable[tuple[str, Any]]:

@@ -224,15 +224,18 @@ def test_constraints_of_one_grammar_are_independent() -> None:
 
 
 def test_a_dead_end_allows_nothing_and_is_an_error() -> None:
-    """llguidance allows EOS where a schema that refers to itself can never go on."""
+    """llguidance allows EOS where a schema that refers to itself can never go on.
+
+    If that is within the first tokens, the schema is refused.
+    """
     schema = {
         "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/a"}},
-        "required": ["a"],
+        "properties": {"p": {"const": "x" * 40}, "a": {"$ref": "#/$defs/a"}},
+        "required": ["p", "a"],
         "$defs": {"a": {"$ref": "#/$defs/a"}},
     }
     constraint = constrain(GRAMMARS, json=schema, disable_any_whitespace=True)
-    seq = sequence_of(b'{"a":')
+    seq = sequence_of(b'{"p":"' + b"x" * 40 + b'","a":')
     assert constraint.update(seq) is None
     assert allowed(constraint) == set()
     seq.token_ids.append(0)  # what is drawn where nothing may come

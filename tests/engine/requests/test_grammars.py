@@ -297,6 +297,10 @@ REFUSED = {
     ),
     "names that occur twice": ({"minProperties": 2, "type": "object"}, "#/minProperties: .*<= 1"),
     "only itself": ({"$ref": "#"}, "no text can begin"),
+    "a part that is only itself": (
+        {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+        r"nothing can follow '\{\"a\":', which it allows",
+    ),
     "oneOf": (
         {"items": {"oneOf": [{"type": "integer"}, {"minimum": 3}]}},
         r"oneOf is supported for .*; write anyOf, .* \(at #/items/oneOf\)",
@@ -489,6 +493,38 @@ BOMBS: dict[str, dict[str, Any]] = {
     "long multiple": dict(json={"type": "integer", "multipleOf": 982451653}),
     "wide range": dict(json={"type": "number", "minimum": -1e300, "maximum": 1e-300}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(regex="(a{1000}){1000}"), dict(regex="(((a{1,1000}){1,1000}){1,1000})"),
+        dict(choice=["ab" * 200_000, "ba" * 200_000]),
+        dict(json={"type": "string", "pattern": "^(a{1000}){1000}$"}),
+        dict(grammar="start: /b|(a{1000}){1000}/"),
+    ],
+)  # fmt: skip
+def test_what_needs_too_many_states_is_refused_at_once(asked: dict[str, Any]) -> None:
+    """And sooner the second time."""
+    with pytest.raises(ValueError, match="it is too complex: lexer error: too many expressions"):
+        constrain(GRAMMARS, **asked)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="it is too complex"):
+        constrain(GRAMMARS, **asked)
+    assert time.perf_counter() - start < 0.1
+
+
+def test_the_trial_of_a_grammar_leaves_no_trace() -> None:
+    """Grammars that end sooner than it, or allow ends only, compile; none has begun then."""
+    for asked in (
+        dict(regex="a?"),
+        dict(regex="a{40}"),
+        dict(choice=["a"]),
+        dict(json_object=True),
+    ):
+        constraint = constrain(words_grammars(), **asked)
+        assert constraint.update(sequence_of([])) is None
+        assert allowed(constraint) >= ({ord("a")} if "json_object" not in asked else {ord("{")})
 
 
 @pytest.mark.slow
