@@ -109,11 +109,13 @@ def _schemas_in(lark: str) -> Iterator[tuple[str, Any, int, int]]:
 
 
 def _with_options(place: str, schema: Any) -> Any:
-    """A schema for llguidance. Of its own options, those of white space may be there."""
+    """A schema for llguidance. Of its own options, those of white space may be chosen."""
     if not isinstance(schema, dict):
         return schema
     given = schema.get("x-guidance", {})
-    if not isinstance(given, dict) or not SPACING.issuperset(given):
+    if not isinstance(given, dict) or any(
+        name not in SPACING and JSON_OPTIONS.get(name) != value for name, value in given.items()
+    ):
         allowed = ", ".join(sorted(SPACING))
         raise ValueError(f"{place}/x-guidance: there may be {allowed} alone, got {shorten(given)}")
     schema = {name: value for name, value in schema.items() if name != "x-guidance"}
