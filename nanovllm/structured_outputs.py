@@ -143,7 +143,7 @@ class StructuredOutputs:
     after: str | None = option(
         None,
         "a text, such as `</think>`, that the model may write anything before: the constraint"
-        " begins with the token behind it",
+        " begins behind it",
         SOME_TEXT,
         none="the constraint holds from the start",
     )

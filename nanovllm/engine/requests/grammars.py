@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
+MOST_REFUSED, MOST_MARKERS = 16, 32  # that are kept
 MOST_SHOWN = 1_000  # characters of an error
 TRIAL_TOKENS = 32
 PLACE_IN_LARK = re.compile(r"^at \d+\(\d+\): ")
@@ -45,6 +46,9 @@ class Grammars:
         self._lock = threading.Lock()
         self._read: LLTokenizer | None = None
         self._compiled = functools.lru_cache(MOST_KEPT)(self._compile)
+        self._refused: dict[StructuredOutputs, str] = {}  # the last ones: some take seconds
+        self._reaching = functools.lru_cache(MOST_MARKERS)(self._find_reaching)
+        self._beyond = functools.lru_cache(MOST_MARKERS)(self._find_beyond)
 
     def constraint(
         self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
@@ -53,13 +57,14 @@ class Grammars:
 
         A grammar that llguidance refuses is a ValueError.
         """
+        if asked in self._refused:
+            raise ValueError(self._refused[asked])
         matcher, tokenizer = self._compiled(asked), self._tokenizer()
-        if isinstance(matcher, str):
-            raise ValueError(f"structured_outputs: {asked.kind}: {matcher}")
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:
-            free = FreeText(asked.after.encode(), self._bytes_of)
+            marker, tokens_of = asked.after.encode(), tokenizer.tokenize_bytes
+            free = FreeText(marker, self._bytes_of, tokens_of, self._beyond(asked))
         excluded = set(tokenizer.eos_tokens).difference(ends)
         return Constraint(matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens)
 
@@ -74,12 +79,44 @@ class Grammars:
         return {token_id: text.encode() for text, token_id in self._added.items()}
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The text of a token."""
+        """The text of a token; b"" if the tokenizer has no such token."""
         text = self._texts.get(token_id)
-        return self._tokenizer().decode_bytes([token_id]) if text is None else text
+        if text is not None or token_id not in self._vocabulary:
+            return text or b""
+        return self._tokenizer().decode_bytes([token_id])
 
-    def _compile(self, asked: StructuredOutputs) -> "LLMatcher | str":
-        """A matcher, or why there is none: that is kept, too, as it may take long to find out."""
+    @functools.cached_property
+    def _vocabulary(self) -> frozenset[int]:
+        return frozenset(self._source.get_vocab().values())
+
+    def _find_reaching(self, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
+        """The tokens that have text behind the marker, with that text.
+
+        They are listed by how much of the marker must be there before them.
+        """
+        found: dict[int, list[tuple[int, bytes]]] = {}
+        rests = [(length, marker[length:]) for length in range(1, len(marker))]
+        for token_id in self._vocabulary:
+            text = self._bytes_of(token_id)
+            behind = text.partition(marker)[2]
+            if behind:
+                found.setdefault(0, []).append((token_id, behind))
+            for length, rest in rests if text[:1] in marker else ():
+                if text.startswith(rest) and len(text) > len(rest):
+                    found.setdefault(length, []).append((token_id, text[len(rest) :]))
+        return found
+
+    def _find_beyond(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
+        """Those of them whose text behind the marker the grammar does not take."""
+        assert asked.after is not None
+        marker, matcher = asked.after.encode(), self._compiled(asked)
+        free = FreeText(marker, self._bytes_of, self._tokenizer().tokenize_bytes, {})
+        return {
+            length: tuple(token_id for token_id, rest in few if free.begin(matcher, rest) is None)
+            for length, few in self._reaching(marker).items()
+        }
+
+    def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
         from llguidance import LLMatcher
 
         tokenizer = self._tokenizer()
@@ -89,7 +126,14 @@ class Grammars:
             error = _error(matcher, tokenizer, asked)
         except (TypeError, ValueError, RecursionError) as raised:  # before llguidance's parsing
             error = str(raised)
-        return error[:MOST_SHOWN] if error else matcher
+        if error:
+            error = f"structured_outputs: {asked.kind}: {error[:MOST_SHOWN]}"
+            with self._lock:
+                self._refused[asked] = error
+                while len(self._refused) > MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            raise ValueError(error)
+        return matcher
 
     def _tokenizer(self) -> "LLTokenizer":
         """llguidance's view of the tokenizer, made when it is first needed."""
