@@ -35,7 +35,7 @@ def _json_text(name: str, value: Any) -> str:
         text = value if isinstance(value, str) else _dumps(value)
         text = _dumps(parse_json(text))
     except ValueError as error:
-        raise ValueError(f"{name} is not valid JSON: {error}") from None
+        raise ValueError(f"{name} is not valid JSON: {error}; got {shorten(value)}") from None
     except (TypeError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     check_text(name, text)

@@ -168,5 +168,5 @@ def test_half_a_character_is_an_error(given: dict[str, Any]) -> None:
 
 def test_equal_names_are_an_error_however_they_are_given() -> None:
     for schema in ('{"type": "object", "type": "array"}', {"properties": {1: {}, "1": {}}}):
-        with pytest.raises(ValueError, match=r"^json is not valid JSON: .* occurs twice"):
+        with pytest.raises(ValueError, match=r"^json is not valid JSON: .* occurs twice; got ."):
             StructuredOutputs(json=schema)

@@ -464,6 +464,8 @@ def test_an_output_that_ends_with_an_error_is_one_of_the_command(
     assert status == 1 or "--json" in more
     assert "ab" in out
     assert "no token to draw" in (out if "--json" in more else err)
+    names = [f"nanovllm: error: prompt {number}: structured_outputs leave" for number in (1, 2)]
+    assert [name in err for name in names] == [more == ["another"]] * 2
 
 
 def test_a_chat_says_why_an_answer_breaks_off() -> None:

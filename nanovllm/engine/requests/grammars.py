@@ -126,6 +126,8 @@ class Grammars:
             error = _error(matcher, tokenizer, asked)
         except (TypeError, ValueError, RecursionError) as raised:  # before llguidance's parsing
             error = str(raised)
+            if "recursion limit exceeded" in error:
+                error = "it is nested too deeply: JSON may have 127 levels"
         if error:
             error = f"structured_outputs: {asked.kind}: {error[:MOST_SHOWN]}"
             with self._lock:
@@ -256,12 +258,16 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[
 
 def _check_whitespace(pattern: str, tokenizer: "LLTokenizer") -> None:
     """Refuse a pattern that matches anything else: the output would not be JSON."""
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher
 
-    rule = f"/{regex_to_lark(pattern)}/ & ~/[ \\t\\r\\n]*/"
+    try:
+        rule = f"{pattern_literal(pattern)} & ~/[ \\t\\r\\n]*/"
+    except ValueError as error:
+        raise ValueError(f"whitespace_pattern: {error}") from None
     others = LLMatcher(tokenizer, f"start: OTHER\nOTHER: {rule}", log_level=0)
-    if others.is_error():
-        raise ValueError(f"whitespace_pattern: {reason_of(others)}")
-    others.compute_bitmask()
+    if not others.is_error():
+        others.compute_bitmask()
     if not others.is_error():  # something can begin
         raise ValueError(f"whitespace_pattern: {pattern!r} matches more than [ \\t\\r\\n]*")
+    if "NoExtension" not in reason_of(others):
+        raise ValueError(f"whitespace_pattern: {reason_of(others)}")

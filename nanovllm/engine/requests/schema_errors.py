@@ -67,7 +67,10 @@ def _find(root: str, schema: dict[str, Any], error: str) -> tuple[str, Any]:
                 break
         else:
             break
-    for name, value in [*node.items()]:
+    named_first = sorted(
+        node.items(), key=lambda item: not re.search(rf"\b{re.escape(item[0])}\b", error)
+    )
+    for name, value in named_first:
         before = dict(node)
         del node[name]
         found = is_another()
