@@ -1,7 +1,6 @@
 """Grammars: compiles what `structured_outputs` ask for, and makes constraints of it."""
 
 import functools
-import itertools
 import json
 import re
 import threading
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 MOST_KEPT = 256  # compiled grammars
 MOST_REFUSED, MOST_MARKERS = 16, 32  # that are kept
 MOST_SHOWN = 1_000  # characters of an error
-TRIAL_TOKENS = 32
+TRIAL_TOKENS, TRIAL_WAYS = 32, 8
 PLACE_IN_LARK = re.compile(r"^at \d+\(\d+\): ")
 HIDDEN = "\ufdd0"  # no character: begins no text
 
@@ -204,9 +203,7 @@ def _trial(matcher: "LLMatcher", tokenizer: "LLTokenizer") -> str:
         mask = trial.compute_bitmask()
         if trial.is_error() or trial.is_stopped():
             break
-        bits = ((8 * i, byte) for i, byte in enumerate(mask) if byte)
-        ids = (i + bit for i, byte in bits for bit in range(8) if byte >> bit & 1)
-        few = [(one, tokenizer.decode_bytes([one])) for one in itertools.islice(ids, 40)]
+        few = [(one, tokenizer.decode_bytes([one])) for one in _first_tokens(mask, TRIAL_WAYS)]
         if not few:
             break
         token_id, token = next(((i, t) for i, t in few if t.strip()), few[0])  # space says little
@@ -218,6 +215,17 @@ def _trial(matcher: "LLMatcher", tokenizer: "LLTokenizer") -> str:
         shown = shorten(text.decode(errors="replace"))
         return f"nothing can follow {shown}, which it allows" if text else "no text can begin"
     return ""
+
+
+def _first_tokens(mask: bytes, most: int) -> list[int]:
+    """The first tokens that a mask allows: at least one, if it allows any, and about `most`."""
+    found: list[int] = []
+    rest = mask.lstrip(b"\0")
+    while rest and len(found) < most:
+        start = 8 * (len(mask) - len(rest))
+        found += (start + bit for bit in range(8) if rest[0] >> bit & 1)
+        rest = rest[1:].lstrip(b"\0")
+    return found
 
 
 def _schemas(asked: StructuredOutputs) -> Iterable[tuple[str, Any]]:
