@@ -8,43 +8,26 @@ ends where that text first occurs.
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nanovllm.engine.requests.lark import JSON_OPTIONS, lark_of, literal, pattern_literal
 from nanovllm.engine.requests.schemas import check_schema, without_neutral
-from nanovllm.utils.checks import did_you_mean, shorten
+from nanovllm.engine.requests.tag_formats import (
+    Format,
+    Mark,
+    as_list,
+    count_of,
+    flag_of,
+    kind_of,
+    listed,
+    older_form,
+    texts_of,
+)
+from nanovllm.utils.checks import shorten
 
 MOST_FORMATS = 2_000  # after free text, what follows it is written once for each way to begin
 ANY = "/(?s:.*)/"
-# The fields of each format: those that it must have, and others.
-FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "const_string": (("value",), ()),
-    "json_schema": (("json_schema",), ("style", "any_order")),
-    "grammar": (("grammar",), ()),
-    "regex": (("pattern",), ()),
-    "any_text": ((), ("excludes",)),
-    "sequence": (("elements",), ()),
-    "or": (("elements",), ()),
-    "optional": (("content",), ()),
-    "plus": (("content",), ()),
-    "star": (("content",), ()),
-    "repeat": (("content", "min", "max"), ()),
-    "tag": (("begin", "content", "end"), ()),
-    "triggered_tags": (("triggers", "tags"), ("at_least_one", "stop_after_first", "excludes")),
-    "tags_with_separator": (("tags", "separator"), ("at_least_one", "stop_after_first")),
-    "dispatch": (("rules",), ("loop", "excludes")),
-    "token": (("token",), ()),
-    "exclude_token": ((), ("exclude_tokens",)),
-    "any_tokens": ((), ("exclude_tokens", "max_tokens")),
-    "token_triggered_tags": (
-        ("trigger_tokens", "tags"), ("at_least_one", "stop_after_first", "exclude_tokens"),
-    ),
-    "token_dispatch": (("rules",), ("loop", "exclude_tokens")),
-}  # fmt: skip
-REPEATS = {"optional": "?", "star": "*", "plus": "+"}
-Mark = str | int  # a text, or a token by its id
-Format = Mapping[str, Any]
 
 
 class Ends(NamedTuple):
@@ -72,7 +55,7 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
         return writer.grammar("format", described["format"])
     if fields == {"triggers", "structures"}:
         try:
-            return writer.grammar("", _older_form(described))
+            return writer.grammar("", older_form(described))
         except (TypeError, ValueError) as error:  # whose places are those of the newer form
             text = str(error).replace("/content/json_schema", "/schema")
             text = text.replace("/tags", "structures").replace("/triggers", "triggers")
@@ -81,32 +64,6 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
         "it must have a `format` alone, or `triggers` and `structures` alone, got"
         f" {shorten([*described])}"
     )
-
-
-def schemas_in(described: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The schemas of a structural tag, with their places."""
-    if isinstance(described, dict | list):
-        items = described.items() if isinstance(described, dict) else enumerate(described)
-        for name, value in items:
-            inner = f"{path}/{name}" if path else str(name)
-            if name in ("schema", "json_schema"):
-                yield inner, value
-            else:
-                yield from schemas_in(value, inner)
-
-
-def _older_form(described: Format) -> Format:
-    """Triggers and structures as a format."""
-    tags = []
-    for index, part in enumerate(_listed("structures", described["structures"], dict)):
-        if set(part) != {"begin", "schema", "end"}:
-            raise ValueError(
-                f"structures/{index} must have texts `begin` and `end` and a `schema`,"
-                f" got {shorten(part)}"
-            )
-        content = {"type": "json_schema", "json_schema": part["schema"]}
-        tags.append({"begin": part["begin"], "content": content, "end": part["end"]})
-    return {"type": "triggered_tags", "triggers": described["triggers"], "tags": tags}
 
 
 class _Writer:
@@ -129,7 +86,7 @@ class _Writer:
         return name
 
     def _format(self, place: str, node: Any, ends: Ends) -> str:
-        kind = _kind(place, node)
+        kind = kind_of(place, node)
         self._num_formats += 1
         if self._num_formats > MOST_FORMATS:
             raise ValueError(f"{place}: there are more than {MOST_FORMATS} formats")
@@ -208,7 +165,7 @@ class _Writer:
         return token
 
     def _token_ids(self, place: str, node: Format, name: str) -> list[int]:
-        found = _listed(f"{place}/{name}", node.get(name, []), int | str, empty=True)
+        found = listed(f"{place}/{name}", node.get(name, []), int | str, empty=True)
         return [self._token_id(f"{place}/{name}/{i}", one) for i, one in enumerate(found)]
 
     def _mark_of(self, place: str, value: Any) -> Mark:
@@ -216,7 +173,7 @@ class _Writer:
         if isinstance(value, str):
             return value
         if isinstance(value, dict) and value.get("type") == "token":
-            _kind(place, value)
+            kind_of(place, value)
             return self._token_id(f"{place}/token", value["token"])
         raise TypeError(f"{place} must be a text or a format `token`, got {shorten(value)}")
 
@@ -262,7 +219,7 @@ class _Writer:
         return self._until(name, ends) if ends.marks else name
 
     def _any_text(self, place: str, node: Format, ends: Ends) -> str:
-        return self._text(place, _texts(place, node, "excludes"), ends)
+        return self._text(place, texts_of(place, node, "excludes"), ends)
 
     def _token(self, place: str, node: Format, ends: Ends) -> str:
         mark = self._mark_of(place, node)
@@ -274,14 +231,14 @@ class _Writer:
 
     def _any_tokens(self, place: str, node: Format, ends: Ends) -> str:
         most = node.get("max_tokens")
-        times = "*" if most is None else f"{{0,{_count(f'{place}/max_tokens', most)}}}"
+        times = "*" if most is None else f"{{0,{count_of(f'{place}/max_tokens', most)}}}"
         excluded = self._token_ids(place, node, "exclude_tokens")
         return self._free_tokens(place, excluded, ends, times)
 
     # Formats that are made of others.
 
     def _sequence(self, place: str, node: Format, ends: Ends) -> str:
-        elements = _listed(f"{place}/elements", node["elements"], dict)
+        elements = listed(f"{place}/elements", node["elements"], dict)
         return self._row([(f"{place}/elements/{i}", one) for i, one in enumerate(elements)], ends)
 
     def _row(self, items: list[tuple[str, Any]], ends: Ends) -> str:
@@ -303,16 +260,16 @@ class _Writer:
 
     def _is_open(self, place: str, node: Any) -> bool:
         """Whether the format has no end of its own, or need not have one."""
-        kind = _kind(place, node)
+        kind = kind_of(place, node)
         if kind == "sequence":
-            elements = _listed(f"{place}/elements", node["elements"], dict)
+            elements = listed(f"{place}/elements", node["elements"], dict)
             return self._is_open(f"{place}/elements/{len(elements) - 1}", elements[-1])
         if kind == "or":
-            elements = _listed(f"{place}/elements", node["elements"], dict)
+            elements = listed(f"{place}/elements", node["elements"], dict)
             return any(
                 self._is_open(f"{place}/elements/{i}", one) for i, one in enumerate(elements)
             )
-        if kind == "optional" or (kind == "tag" and "" in _as_list(node["end"])):
+        if kind == "optional" or (kind == "tag" and "" in as_list(node["end"])):
             return self._is_open(f"{place}/content", node["content"])
         if kind in ("triggered_tags", "token_triggered_tags"):
             return not (node.get("at_least_one") and node.get("stop_after_first"))
@@ -320,7 +277,7 @@ class _Writer:
 
     def _heads(self, place: str, node: Any) -> list[tuple[Mark, Format | None]]:
         """The marks that the format may begin with, and what then follows; [] for others."""
-        kind = _kind(place, node)
+        kind = kind_of(place, node)
         if kind == "const_string" and isinstance(node["value"], str) and node["value"]:
             return [(node["value"], None)]
         if kind == "token":
@@ -328,11 +285,11 @@ class _Writer:
         if kind == "tag" and node["begin"] != "":
             return [(self._mark_of(f"{place}/begin", node["begin"]), {**node, "begin": ""})]
         if kind == "sequence":
-            first, *others = _listed(f"{place}/elements", node["elements"], dict)
+            first, *others = listed(f"{place}/elements", node["elements"], dict)
             found = self._heads(f"{place}/elements/0", first)
             return [(mark, _joined(rest, others)) for mark, rest in found]
         if kind == "or":
-            elements = _listed(f"{place}/elements", node["elements"], dict)
+            elements = listed(f"{place}/elements", node["elements"], dict)
             all_heads = [
                 self._heads(f"{place}/elements/{i}", one) for i, one in enumerate(elements)
             ]
@@ -340,7 +297,7 @@ class _Writer:
         return []
 
     def _or(self, place: str, node: Format, ends: Ends) -> str:
-        elements = _listed(f"{place}/elements", node["elements"], dict)
+        elements = listed(f"{place}/elements", node["elements"], dict)
         whole, self._whole = self._whole, self._whole or self._is_open(place, node)
         written = _any_of(
             self._format(f"{place}/elements/{i}", one, ends) for i, one in enumerate(elements)
@@ -363,15 +320,15 @@ class _Writer:
         return self._repeated(place, node, "+", ends)
 
     def _repeat(self, place: str, node: Format, ends: Ends) -> str:
-        least, most = _count(f"{place}/min", node["min"]), node["max"]
+        least, most = count_of(f"{place}/min", node["min"]), node["max"]
         if most == -1:
             return self._repeated(place, node, f"{{{least},}}", ends)
-        most = _count(f"{place}/max", most, least)
+        most = count_of(f"{place}/max", most, least)
         return self._repeated(place, node, f"{{{least},{most}}}", ends)
 
     def _tag(self, place: str, node: Format, ends: Ends) -> str:
         begin = self._mark_of(f"{place}/begin", node["begin"])
-        closers = _as_list(node["end"])
+        closers = as_list(node["end"])
         marks = [self._mark_of(f"{place}/end", one) for one in closers]
         if not marks:
             raise ValueError(f"{place}/end must be a text, several, or a format `token`, got []")
@@ -385,19 +342,19 @@ class _Writer:
 
     def _tags(self, place: str, node: Format) -> list[tuple[str, Any]]:
         """The tags of a format, whose type may be left out."""
-        tags = _listed(f"{place}/tags", node["tags"], dict)
+        tags = listed(f"{place}/tags", node["tags"], dict)
         items = [(f"{place}/tags/{i}", {"type": "tag", **tag}) for i, tag in enumerate(tags)]
         for at, tag in items:
-            if _kind(at, tag) != "tag":
+            if kind_of(at, tag) != "tag":
                 raise ValueError(f"{at} must be a tag, got type {tag['type']!r}")
         return items
 
     def _tags_with_separator(self, place: str, node: Format, ends: Ends) -> str:
-        separator, least = node["separator"], _flag(place, node, "at_least_one")
+        separator, least = node["separator"], flag_of(place, node, "at_least_one")
         if not isinstance(separator, str):
             raise TypeError(f"{place}/separator must be a text, got {shorten(separator)}")
         tag = self._rule(_any_of(self._format(*item, NOTHING) for item in self._tags(place, node)))
-        tags = tag if _flag(place, node, "stop_after_first") else (
+        tags = tag if flag_of(place, node, "stop_after_first") else (
             f"{tag} ({self._mark(separator)} {tag})*"
         )  # fmt: skip
         return f"({tags}){'' if least else '?'} {self._marks(ends)}"
@@ -405,7 +362,7 @@ class _Writer:
     # Free text in which something begins at triggers.
 
     def _triggered_tags(self, place: str, node: Format, ends: Ends) -> str:
-        triggers = _texts(place, node, "triggers")
+        triggers = texts_of(place, node, "triggers")
         if not triggers:
             raise ValueError(f"{place}/triggers must be a list of texts that is not empty, got []")
         behind, ways = Ends(final=ends.final and not ends.marks), []
@@ -419,7 +376,7 @@ class _Writer:
                 raise ValueError(f"{at}: no trigger begins {shorten(begin)}")
             rest = {**tag, "begin": begin[len(trigger) :]}
             ways.append((trigger, self._rule(self._format(at, rest, behind))))
-        excluded = _texts(place, node, "excludes")
+        excluded = texts_of(place, node, "excludes")
         return self._dispatched(place, node, ways, lambda e: self._text(place, excluded, e), ends)
 
     def _token_triggered_tags(self, place: str, node: Format, ends: Ends) -> str:
@@ -440,7 +397,7 @@ class _Writer:
     ) -> list[tuple[Mark, str]]:
         """The marks of a dispatch, each with a rule for what must follow it."""
         ways = []
-        for i, one in enumerate(_listed(f"{place}/rules", node["rules"], list)):
+        for i, one in enumerate(listed(f"{place}/rules", node["rules"], list)):
             if len(one) != 2 or one[0] == "":
                 raise ValueError(f"{place}/rules/{i} must be a pair, got {shorten(one)}")
             written = self._rule(self._format(f"{place}/rules/{i}/1", one[1], NOTHING))
@@ -449,7 +406,7 @@ class _Writer:
 
     def _dispatch(self, place: str, node: Format, ends: Ends) -> str:
         ways = self._rules_of(place, node, self._mark_of)
-        excluded = _texts(place, node, "excludes")
+        excluded = texts_of(place, node, "excludes")
         return self._dispatched(place, node, ways, lambda e: self._text(place, excluded, e), ends)
 
     def _token_dispatch(self, place: str, node: Format, ends: Ends) -> str:
@@ -469,8 +426,8 @@ class _Writer:
         ends: Ends,
     ) -> str:
         """Free text up to each mark, behind which the rule holds; and free text at last."""
-        first = _flag(place, node, "at_least_one")
-        once = _flag(place, node, "stop_after_first") or not _flag(place, node, "loop", True)
+        first = flag_of(place, node, "at_least_one")
+        once = flag_of(place, node, "stop_after_first") or not flag_of(place, node, "loop", True)
         begun = _any_of(f"{self._mark(mark)} {rule}" for mark, rule in ways)
         if first and once:
             return f"{begun} {self._marks(ends)}"
@@ -478,27 +435,6 @@ class _Writer:
         if once:
             return _any_of([f"{part} {self._marks(ends)}", free(ends)])
         return f"{begun if first else ''} {part}* {free(ends)}"
-
-
-def _kind(place: str, node: Any) -> str:
-    """The type of a format, whose fields are checked."""
-    if not isinstance(node, dict) or "type" not in node:
-        raise TypeError(f"{place} must be an object with a `type`, got {shorten(node)}")
-    kind = node["type"]
-    if not isinstance(kind, str) or kind not in FORMATS:
-        hint = did_you_mean(kind, FORMATS) if isinstance(kind, str) else ""
-        known = hint or f"; there are {', '.join(FORMATS)}"
-        raise ValueError(f"{place}: no format has the type {shorten(kind)}{known}")
-    needed, others = FORMATS[kind]
-    missing = [name for name in needed if name not in node]
-    if missing:
-        raise ValueError(f"{place}: {kind} must have {missing[0]!r}")
-    fields = ("type", *needed, *others)
-    unknown = [name for name in node if name not in fields]
-    if unknown:
-        hint = did_you_mean(unknown[0], fields)
-        raise ValueError(f"{place}: {kind} has no {unknown[0]!r}{hint or ' here'}")
-    return kind
 
 
 def _any_of(ways: Iterable[str]) -> str:
@@ -509,41 +445,7 @@ def _none_of(token_ids: Collection[int]) -> str:
     return f"<[^{','.join(map(str, sorted(token_ids)))}]>" if token_ids else "<[*]>"
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _joined(first: Format | None, others: list[Format]) -> Format | None:
     """A sequence; None if nothing is in it."""
     elements = ([] if first is None else [first]) + others
     return {"type": "sequence", "elements": elements} if elements else None
-
-
-def _listed(place: str, values: Any, kind: Any, empty: bool = False) -> list[Any]:
-    """A list of a structural tag's description."""
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        what = {str: "texts", dict: "objects", list: "pairs"}.get(kind, "tokens")
-        raise TypeError(f"{place} must be a list of {what}, got {shorten(values)}")
-    if not values and not empty:
-        raise ValueError(f"{place} must not be empty")
-    return values
-
-
-def _texts(place: str, node: Format, name: str) -> list[str]:
-    texts = _listed(f"{place}/{name}", node.get(name, []), str, empty=True)
-    if "" in texts:
-        raise ValueError(f"{place}/{name} must be texts that are not empty, got {shorten(texts)}")
-    return texts
-
-
-def _flag(place: str, node: Format, name: str, default: bool = False) -> bool:
-    value = node.get(name, default)
-    if not isinstance(value, bool):
-        raise TypeError(f"{place}/{name} must be true or false, got {shorten(value)}")
-    return value
-
-
-def _count(place: str, value: Any, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{place} must be an int >= {least}, got {shorten(value)}")
-    return value
