@@ -188,6 +188,8 @@ def _error(matcher: "LLMatcher", tokenizer: "LLTokenizer", asked: StructuredOutp
     """Why the matcher is of no use, or ""."""
     if matcher.is_error():
         error = reason_of(matcher)
+        if error.startswith("panic: "):
+            return "it has too many parts"
         if asked.grammar is None:  # it shows a grammar that we have written
             error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]
         return explained(error, _schemas(asked))

@@ -27,6 +27,7 @@ from nanovllm.engine.requests.tag_formats import (
 from nanovllm.utils.checks import shorten
 
 MOST_FORMATS = 2_000  # after free text, what follows it is written once for each way to begin
+MOST_LETTERS = 64  # of a text, that are lexemes of their own
 ANY = "/(?s:.*)/"
 
 
@@ -98,14 +99,16 @@ class _Writer:
     def _mark(self, mark: Mark, final: bool = False) -> str:
         """A text, letter by letter or as the added token that it names; or a token.
 
-        Each letter is a lexeme: of two texts that begin alike, the longer one would win at once.
+        Letters are lexemes: of two texts that begin alike, the longer one would win at once.
         A token at which the output ends is written where it may end.
         """
         if isinstance(mark, int):
             if mark in self._eos and not final:
                 raise ValueError(f"the token {mark} ends the output, and something must follow it")
             return f"<[{mark}]>"
-        letters = " ".join(map(literal, [mark] if self._whole else mark)) or literal("")
+        most = 0 if self._whole else MOST_LETTERS
+        parts = [*mark[:most], mark[most:]] if mark[most:] or not mark else [*mark]
+        letters = " ".join(map(literal, parts))
         token = self._tokens.get(mark)
         if token is None or (token in self._eos and not final):
             return f"({letters})"
@@ -243,16 +246,27 @@ class _Writer:
 
     def _row(self, items: list[tuple[str, Any]], ends: Ends) -> str:
         """Formats behind each other. One that has no end is written with how the next begins."""
-        (place, first), *others = items
-        if not others:
-            return self._format(place, first, ends)
-        next_place, following = others[0]
-        heads = self._heads(next_place, following) if self._is_open(place, first) else []
-        if not heads:
-            return f"{self._format(place, first, NOTHING)} {self._row(others, ends)}"
+        written: list[str] = []
+        for (place, first), following in itertools.pairwise(items):
+            heads = self._heads(*following) if self._is_open(place, first) else []
+            if heads:
+                others = items[len(written) + 1 :]
+                return " ".join([*written, self._up_to(heads, place, first, others, ends)])
+            written.append(self._format(place, first, NOTHING))
+        return " ".join([*written, self._format(*items[-1], ends)])
+
+    def _up_to(
+        self,
+        heads: list[tuple[Mark, Format | None]],
+        place: str,
+        first: Any,
+        others: list[tuple[str, Any]],
+        ends: Ends,
+    ) -> str:
+        """A format up to each of the marks that the next one begins with, and what follows."""
         ways = []
         for mark, rest in heads:
-            left = ([] if rest is None else [(next_place, rest)]) + others[1:]
+            left = ([] if rest is None else [(others[0][0], rest)]) + others[1:]
             behind = self._row(left, ends) if left else self._marks(ends)
             final = ends.final and not ends.marks and not left
             ways.append(f"{self._format(place, first, Ends((mark,), final))} {behind}")

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"type": "any_text", "excludes": ["BAD", "[x"]}, ["", "BA", "a\nD[y"],
         ["BAD", "aBADb", "[x"],
     ),
+    "a long const_string": (const("ab" * 50_000 + "!"), ["ab" * 50_000 + "!"], ["ab" * 50_000]),
     "sequence": (sequence(const("a"), schema({"const": 1}), const("b")), ["a1b"], ["a1", "ab"]),
     "text, then a text": (
         sequence(TEXT, const("END"), const("!")), ["END!", "aEN\nEEND!"], ["", "aEND", "END!x"]
@@ -453,6 +454,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an end": (tag("a", TEXT, 3), "format/end must be a text or a format `token`, got 3"),
     "a token": (token("<nope>"), "format/token must be a token's id or the text of an added token"),
     "free tokens": (tag("a", {"type": "any_tokens"}, "</b>"), "format/content: free tokens end wi"),
+    "too many parts": (
+        sequence(*[const(f"{i:064}") for i in range(1900)]), "it has too many parts",
+    ),
     "a rule": (dispatch(rules=[["a"]]), "format/rules/0 must be a pair"),
 }  # fmt: skip
 
