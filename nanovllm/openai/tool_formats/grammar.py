@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from nanovllm.engine.requests.grammars import JSON_OPTIONS
+from nanovllm.engine.requests.lark import JSON_OPTIONS
 from nanovllm.openai.tool_formats.base import ToolFormat
 from nanovllm.openai.tools import Tool, ToolChoice, checked_parameters
 from nanovllm.structured_outputs import StructuredOutputs
