@@ -31,7 +31,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
 TOOL_PARSERS = (
-    "hermes", "llama3_json", "mistral", "mistral_args", "none",
+    "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "none",
 )  # fmt: skip
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "none")
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
