@@ -145,6 +145,9 @@ class _Life:
         await serving
         for task in (ended, asked):
             task.cancel()
+        for number in SIGNALS:  # more of them change nothing
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
         await asyncio.to_thread(self._llm.close)
         return 1 if ended.done() and not ended.cancelled() else 0
 

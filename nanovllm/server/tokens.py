@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.request import CHAT, parse_body
 from nanovllm.server.bodies import read_object
-from nanovllm.utils.checks import check_bool, check_ids, check_name, check_text, shorten
+from nanovllm.utils.checks import check_bool, check_ids, check_int, check_name, check_text, shorten
 
 TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 IDS_FIELDS = ("model", "tokens")
@@ -44,7 +44,9 @@ class Tokens:
         body = await read_object(request, self._max_body_mib)
         for name in body:
             check_name(name, IDS_FIELDS)
-        ids = list(check_ids("tokens", body.get("tokens")))
+        last = len(self._llm.tokenizer) - 1
+        given = check_ids("tokens", body.get("tokens"))
+        ids = [check_int("tokens: a token id", token_id, 0, last) for token_id in given]
         return JSONResponse({"prompt": self._llm.tokenizer.decode(ids)})
 
     async def _of_chat(self, body: Mapping[str, Any]) -> list[int]:
