@@ -37,10 +37,13 @@ HERMES = f"{SHOWN}<tool_call>{BODY}"
 THINKING = f"{HERMES}{{% if enable_thinking is false %}}<think></think>\n\n{{% endif %}}"
 SIGNS = {
     "hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]",
-    "mistral_args": "[TOOL_CALLS][ARGS]", "qwen3_coder": "<tool_call><function=",
-    "pythonic": "<|python_start|>[",
+    "mistral_args": "[TOOL_CALLS][ARGS]", "pythonic": "[func_name1(a=1)]",
+    "qwen3_coder": "<tool_call><function=f>",
 }  # fmt: skip
-MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+MARKERS = (
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<|python_start|>", "<|python_end|>",
+)  # fmt: skip
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
 
 

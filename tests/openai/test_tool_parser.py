@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.config import TOOL_PARSERS
 from nanovllm.openai.tool_formats.parser import ToolParser, join, parse
 from nanovllm.openai.tool_formats.table import FORMATS
 from nanovllm.openai.tools import Tool
@@ -270,6 +271,10 @@ def test_markers_are_made_by_the_caller(name: str) -> None:
     rules = FORMATS[name].grammar([Tool("f", SCHEMA), Tool("g", {})], True, literal)
     assert set(asked) <= set(FORMATS[name].markers)
     assert not any(marker in rule for marker in FORMATS[name].markers for rule in rules)
+
+
+def test_the_option_allows_the_formats_that_there_are() -> None:
+    assert {*TOOL_PARSERS} == {*FORMATS, "none"}
 
 
 def refusal(name: str, tool: Tool) -> str:

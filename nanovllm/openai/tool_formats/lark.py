@@ -10,6 +10,8 @@ from nanovllm.openai.tools import Tool
 # As templates write JSON: models have seen it so, and white space cannot go on without end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+KEY = "/[A-Za-z_][A-Za-z0-9_]*/"  # a terminal for the names of parameters that no schema names
+
 
 def quoted(text: str) -> str:
     """A literal."""

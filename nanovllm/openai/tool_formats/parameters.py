@@ -59,6 +59,15 @@ def parameters_of(format_name: str, tool: Tool, names: re.Pattern[str]) -> list[
     ]
 
 
+def others_of(tool: Tool) -> Mapping[str, Any] | None:
+    """The schema of any parameter, if `tool` names none and allows some; else None."""
+    schema = resolved(tool.parameters, tool.parameters)
+    others = schema.get("additionalProperties", True)
+    if others is False or schema.get("properties") or schema.get("required"):
+        return None
+    return _with_definitions(others, tool.parameters)
+
+
 def parameter_types(tool: Tool | None, name: str) -> frozenset[str]:
     """The JSON types that the value of a parameter may have; all if the schema names none."""
     if tool is None:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from nanovllm.openai.tool_formats.base import WHOLE, Part, Reading, ToolFormat, headed
-from nanovllm.openai.tool_formats.lark import any_of, json_value, quoted, repeated
+from nanovllm.openai.tool_formats.lark import KEY, any_of, json_value, quoted, repeated
 from nanovllm.openai.tool_formats.literal_reader import in_json, read_value
-from nanovllm.openai.tool_formats.parameters import parameters_of
+from nanovllm.openai.tool_formats.parameters import others_of, parameters_of
 from nanovllm.openai.tool_formats.source import Source
 from nanovllm.openai.tools import Tool
 
@@ -85,7 +85,7 @@ class Pythonic(ToolFormat):
         ]
         for index, tool in enumerate(tools):
             rules += _call_rules(f"_{index}", tool)
-        return rules
+        return [*rules, f"KEY: {KEY}"]
 
 
 def _call_rules(suffix: str, tool: Tool) -> list[str]:
@@ -93,8 +93,16 @@ def _call_rules(suffix: str, tool: Tool) -> list[str]:
 
     An argument is followed by a tail: so every subset of the optional ones can be written.
     """
+    head = quoted(f"{tool.name}(")
+    parameters, others = parameters_of("pythonic", tool, NAME), others_of(tool)
+    if others is not None:
+        pair = f"KEY {quoted('=')} {json_value(others)}"
+        return [
+            f"call{suffix}: {head} (pair{suffix} ({quoted(', ')} pair{suffix})*)? {quoted(')')}",
+            f"pair{suffix}: {pair}",
+        ]
     begins, rules, may_begin = list[str](), list[str](), True
-    for index, parameter in enumerate(parameters_of("pythonic", tool, NAME)):
+    for index, parameter in enumerate(parameters):
         argument = f"{quoted(parameter.name + '=')} {json_value(parameter.schema)}"
         tail = f"tail{suffix}_{index + 1}"
         if may_begin:
@@ -104,7 +112,6 @@ def _call_rules(suffix: str, tool: Tool) -> list[str]:
         may_begin = may_begin and not parameter.is_required
     if may_begin:
         begins.append('""')
-    head = quoted(f"{tool.name}(")
     return [
         f"call{suffix}: {head} ({' | '.join(begins)}) {quoted(')')}",
         *rules[1:],

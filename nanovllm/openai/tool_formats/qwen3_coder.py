@@ -4,17 +4,20 @@ There is a line for each of the tags and for each value.
 """
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 from nanovllm.openai.tool_formats.base import WHOLE, Part, Reading, ToolFormat
-from nanovllm.openai.tool_formats.lark import any_of, json_value, quoted, repeated
+from nanovllm.openai.tool_formats.lark import KEY, any_of, json_value, quoted, repeated
 from nanovllm.openai.tool_formats.literal_reader import in_json, read_value
 from nanovllm.openai.tool_formats.parameters import (
     ANYTHING,
     Parameter,
+    others_of,
     parameter_types,
     parameters_of,
     type_of,
+    types_of,
 )
 from nanovllm.openai.tool_formats.source import Source, Steps
 from nanovllm.openai.tool_formats.text_terminal import text_terminal
@@ -25,6 +28,7 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NAME = re.compile(r"[^<>\n]*")
 LINE = "\n"
+NO_CONTAINER = r"~/\s*[\[{](?s:.*)/ & /(?s:.*)/"
 TEXT = frozenset(["string"])
 
 
@@ -78,35 +82,50 @@ class Qwen3Coder(ToolFormat):
         texts = dict[str, str]()  # the names of rules, by the terminals of values
         for index, tool in enumerate(tools):
             head = quoted(f"\n{FUNCTION}{tool.name}>\n")
-            parameters = parameters_of("qwen3_coder", tool, NAME)
+            parameters, others = parameters_of("qwen3_coder", tool, NAME), others_of(tool)
             lines = " ".join(_parameter(tool, parameter, texts) for parameter in parameters)
+            if others is not None:
+                lines = (
+                    f"({quoted(PARAMETER)} KEY {quoted(f'>{LINE}')} {_other(tool, others, texts)})*"
+                )
             tail = quoted(f"{END_FUNCTION}\n")
             rules.append(f"call_{index}: {start} {head} {lines} {tail} {end}")
         for terminal, name in texts.items():
             rules.append(f"{name}[lazy]: {name.upper()} {quoted(f'{LINE}{END_PARAMETER}')}")
             rules.append(f"{name.upper()}: {terminal} & ~/(?s:.*)<\\/parameter>(?s:.*)/")
-        return rules
+        return [*rules, f"KEY: {KEY}"]
+
+
+def _other(tool: Tool, schema: Mapping[str, Any], texts: dict[str, str]) -> str:
+    """An expression for the value of a parameter that no schema names, and the mark behind it.
+
+    If its type is not known, what may be read as a list or an object must be one.
+    """
+    if types_of(schema, schema) != ANYTHING:
+        return _value(tool, "additionalProperties", schema, texts)
+    name = texts.setdefault(NO_CONTAINER, f"text_{len(texts)}")
+    container = json_value({**schema, "type": ["object", "array"]})
+    return f"({name} {quoted(LINE)} | {container} {quoted(f'{LINE}{END_PARAMETER}{LINE}')})"
 
 
 def _parameter(tool: Tool, parameter: Parameter, texts: dict[str, str]) -> str:
-    """An expression for the lines of a parameter; text is by a rule of `texts`."""
+    """An expression for the lines of a parameter."""
     head = quoted(f"{PARAMETER}{parameter.name}>\n")
-    if parameter_types(tool, parameter.name) in (TEXT, ANYTHING):
-        name = texts.setdefault(_terminal(tool, parameter), f"text_{len(texts)}")
-        lines = f"{head} {name} {quoted(LINE)}"
-    else:
-        tail = quoted(f"{LINE}{END_PARAMETER}{LINE}")
-        lines = f"{head} {json_value(parameter.schema)} {tail}"
+    lines = f"{head} {_value(tool, parameter.name, parameter.schema, texts)}"
     return lines if parameter.is_required else f"({lines})?"
 
 
-def _terminal(tool: Tool, parameter: Parameter) -> str:
+def _value(tool: Tool, place: str, schema: Mapping[str, Any], texts: dict[str, str]) -> str:
+    """An expression for a value and the mark behind it; text is by a rule of `texts`."""
+    if types_of(schema, schema) not in (TEXT, ANYTHING):
+        return f"{json_value(schema)} {quoted(f'{LINE}{END_PARAMETER}{LINE}')}"
     try:
-        return text_terminal(parameter.schema, parameter.schema)
+        terminal = text_terminal(schema, schema)
     except ValueError as error:
         raise ValueError(
-            f"the tool parser 'qwen3_coder' cannot call {tool.name!r}: {parameter.name!r}: {error}"
+            f"the tool parser 'qwen3_coder' cannot call {tool.name!r}: {place!r}: {error}"
         ) from None
+    return f"{texts.setdefault(terminal, f'text_{len(texts)}')} {quoted(LINE)}"
 
 
 def _read_value(source: Source, types: frozenset[str]) -> Reading:
