@@ -26,7 +26,9 @@ from constraints import SCHEMA, elapsed, make_tokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.constraint import take
 from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.scheduler import Scheduler
@@ -116,13 +118,19 @@ def measure(found: list[tuple[Sequence, list[int]]], steps: int, vocab: int) -> 
     fill = drawing.fill_masks
     drawing.fill_masks = timed(fill, times["fill"])
     draw = timed(drawing.draw_inputs, times["draw"])
-    postprocess = timed(scheduler.postprocess, times["postprocess"])
+
+    def follow(batch: Batch, token_ids: list[int]) -> list[Sequence]:
+        take(batch, token_ids)
+        return scheduler.postprocess(batch, token_ids)
+
+    postprocess = timed(follow, times["postprocess"])
     known = torch.zeros(len(found))  # whatever the device has
     computed = Computed(known[:, None], known, (known, known), known)
     for step in range(steps):
         batch = scheduler.schedule()
         assert batch is not None and len(batch.sampling_seqs) == len(found)
         draw(batch.sampling_seqs, vocab, "cpu", computed)
+        scheduler.advance(batch)
         assert not postprocess(batch, [tokens[seq][step] for seq in batch.sampling_seqs])
     drawing.fill_masks = fill
     figures = {name: statistics.median(each[5:]) for name, each in times.items() if each}
