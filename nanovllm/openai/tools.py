@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.engine.requests.grammars import JSON_OPTIONS, MOST_KEPT
+from nanovllm.engine.requests.compiled import MOST_KEPT
+from nanovllm.engine.requests.grammars import JSON_OPTIONS
 from nanovllm.engine.requests.schemas import check_schema, place
 from nanovllm.utils.checks import (
     allowed_choices,

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.requests.compiled import CompiledGrammars
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
 from nanovllm.engine.requests.schemas import check_schema, place
 from nanovllm.structured_outputs import StructuredOutputs
@@ -15,12 +16,14 @@ from nanovllm.utils.checks import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_KEPT = 256  # compiled grammars
 MOST_SHOWN = 1_000  # characters of an error
 MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
 # For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
 # pattern is for, as one that has any value: no string is written with them.
 JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
+# llguidance looks at all tokens of such a kind at once where a mask may allow all of them; of other
+# tokens, at each. Its own kinds are those of JSON's strings.
+LETTERS = ("[a-zA-Z]{1,10}", "[a-zA-Z]+", "[a-z]+")
 TEXT = r"/(.|\n)*/"
 HIDDEN = "\ufdd0"  # no character: begins no text
 
@@ -28,8 +31,9 @@ HIDDEN = "\ufdd0"  # no character: begins no text
 class Grammars:
     """Grammars over a model's vocabulary, compiled once each. For use by several threads.
 
-    Compiling blocks the thread that asks, for milliseconds with schemas of usual size, and at first
-    for the second that llguidance takes to read a large vocabulary. Other threads go on.
+    Compiling blocks the thread that asks, for milliseconds with schemas of usual size; other
+    threads go on. The first constraint blocks all threads for the second that llguidance takes to
+    read a large vocabulary: it does not release Python's lock.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
@@ -37,7 +41,7 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._read: LLTokenizer | None = None
-        self._compiled = functools.lru_cache(MOST_KEPT)(self._compile)
+        self._compiled = CompiledGrammars(self._compile)
 
     def constraint(
         self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
@@ -46,7 +50,7 @@ class Grammars:
 
         A grammar that llguidance refuses is a ValueError.
         """
-        matcher, tokenizer = self._compiled(asked), self._tokenizer()
+        matcher, tokenizer = self._compiled.matcher(asked), self._tokenizer()
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:
@@ -109,6 +113,7 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
         text,
         n_vocab=max(vocab_size, num_tokens),
         eos_token=[i for i in eos_token_ids if i < num_tokens] or None,
+        slices=[*LLTokenizer.general_slices(), *LETTERS],
     )
 
 
