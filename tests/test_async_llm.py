@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 from reference import make_llm, make_prompts
@@ -16,6 +17,7 @@ from reference import make_llm, make_prompts
 from nanovllm import LLM, RankError, SamplingParams
 from nanovllm.async_llm import AsyncLLM, EngineFullError
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.remote.loop import read_vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -363,3 +365,16 @@ def test_metrics_count_stops_as_stops(engine: AsyncLLM, run: Run[Any]) -> None:
     deadline = time.monotonic() + 20
     while stops() == before:
         assert time.monotonic() < deadline
+
+
+def test_the_vocabulary_is_read_before_the_first_request(model_dir: Path, tmp_path: Path) -> None:
+    """Reading it stops all threads of a process, for a second with a large one."""
+    constrained = SamplingParams(structured_outputs=dict(regex="b"))
+    with make_llm(model_dir) as llm:
+        read_vocabulary(llm)
+        with patch("llguidance.LLTokenizer", side_effect=AssertionError("it is read again")):
+            llm.accept([5], constrained)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+    with make_llm(tmp_path) as llm:
+        read_vocabulary(llm)  # there is none

@@ -336,24 +336,30 @@ def test_text_before_the_constraint_is_free(model_dir: Path, llm: LLM) -> None:
             assert [out.token_ids for out in again] == expected
 
 
+@pytest.mark.parametrize(
+    ("part", "method"), [("model_runner", "draw"), ("scheduler", "postprocess")]
+)
 def test_an_interrupted_call_goes_on_where_it_was(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, method: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every follower starts over, and follows the tokens that are there."""
     params = SamplingParams(
         temperature=1.5, seed=1, max_tokens=60, structured_outputs=dict(regex="([a-z]{3}-){9}")
     )
+    prompts = [[8, number] for number in range(6)]  # so many are followed together
     with make_llm(model_dir, overlap=True) as llm:
-        (expected,) = llm.generate([[8, 8]], params, use_tqdm=False)
+        expected = [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
         for steps in (1, 3, 10):
-            llm.add_request([8, 8], params)
+            for prompt in prompts:
+                llm.add_request(prompt, params)
             for _ in range(steps):
                 llm.step()
             with monkeypatch.context() as patch:
-                patch.setattr(llm.model_runner, "draw", lambda *_: 1 / 0)
+                patch.setattr(getattr(llm, part), method, lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     run_to_end(llm)
-            assert [out.token_ids for out in run_to_end(llm)] == [expected.token_ids]
+            outputs = sorted(run_to_end(llm), key=lambda out: out.request_id)
+            assert [out.token_ids for out in outputs] == expected
         audit_at_rest(llm)
 
 

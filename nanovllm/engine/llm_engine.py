@@ -11,6 +11,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
+from nanovllm.engine.requests.constraint import take
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -250,7 +251,9 @@ class LLMEngine:
             following = self._begin()
             if following is not None and not following.batch.draws_wait:
                 self._launched, following = self._draw(following), None
-        finished = self.scheduler.postprocess(batch, self.model_runner.wait(launched))
+        token_ids = self.model_runner.wait(launched)
+        take(batch, token_ids)
+        finished = self.scheduler.postprocess(batch, token_ids)
         if following is not None:
             self._launched = self._draw(following)
         end = time.perf_counter()

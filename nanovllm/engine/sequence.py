@@ -227,6 +227,11 @@ class Sequence:
         """Whether the next token is chosen otherwise than from the model's own distribution."""
         return self.narrows or len(self.token_ids) < self.min_num_tokens
 
+    @property
+    def may_forbid(self) -> bool:
+        """Whether `forbidden_token_ids` has to be asked: else it is empty."""
+        return bool(self.bad_words) or len(self.token_ids) < self.min_num_tokens
+
     def forbidden_token_ids(self, drafts: list[int]) -> set[int]:
         """Tokens that may not come after the `drafts`, or next if there are none.
 

@@ -3,6 +3,7 @@
 PyTorch is imported late: the process must first be able to notice the end of its caller.
 """
 
+import contextlib
 import os
 import pickle
 import queue
@@ -32,6 +33,8 @@ from nanovllm.engine.remote.messages import (
     Submit,
 )
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -209,12 +212,20 @@ def _serve(link: socket.socket) -> None:
     with_commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine = LLMEngine(model, **options)
     try:
+        read_vocabulary(engine)
         outbox = Outbox(link)
         outbox.send(Ready(engine.config, engine.model_config))
         threading.Thread(target=_read, args=(link, with_commands), daemon=True).start()
         EngineLoop(engine, with_commands, outbox).run()
     finally:
         engine.close()
+
+
+def read_vocabulary(engine: "LLMEngine") -> None:
+    """Let llguidance read the vocabulary: it stops all threads, later also the steps."""
+    constrained = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    with contextlib.suppress(ValueError):  # there is no text: a constraint is refused
+        engine.accept([0], constrained)
 
 
 def _read(link: socket.socket, commands: "queue.SimpleQueue[Any]") -> None:

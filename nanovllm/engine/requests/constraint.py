@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import End, Sequence
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class Constraint:
     _matcher: "LLMatcher"
     _free: FreeText | None
     _num_tokens: int  # of the output, that are followed
+    _is_ahead: bool  # whether the matcher has one more, which `take` gave it
 
     def __init__(
         self,
@@ -118,11 +121,11 @@ class Constraint:
         """Start over: the next `update` follows every token of the output."""
         self._matcher = self._start.deep_copy()
         self._free = self._start_text and self._start_text.copy()
-        self._num_tokens = 0
+        self._num_tokens, self._is_ahead = 0, False
 
     def update(self, seq: Sequence) -> End | None:
         """Follow the tokens that are new. Returns the end that they bring, if any."""
-        number = seq.num_known_tokens - seq.num_prompt_tokens
+        number = len(seq.token_ids) - seq.num_pending_tokens - seq.num_prompt_tokens
         if number == self._num_tokens:
             return None
         if number < self._num_tokens:  # one was taken back
@@ -130,7 +133,7 @@ class Constraint:
         indices = range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens)
         new = seq.token_ids[indices.start : indices.stop]
         self._num_tokens = number
-        if not self.dead_ends.isdisjoint(indices):
+        if self.dead_ends and not self.dead_ends.isdisjoint(indices):
             return self._failure()
         if self._free is not None:
             ended = self._free.ends(new)
@@ -141,10 +144,17 @@ class Constraint:
                 return self._failure()
             self._matcher, self._free, new = begun, None, new[ended[0] :]
         matcher = self._matcher
-        if matcher.try_consume_tokens(new) < len(new) or matcher.is_error():
+        if self._is_ahead:
+            self._is_ahead, new = False, new[1:]
+        if new and matcher.try_consume_tokens(new) < len(new):
             return self._failure()
         ends = matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
         return STOP if ends else None
+
+    def may_take(self, seq: Sequence) -> bool:
+        """Whether `take` may give it the next token: it has all others, and that one is allowed."""
+        number = len(seq.token_ids) - seq.num_pending_tokens - seq.num_prompt_tokens
+        return number == self._num_tokens and self._free is None and not self.dead_ends
 
     def _failure(self) -> End:
         failed = self._matcher.is_error()
@@ -166,9 +176,31 @@ class Constraint:
         matcher = self._matcher.deep_copy()
         return matcher if matcher.try_consume_tokens(drafts) == len(drafts) else None
 
-    def barred(self, drafts: list[int]) -> list[int]:
+    def barred(self, drafts: list[int]) -> tuple[int, ...]:
         """The tokens that may not come after the drafts where `after` is None."""
-        return [*self.ends, *(self._free.barred(drafts) if self._free is not None else ())]
+        return (*self.ends, *(self._free.barred(drafts) if self._free is not None else ()))
+
+
+def take(batch: Batch, token_ids: list[int]) -> None:
+    """Give the matchers of constraints a step's tokens, several at a time.
+
+    It is for speed alone: `update`, when a token is known, does what is left, or all of it.
+    """
+    if batch.drafts or batch.num_drafts:  # not all tokens are sure to come
+        return
+    given = [
+        (seq.constraint, token_id)
+        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True)
+        if seq.constraint is not None and seq.num_pending_tokens and seq.constraint.may_take(seq)
+    ]
+    if len(given) <= ALONE:
+        return
+    jobs = [(constraint._matcher, token_id) for constraint, token_id in given]
+    for (constraint, _), taken in zip(given, _executor().consume_token_par(jobs), strict=True):
+        if taken:
+            constraint._is_ahead = True
+        else:  # `update` finds out why
+            constraint.reset()
 
 
 def reason_of(matcher: "LLMatcher") -> str:
@@ -182,11 +214,17 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.
     Bit i % 32 of word i // 32 is set if token i may come. W is the constraints' `num_words`.
     Returns the rows of those that have failed, which allow nothing.
     """
-    jobs = [
-        (matcher, row)
-        for row, (constraint, drafts) in enumerate(asked)
-        if (matcher := constraint.after(drafts)) is not None
-    ]
+    jobs, free = [], []
+    rows_without: dict[tuple[int, ...], list[int]] = {}
+    for row, (constraint, drafts) in enumerate(asked):
+        without = constraint.excluded
+        if (matcher := constraint.after(drafts)) is not None:
+            jobs.append((matcher, row))
+        else:
+            free.append(row)
+            without = constraint.barred(drafts)
+        if without:
+            rows_without.setdefault(without, []).append(row)
     if len({id(matcher) for matcher, _ in jobs}) < len(jobs):  # each is used by one thread
         jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
     if len(jobs) > ALONE:
@@ -197,16 +235,10 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.
     failed = {row for matcher, row in jobs if matcher.is_error()}
     for row in failed:  # llguidance lets the text end where it cannot go on
         masks[row] = 0
-    free = {*range(len(asked))}.difference(row for _, row in jobs)
-    if free:
-        masks[sorted(free)] = -1
-    forbid(
-        masks,
-        (
-            (row, constraint.barred(drafts) if row in free else constraint.excluded)
-            for row, (constraint, drafts) in enumerate(asked)
-        ),
-    )
+    masks[free] = -1
+    for ids, rows in rows_without.items():
+        for token_id in ids:
+            masks.view(np.uint32)[rows, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
     return failed
 
 
@@ -230,6 +262,28 @@ def is_empty(mask: npt.NDArray[np.int32], vocab_size: int) -> bool:
     """Whether it allows none of the first `vocab_size` tokens."""
     whole, rest = divmod(vocab_size, WORD)
     return not mask[:whole].any() and not (rest and mask[whole] & ((1 << rest) - 1))
+
+
+def note_dead_ends(
+    draws: list[tuple[Sequence, list[int]]],
+    masks: npt.NDArray[np.int32],
+    doubtful: set[int],
+    vocab_size: int,
+) -> None:
+    """Note where the rows of constraints leave no token; only `doubtful` rows can.
+
+    A token that stops nothing is drawn there.
+    """
+    noted = {row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends}
+    for row in noted.union(doubtful):
+        seq, drafts = draws[row]
+        dead_ends, index = seq.constraint.dead_ends, len(seq.token_ids) + len(drafts)
+        if row in doubtful and is_empty(masks[row], vocab_size):
+            dead_ends.add(index)
+            token_id = next(i for i in count() if i not in seq.stop_token_ids)
+            masks.view(np.uint32)[row, token_id // WORD] = np.uint32(1 << token_id % WORD)
+        else:
+            dead_ends.discard(index)
 
 
 @functools.cache

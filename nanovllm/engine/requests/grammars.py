@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.requests.compiled import CompiledGrammars
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
 from nanovllm.engine.requests.lark import (
     JSON_OPTIONS,
@@ -25,19 +26,22 @@ from nanovllm.utils.checks import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_KEPT = 256  # compiled grammars
 MOST_REFUSED, MOST_MARKERS = 16, 32  # that are kept
 MOST_SHOWN = 1_000  # characters of an error
 TRIAL_TOKENS, TRIAL_WAYS = 32, 8
 PLACE_IN_LARK = re.compile(r"^at \d+\(\d+\): ")
+# llguidance looks at all tokens of such a kind at once where a mask may allow all of them; of other
+# tokens, at each. Its own kinds are those of JSON's strings.
+LETTERS = ("[a-zA-Z]{1,10}", "[a-zA-Z]+", "[a-z]+")
 HIDDEN = "\ufdd0"  # no character: begins no text
 
 
 class Grammars:
     """Grammars over a model's vocabulary, compiled once each. For use by several threads.
 
-    Compiling blocks the thread that asks, for milliseconds with schemas of usual size, and at first
-    for the second that llguidance takes to read a large vocabulary. Other threads go on.
+    Compiling blocks the thread that asks, for milliseconds with schemas of usual size; other
+    threads go on. The first constraint blocks all threads for the second that llguidance takes to
+    read a large vocabulary: it does not release Python's lock.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
@@ -45,7 +49,7 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._read: LLTokenizer | None = None
-        self._compiled = functools.lru_cache(MOST_KEPT)(self._compile)
+        self._compiled = CompiledGrammars(self._compile)
         self._refused: dict[StructuredOutputs, str] = {}  # the last ones: some take seconds
         self._reaching = functools.lru_cache(MOST_MARKERS)(self._find_reaching)
         self._beyond = functools.lru_cache(MOST_MARKERS)(self._find_beyond)
@@ -59,7 +63,7 @@ class Grammars:
         """
         if asked in self._refused:
             raise ValueError(self._refused[asked])
-        matcher, tokenizer = self._compiled(asked), self._tokenizer()
+        matcher, tokenizer = self._compiled.matcher(asked), self._tokenizer()
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:
@@ -109,7 +113,7 @@ class Grammars:
     def _find_beyond(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
         """Those of them whose text behind the marker the grammar does not take."""
         assert asked.after is not None
-        marker, matcher = asked.after.encode(), self._compiled(asked)
+        marker, matcher = asked.after.encode(), self._compiled.matcher(asked)
         free = FreeText(marker, self._bytes_of, self._tokenizer().tokenize_bytes, {})
         return {
             length: tuple(token_id for token_id, rest in few if free.begin(matcher, rest) is None)
@@ -163,6 +167,7 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
         text,
         n_vocab=max(vocab_size, num_tokens),
         eos_token=[i for i in eos_token_ids if i < num_tokens] or None,
+        slices=[*LLTokenizer.general_slices(), *LETTERS],
     )
 
 

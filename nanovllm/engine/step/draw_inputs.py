@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from nanovllm.engine.requests.constraint import WORD, fill_masks, forbid, is_empty, keep_only
+from nanovllm.engine.requests.constraint import fill_masks, forbid, keep_only, note_dead_ends
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
@@ -118,7 +117,11 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     seqs = [seq for seq, _ in draws]
     filters = Filters(torch.from_numpy(np.array(rows)))
     allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
-    forbidden = [(row, ids) for row, draw in enumerate(draws) if (ids := _forbidden(*draw))]
+    forbidden = [
+        (row, ids)
+        for row, (seq, drafts) in enumerate(draws)
+        if seq.may_forbid and (ids := _forbidden(seq, drafts))
+    ]
     if seqs[0].constraint is not None:
         filters.masks = _masks(draws, allowed, forbidden, vocab_size, device_type)
     else:
@@ -131,7 +134,7 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     if biased:
         values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
         filters.biases = _entries(biased), torch.from_numpy(values)
-    if any(seq.params.penalizes for seq in seqs):
+    if any(seq.counts is not None for seq in seqs):
         filters.penalties = _penalties(draws)
     if seqs[0].params.cuts:
         filters.cuts = _cuts([seq.params for seq in seqs], vocab_size)
@@ -167,20 +170,8 @@ def _masks(
     doubtful |= {row for row, _ in (*allowed, *forbidden)}
     if first.num_tokens > vocab_size:
         doubtful.update(range(len(draws)))
-    for row, (seq, drafts) in enumerate(draws):
-        is_dead = row in doubtful and is_empty(masks[row], vocab_size)
-        _note_dead_end(seq, len(seq.token_ids) + len(drafts), masks[row], is_dead)
+    note_dead_ends(draws, masks, doubtful, vocab_size)
     return tensor
-
-
-def _note_dead_end(seq: Sequence, index: int, mask: Array, is_dead: bool) -> None:
-    """Note whether the constraint leaves no token; one that stops nothing is drawn there."""
-    if not is_dead:
-        seq.constraint.dead_ends.discard(index)
-        return
-    seq.constraint.dead_ends.add(index)
-    token_id = next(i for i in count() if i not in seq.stop_token_ids)
-    mask.view(np.uint32)[token_id // WORD] = np.uint32(1 << token_id % WORD)
 
 
 def _penalties(draws: list[Draw]) -> Penalties:
@@ -203,9 +194,10 @@ def _penalties(draws: list[Draw]) -> Penalties:
 
 def _kind(params: SamplingParams, vocab_size: int) -> tuple[bool, ...]:
     """How a row is drawn: whether it is cut, from candidates, from few of them, by a top_k."""
-    has_k = params.cuts and 0 < params.top_k < vocab_size
+    cuts = params.cuts
+    has_k = cuts and 0 < params.top_k < vocab_size
     few = has_k and are_few(params.top_k, vocab_size)
-    return params.cuts, few or (has_k and params.top_p < 1), few, has_k
+    return cuts, few or (has_k and params.top_p < 1), few, has_k
 
 
 def _cuts(params: list[SamplingParams], vocab_size: int) -> Cuts:
