@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.prompts import TextPrompt, TokensPrompt
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
     from nanovllm.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]
@@ -38,6 +39,7 @@ _MODULES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutputs": "structured_outputs",
+    "StructuredOutputsParams": "sampling_params",
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
 }

@@ -26,6 +26,7 @@ from nanovllm.utils.option import (
 )
 from nanovllm.vllm_names import SAMPLING
 
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
 MAX_BIAS = 100.0
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
 BIASES_ALLOWED = f"a dict from token ids to numbers {allowed_range(-MAX_BIAS, MAX_BIAS)}"

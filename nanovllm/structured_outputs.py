@@ -1,11 +1,13 @@
 """StructuredOutputs: what a request's output must be, so that a program can read it."""
 
+import enum
 import json
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_texts, shorten
+from nanovllm.utils.checks import check_text, check_texts, shorten
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import (
     NOTHING,
@@ -30,21 +32,43 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 def _json_text(name: str, value: Any) -> str:
     """A JSON value as text; the order of names stays, as it is the order of the output's."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise ValueError(f"{name} is not valid JSON: {error}") from None
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError) as error:
+        text = value if isinstance(value, str) else _dumps(value)
+        text = _dumps(parse_json(text))
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON: {error}; got {shorten(value)}") from None
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+    check_text(name, text)
+    return text
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _schema_of(name: str, value: Any) -> Any:
+    """The schema that pydantic makes of a type, a model or a TypeAdapter; others as they are."""
+    make = getattr(value, "model_json_schema", None) or getattr(value, "json_schema", None)
+    is_type = isinstance(value, type) or typing.get_origin(value) is not None
+    if not callable(make) and not is_type:
+        return value
+    try:
+        if callable(make):
+            return make()
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(value).json_schema()
+    except ImportError:
+        raise TypeError(
+            f"{name}: pydantic, which makes a schema of {shorten(value)}, is not installed"
+        ) from None
+    except Exception as error:  # of many types
+        raise TypeError(f"{name} must be {SCHEMA.allowed}, got {shorten(value)}: {error}") from None
 
 
 def _check_schema(name: str, value: Any) -> str:
-    to_schema = getattr(value, "model_json_schema", None)
-    if to_schema is not None:
-        value = to_schema()
+    value = _schema_of(name, value)
     if not isinstance(value, str | Mapping | bool):
         raise TypeError(f"{name} must be {SCHEMA.allowed}, got {shorten(value)}")
     text = _json_text(name, value)
@@ -60,14 +84,19 @@ def _check_tag(name: str, value: Any) -> str:
 
 
 def _check_choice(name: str, value: Any) -> tuple[str, ...]:
+    if typing.get_origin(value) is typing.Literal:
+        value = typing.get_args(value)
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
+    if is_list:
+        value = [one.value if isinstance(one, enum.Enum) else one for one in value]
     texts = check_texts(name, value)
     if not texts:
         raise ValueError(f"{name} must be {CHOICE.allowed}, got none")
     return texts
 
 
-SCHEMA = Rule(_check_schema, "a JSON schema as a dict or a text, or a pydantic model")
-CHOICE = Rule(_check_choice, "a list of texts that is not empty")
+SCHEMA = Rule(_check_schema, "a JSON schema as a dict or a text, or a pydantic model or other type")
+CHOICE = Rule(_check_choice, "a list of texts that is not empty, or an Enum of texts")
 TAG = Rule(_check_tag, "a dict or its JSON text")
 
 
@@ -90,8 +119,8 @@ class StructuredOutputs:
     )
     structural_tag: Any = option(
         None,
-        'free text with tagged parts, each by a schema: `{"triggers": [...], "structures":'
-        ' [{"begin": ..., "schema": ..., "end": ...}]}`',
+        'free text with tagged parts: `{"type": "structural_tag", "format": {...}}`, or'
+        ' `{"triggers": [...], "structures": [{"begin": ..., "schema": ..., "end": ...}]}`',
         TAG,
         none=NOTHING,
     )
@@ -107,7 +136,7 @@ class StructuredOutputs:
     after: str | None = option(
         None,
         "a text, such as `</think>`, that the model may write anything before: the constraint"
-        " begins with the token behind it",
+        " begins behind it",
         SOME_TEXT,
         none="the constraint holds from the start",
     )

@@ -77,6 +77,13 @@ SAMPLING = {
     "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),
     "logits_processors": OtherName((None,), "see `logit_bias`, `allowed_token_ids`, `bad_words`"),
     "guided_decoding": OtherName((None,), "see `structured_outputs`"),
+    "guided_decoding_backend": OtherName((None,), "llguidance makes all constraints"),
+    **{
+        f"guided_{kind}": OtherName((None,), f"it is `{kind}` of `structured_outputs`")
+        for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+    },
+    "guided_json_object": OtherName((None, False), "it is `json_object` of `structured_outputs`"),
+    "structural_tag": OtherName((None,), "it is `structural_tag` of `structured_outputs`"),
     "output_kind": OtherName((), "`generate` returns whole outputs, `stream` new parts"),
     "logprob_token_ids": OtherName((None,), NOT_HERE),
     "flat_logprobs": OtherName((False,), "logprobs are lists of dicts"),

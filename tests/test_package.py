@@ -246,7 +246,7 @@ def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
         "LLM", "AsyncLLM", "CompletionOutput", "RankError", "RequestOutput", "SamplingParams",
-        "StructuredOutputs", "TextPrompt", "TokensPrompt",
+        "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
     }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     assert {*nanovllm.__all__, "__version__"} <= set(dir(nanovllm)), "what notebooks complete"

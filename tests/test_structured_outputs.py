@@ -384,8 +384,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a format": (dict(json={"items": {"format": "zip"}}), r"Unknown format: zip \(at #/items/fo"),
     "a reference": (dict(json={"$ref": "#/x"}), "Pointer '/x' does not exist"),
     "false": (dict(json=False), "the schema false"),
-    "a pattern": (dict(regex="a("), "unclosed group"),
-    "look-ahead": (dict(regex="a(?=b)"), "look-around"),
+    "a pattern": (dict(regex="a/\n("), r"unclosed group, at character 4 of 'a/\\n\(': '\('$"),
+    "look-ahead": (dict(regex="a(?=b)"), r"look-around.* at character 2 of 'a\(\?=b\)'.*\)'$"),
+    "an anchor": (dict(regex="a^b"), r"regex: anchors .* \(Start\) are not supported, in 'a\^b'$"),
     "a rule": (dict(grammar="start: x"), 'unknown name: "x"'),
     "a tag": (dict(structural_tag={}), "triggers"),
     "another name in a tag": (

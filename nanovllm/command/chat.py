@@ -115,7 +115,7 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Write the model's answer. If Ctrl-C stops it, the conversation keeps its beginning."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        answer = ""
+        answer, failure = "", None
         try:
             (turn,) = self.llm.chat_turns(
                 [messages], self.params, chat_template_kwargs=self.chat_template_kwargs
@@ -125,10 +125,16 @@ class Conversation:
                     answer += event["text"]
                     sys.stdout.write(event["text"])
                     sys.stdout.flush()
+                    if event["finish_reason"] == "error":
+                        failure = event["stop_reason"]
             print()
+            if failure is not None:
+                print(f"the answer breaks off: {failure}", file=sys.stderr)
         except KeyboardInterrupt:
             print(" ...", flush=True)
         except ValueError as error:  # the conversation is too long, or the template fails
+            if "structured_outputs: " in str(error):  # no conversation would do
+                raise
             print(f"{error}; /reset starts a new conversation", file=sys.stderr)
             return
         message = turn.answer.message(answer)  # reasoning is not content: templates drop it

@@ -83,14 +83,19 @@ def run(args: argparse.Namespace) -> int:
             continue
         for sample in output["outputs"]:
             print(sample["text"])
-    return max(_status(sample) for output in outputs for sample in output["outputs"])
+    names = [f"prompt {number}: " if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
+    return max(
+        _status(sample, name)
+        for name, output in zip(names, outputs, strict=True)
+        for sample in output["outputs"]
+    )
 
 
-def _status(ended: "CompletionOutput | StreamEvent") -> int:
-    """1 for a sample that ends with an error, which goes to stderr."""
+def _status(ended: "CompletionOutput | StreamEvent", name: str = "") -> int:
+    """1 for a sample that ends with an error, which goes to stderr with the prompt's name."""
     if ended["finish_reason"] != "error":
         return 0
-    print(f"nanovllm: error: {ended['stop_reason']}", file=sys.stderr)
+    print(f"nanovllm: error: {name}{ended['stop_reason']}", file=sys.stderr)
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Run a command: its errors become one line on stderr and an exit status.
+"""Run a command: its errors become a message on stderr and an exit status.
 
 0 is success, 1 a failure, 2 a mistake in the command line, 130 Ctrl-C, 141 a closed pipe at stdout.
 """
@@ -28,7 +28,7 @@ def prepare_streams() -> None:
 
 
 def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run a command and return its status; an error becomes one line on stderr."""
+    """Run a command and return its status; an error becomes a message on stderr."""
     _set_up_logging(args.verbose)
     try:
         status = run(args)
@@ -42,15 +42,21 @@ def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespa
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        print(f"nanovllm: error: {_one_line(error)}", file=sys.stderr)
+        print(f"nanovllm: error: {_message(error)}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else 1
     return status
 
 
-def _one_line(error: Exception) -> str:
-    """An error in one line, with its type unless it is an error that users can act on."""
-    first, _, rest = (str(error) or type(error).__name__).partition("\n")
-    expected = isinstance(error, UsageError | OSError | ValueError | MemoryError | RuntimeError)
+def _message(error: Exception) -> str:
+    """An error in one line, with its type unless it is an error that users can act on.
+
+    Bad input may take more lines: they show the place in a grammar or a file.
+    """
+    text = str(error) or type(error).__name__
+    if isinstance(error, ValueError):
+        return text
+    first, _, rest = text.partition("\n")
+    expected = isinstance(error, UsageError | OSError | MemoryError | RuntimeError)
     name = "" if expected else f"{type(error).__name__}: "
     return f"{name}{first}" + (" (--debug shows more)" if rest or name else "")
 

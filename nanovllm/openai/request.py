@@ -13,6 +13,7 @@ from nanovllm.openai.answers import PLAIN, AnswerFormat
 from nanovllm.openai.response_format import structured_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, check_name, shorten
+from nanovllm.vllm_names import SAMPLING as VLLM_NAMES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -80,8 +81,12 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _check_fields(url: str, body: Mapping[str, Any]) -> None:
+    known = (*INPUTS[url], *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED)
     for name, value in body.items():
-        check_name(name, (*INPUTS[url], *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED))
+        if name in VLLM_NAMES and name not in known:
+            why = VLLM_NAMES[name].why.replace("`", "")
+            raise ValueError(f"unknown field {name!r}: {why}")
+        check_name(name, known)
         if name in FIXED and (value != FIXED[name] or type(value) is not type(FIXED[name])):
             raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten(value)}")
     if not isinstance(body.get("model", ""), str):

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.engine.requests.grammars import JSON_OPTIONS, MOST_KEPT
-from nanovllm.engine.requests.schemas import check_schema, place
+from nanovllm.engine.requests.grammars import MOST_KEPT
+from nanovllm.engine.requests.schema_errors import explained
+from nanovllm.engine.requests.schemas import check_schema, without_neutral
 from nanovllm.utils.checks import (
     allowed_choices,
     as_list,
@@ -156,9 +157,4 @@ def checked_parameters(tool: Tool) -> Mapping[str, Any]:
 @functools.lru_cache(MOST_KEPT)
 def _schema_error(text: str) -> str:
     """Why there is no grammar of a schema, or ""."""
-    from llguidance import LLMatcher
-
-    options: Any = JSON_OPTIONS
-    grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)
-    error = LLMatcher.validate_grammar(grammar).split("\n")[0]
-    return error and error + place(json.loads(text), error)
+    return explained("", [("#", without_neutral(json.loads(text)))])

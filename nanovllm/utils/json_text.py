@@ -15,6 +15,14 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"it is nested too deeply: {error}") from None
 
 
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """Parse the JSON value that starts there; returns it, and where it ends."""
+    try:
+        return json.JSONDecoder(object_pairs_hook=_object).raw_decode(text, start)
+    except RecursionError as error:
+        raise ValueError(f"it is nested too deeply: {error}") from None
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse equal names, of which JSON's parser would silently keep the last."""
     value = dict(pairs)

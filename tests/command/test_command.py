@@ -429,9 +429,9 @@ def test_a_chat_keeps_its_messages() -> None:
             turns.append([(message["role"], message["content"]) for message in conversations[0]])
             return [Turn({"prompt_token_ids": [1]}, SamplingParams(), AnswerFormat(Reasoning()))]
 
-        def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, str]]:
-            yield {"text": "<think>so</think>an "}
-            yield {"text": "answer"}
+        def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, str | None]]:
+            yield {"text": "<think>so</think>an ", "finish_reason": None}
+            yield {"text": "answer", "finish_reason": "stop"}
 
     turns: list[Any] = []
     talk = Conversation(Recorder(), SamplingParams(), {}, "be brief")  # type: ignore[arg-type]
@@ -464,3 +464,28 @@ def test_an_output_that_ends_with_an_error_is_one_of_the_command(
     assert status == 1 or "--json" in more
     assert "ab" in out
     assert "no token to draw" in (out if "--json" in more else err)
+    names = [f"nanovllm: error: prompt {number}: structured_outputs leave" for number in (1, 2)]
+    assert [name in err for name in names] == [more == ["another"]] * 2
+
+
+def test_a_chat_says_why_an_answer_breaks_off() -> None:
+    structured = ("--structured-outputs", '{"choice": ["ab"]}', "--min-tokens", "9")
+    done = run("chat", *structured, "--device", "cpu", data=b"x\ny\n")
+    assert (done.returncode, done.stdout) == (0, b"ab\nab\n")
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("the answer breaks off: structured_outputs leave") for line in lines)
+
+
+GRAMMAR = "start: a\\na: /b(/"
+
+
+@pytest.mark.parametrize("command", ["generate x", "generate x y", "chat"])
+def test_an_error_in_a_grammar_shows_the_place(command: str) -> None:
+    """In all its lines; a chat ends, as it could answer nothing."""
+    structured = ("--structured-outputs", f'{{"grammar": "{GRAMMAR}"}}')
+    done = run(*command.split(), *structured, "--device", "cpu", data=b"x\ny\n")
+    assert (done.returncode, done.stdout) == (1, b"")
+    error = done.stderr.decode()
+    assert error.startswith("nanovllm: error: ") and error.count("structured_outputs: ") == 1
+    assert "error: unclosed group" in error and "   2 | a: /b(/" in error

@@ -12,6 +12,8 @@ from reference import make_llm
 from transformers import AddedToken
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
+from nanovllm.config import TOOL_PARSERS
+from nanovllm.openai.tool_formats.table import FORMATS
 from nanovllm.openai.tools import described_tools, tool_choice_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,13 +37,10 @@ HERMES = f"{SHOWN}<tool_call>{BODY}"
 THINKING = f"{HERMES}{{% if enable_thinking is false %}}<think></think>\n\n{{% endif %}}"
 SIGNS = {
     "hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]",
-    "mistral_args": "[TOOL_CALLS][ARGS]", "pythonic": "[func_name1(a=1)]",
-    "qwen3_coder": "<tool_call><function=f>",
+    "mistral_args": "[TOOL_CALLS][ARGS]", "qwen3_coder": "<tool_call><function=",
+    "pythonic": "<|python_start|>[",
 }  # fmt: skip
-MARKERS = (
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "<|python_start|>", "<|python_end|>",
-)  # fmt: skip
+MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
 
 
@@ -95,6 +94,10 @@ def test_required_calls_fit_their_schemas(marked: LLM, sign: str) -> None:
         assert output.message["content"] is None and output.finish_reason == "stop"
         found |= {name for name, _ in calls_of(output)}
     assert found == {"add", "no.thing"}
+
+
+def test_every_format_has_a_name_in_the_options() -> None:
+    assert {*FORMATS, "none"} == set(TOOL_PARSERS)
 
 
 def test_required_calls_without_marker_tokens(llm: LLM) -> None:

@@ -1,8 +1,8 @@
 """Constraint: which tokens may come next, by a grammar that llguidance follows."""
 
 import functools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +22,61 @@ NO_TOKEN = (
 
 
 class FreeText:
-    """The free text before a constraint: it ends with the token that completes `marker`."""
+    """The free text before a constraint: it ends with the token that completes `marker`.
 
-    def __init__(self, marker: bytes, token_bytes: Any) -> None:
-        self._marker, self._bytes_of = marker, token_bytes
+    That token may have more text: the constraint begins with it, or behind it if it is white space
+    that the constraint does not take. `beyond` are tokens that have other text, by how much of the
+    marker they need before them: where they would complete it, they may not come.
+    """
+
+    def __init__(
+        self,
+        marker: bytes,
+        token_bytes: Callable[[int], bytes],
+        tokens_of: Callable[[bytes], list[int]],
+        beyond: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        self._marker, self._beyond = marker, beyond
+        self._bytes_of, self._tokens_of = token_bytes, tokens_of
         self._last = b""
 
-    def ends(self, token_ids: Iterable[int]) -> int | None:
-        """After how many of these tokens it ends, which it then has; None if it goes on."""
+    def ends(self, token_ids: Iterable[int]) -> tuple[int, bytes] | None:
+        """After how many of these tokens it ends, which it then has, and the text behind it.
+
+        None if it goes on.
+        """
         for number, token_id in enumerate(token_ids, start=1):
             self._last += self._bytes_of(token_id)
-            if self._marker in self._last:
-                return number
+            _, found, rest = self._last.partition(self._marker)
+            if found:
+                return number, rest
             self._last = self._last[-len(self._marker) :]
         return None
 
+    def begin(self, matcher: "LLMatcher", rest: bytes) -> "LLMatcher | None":
+        """A copy of the matcher behind the rest of a token; None if that may not come."""
+        for text in (rest, rest.lstrip()):
+            begun, ids = matcher.deep_copy(), self._tokens_of(text) if text else []
+            if begun.try_consume_tokens(ids) == len(ids) and not begun.is_error():
+                return begun
+        return None
+
+    def barred(self, drafts: Iterable[int]) -> list[int]:
+        """The tokens that may not come after these ones."""
+        free = self
+        if drafts:
+            free = self.copy()
+            free.ends(drafts)
+        return [
+            token_id
+            for length, ids in self._beyond.items()
+            if free._last.endswith(self._marker[:length])
+            for token_id in ids
+        ]
+
     def copy(self) -> "FreeText":
         """Another one that has read the same."""
-        other = FreeText(self._marker, self._bytes_of)
+        other = FreeText(self._marker, self._bytes_of, self._tokens_of, self._beyond)
         other._last = self._last
         return other
 
@@ -99,7 +136,10 @@ class Constraint:
             ended = self._free.ends(new)
             if ended is None:
                 return None
-            self._free, new = None, new[ended:]
+            begun = self._free.begin(self._matcher, ended[1])
+            if begun is None:
+                return self._failure()
+            self._matcher, self._free, new = begun, None, new[ended[0] :]
         matcher = self._matcher
         if matcher.try_consume_tokens(new) < len(new) or matcher.is_error():
             return self._failure()
@@ -119,9 +159,16 @@ class Constraint:
             ended = self._free.copy().ends(drafts)
             if ended is None:
                 return None
-            drafts = drafts[ended:]
+            begun, drafts = self._free.begin(self._matcher, ended[1]), drafts[ended[0] :]
+            if begun is None:
+                return None
+            return begun if begun.try_consume_tokens(drafts) == len(drafts) else None
         matcher = self._matcher.deep_copy()
         return matcher if matcher.try_consume_tokens(drafts) == len(drafts) else None
+
+    def barred(self, drafts: list[int]) -> list[int]:
+        """The tokens that may not come after the drafts where `after` is None."""
+        return [*self.ends, *(self._free.barred(drafts) if self._free is not None else ())]
 
 
 def reason_of(matcher: "LLMatcher") -> str:
@@ -156,8 +203,8 @@ def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.
     forbid(
         masks,
         (
-            (row, constraint.ends if row in free else constraint.excluded)
-            for row, (constraint, _) in enumerate(asked)
+            (row, constraint.barred(drafts) if row in free else constraint.excluded)
+            for row, (constraint, drafts) in enumerate(asked)
         ),
     )
     return failed

@@ -8,7 +8,17 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.constraint import Constraint, FreeText, reason_of
-from nanovllm.engine.requests.schemas import check_schema, place
+from nanovllm.engine.requests.lark import (
+    JSON_OPTIONS,
+    lark_of,
+    literal,
+    pattern_literal,
+    schemas_in_lark,
+)
+from nanovllm.engine.requests.schema_errors import explained
+from nanovllm.engine.requests.schemas import check_schema, without_neutral
+from nanovllm.engine.requests.structural_tags import tag_grammar
+from nanovllm.engine.requests.tag_formats import schemas_in
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import shorten
 
@@ -16,12 +26,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
+MOST_REFUSED, MOST_MARKERS = 16, 32  # that are kept
 MOST_SHOWN = 1_000  # characters of an error
-MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
-# For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
-# pattern is for, as one that has any value: no string is written with them.
-JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
-TEXT = r"/(.|\n)*/"
+TRIAL_TOKENS, TRIAL_WAYS = 32, 8
+PLACE_IN_LARK = re.compile(r"^at \d+\(\d+\): ")
 HIDDEN = "\ufdd0"  # no character: begins no text
 
 
@@ -38,6 +46,9 @@ class Grammars:
         self._lock = threading.Lock()
         self._read: LLTokenizer | None = None
         self._compiled = functools.lru_cache(MOST_KEPT)(self._compile)
+        self._refused: dict[StructuredOutputs, str] = {}  # the last ones: some take seconds
+        self._reaching = functools.lru_cache(MOST_MARKERS)(self._find_reaching)
+        self._beyond = functools.lru_cache(MOST_MARKERS)(self._find_beyond)
 
     def constraint(
         self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
@@ -46,11 +57,14 @@ class Grammars:
 
         A grammar that llguidance refuses is a ValueError.
         """
+        if asked in self._refused:
+            raise ValueError(self._refused[asked])
         matcher, tokenizer = self._compiled(asked), self._tokenizer()
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:
-            free = FreeText(asked.after.encode(), self._bytes_of)
+            marker, tokens_of = asked.after.encode(), tokenizer.tokenize_bytes
+            free = FreeText(marker, self._bytes_of, tokens_of, self._beyond(asked))
         excluded = set(tokenizer.eos_tokens).difference(ends)
         return Constraint(matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens)
 
@@ -65,9 +79,42 @@ class Grammars:
         return {token_id: text.encode() for text, token_id in self._added.items()}
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The text of a token."""
+        """The text of a token; b"" if the tokenizer has no such token."""
         text = self._texts.get(token_id)
-        return self._tokenizer().decode_bytes([token_id]) if text is None else text
+        if text is not None or token_id not in self._vocabulary:
+            return text or b""
+        return self._tokenizer().decode_bytes([token_id])
+
+    @functools.cached_property
+    def _vocabulary(self) -> frozenset[int]:
+        return frozenset(self._source.get_vocab().values())
+
+    def _find_reaching(self, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
+        """The tokens that have text behind the marker, with that text.
+
+        They are listed by how much of the marker must be there before them.
+        """
+        found: dict[int, list[tuple[int, bytes]]] = {}
+        rests = [(length, marker[length:]) for length in range(1, len(marker))]
+        for token_id in self._vocabulary:
+            text = self._bytes_of(token_id)
+            behind = text.partition(marker)[2]
+            if behind:
+                found.setdefault(0, []).append((token_id, behind))
+            for length, rest in rests if text[:1] in marker else ():
+                if text.startswith(rest) and len(text) > len(rest):
+                    found.setdefault(length, []).append((token_id, text[len(rest) :]))
+        return found
+
+    def _find_beyond(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
+        """Those of them whose text behind the marker the grammar does not take."""
+        assert asked.after is not None
+        marker, matcher = asked.after.encode(), self._compiled(asked)
+        free = FreeText(marker, self._bytes_of, self._tokenizer().tokenize_bytes, {})
+        return {
+            length: tuple(token_id for token_id, rest in few if free.begin(matcher, rest) is None)
+            for length, few in self._reaching(marker).items()
+        }
 
     def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
         from llguidance import LLMatcher
@@ -76,11 +123,18 @@ class Grammars:
         try:
             grammar = _grammar(asked, tokenizer, self._added)
             matcher = LLMatcher(tokenizer, grammar, log_level=0)
-            error = _error(matcher, asked)
+            error = _error(matcher, tokenizer, asked)
         except (TypeError, ValueError, RecursionError) as raised:  # before llguidance's parsing
             error = str(raised)
+            if "recursion limit exceeded" in error:
+                error = "it is nested too deeply: JSON may have 127 levels"
         if error:
-            raise ValueError(f"structured_outputs: {asked.kind}: {error[:MOST_SHOWN]}")
+            error = f"structured_outputs: {asked.kind}: {error[:MOST_SHOWN]}"
+            with self._lock:
+                self._refused[asked] = error
+                while len(self._refused) > MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            raise ValueError(error)
         return matcher
 
     def _tokenizer(self) -> "LLTokenizer":
@@ -130,16 +184,61 @@ def _hidden(described: dict[str, Any]) -> dict[str, Any]:
     return {**described, "added_tokens": tokens, "truncation": None, "padding": None}
 
 
-def _error(matcher: "LLMatcher", asked: StructuredOutputs) -> str:
+def _error(matcher: "LLMatcher", tokenizer: "LLTokenizer", asked: StructuredOutputs) -> str:
     """Why the matcher is of no use, or ""."""
     if matcher.is_error():
         error = reason_of(matcher)
-        return error + (place(json.loads(asked.json), error) if asked.kind == "json" else "")
-    first = matcher.deep_copy()
-    first.compute_bitmask()
-    if first.is_error():
-        return f"no text can begin: {reason_of(first)}"
-    return "" if first.is_accepting() or not first.is_stopped() else "no text can begin"
+        if error.startswith("panic: "):
+            return "it has too many parts"
+        if asked.grammar is None:  # it shows a grammar that we have written
+            error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]
+        return explained(error, _schemas(asked))
+    return _trial(matcher, tokenizer)
+
+
+def _trial(matcher: "LLMatcher", tokenizer: "LLTokenizer") -> str:
+    """Why masks cannot be computed for the first tokens of some text; "" if they can.
+
+    llguidance's limits show only then. What it computes here is not computed again.
+    """
+    trial, text = matcher.deep_copy(), b""
+    for _ in range(TRIAL_TOKENS):
+        mask = trial.compute_bitmask()
+        if trial.is_error() or trial.is_stopped():
+            break
+        few = [(one, tokenizer.decode_bytes([one])) for one in _first_tokens(mask, TRIAL_WAYS)]
+        if not few:
+            break
+        token_id, token = next(((i, t) for i, t in few if t.strip()), few[0])  # space says little
+        text += token
+        trial.consume_token(token_id)
+    if trial.is_error() and "NoExtension" not in reason_of(trial):
+        return f"it is too complex: {reason_of(trial)}"
+    if trial.is_error() or (trial.is_stopped() and not trial.is_accepting()):
+        shown = shorten(text.decode(errors="replace"))
+        return f"nothing can follow {shown}, which it allows" if text else "no text can begin"
+    return ""
+
+
+def _first_tokens(mask: bytes, most: int) -> list[int]:
+    """The first tokens that a mask allows: at least one, if it allows any, and about `most`."""
+    found: list[int] = []
+    rest = mask.lstrip(b"\0")
+    while rest and len(found) < most:
+        start = 8 * (len(mask) - len(rest))
+        found += (start + bit for bit in range(8) if rest[0] >> bit & 1)
+        rest = rest[1:].lstrip(b"\0")
+    return found
+
+
+def _schemas(asked: StructuredOutputs) -> Iterable[tuple[str, Any]]:
+    """All schemas that are asked for, with their places."""
+    found = [("#", json.loads(asked.json))] if asked.json is not None else []
+    if asked.grammar is not None:
+        found += schemas_in_lark(asked.grammar)
+    if asked.structural_tag is not None:
+        found += schemas_in(json.loads(asked.structural_tag))
+    return ((root, without_neutral(schema)) for root, schema in found)
 
 
 def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[str, int]) -> str:
@@ -151,106 +250,35 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[
         if schema == "false":
             raise ValueError("there is nothing that the schema false allows")
         schema = "{}" if schema == "true" else schema
-        check_schema(json.loads(schema))
+        value = json.loads(schema)
+        check_schema(value)
         options: Any = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
             _check_whitespace(asked.whitespace_pattern, tokenizer)
             options["whitespace_pattern"] = asked.whitespace_pattern
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        written = json.dumps(without_neutral(value), ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(written, overrides=options)
     if asked.regex is not None:
-        if (len(asked.regex) - len(asked.regex.rstrip("\\"))) % 2:
-            raise ValueError("a backslash at the end has nothing to escape")
-        return LLMatcher.grammar_from_regex(asked.regex)
+        return f"start: TEXT\nTEXT: {pattern_literal(asked.regex)}"
     if asked.choice is not None:
-        return f"start: TEXT\nTEXT: {' | '.join(map(_literal, asked.choice))}"
+        return f"start: TEXT\nTEXT: {' | '.join(map(literal, asked.choice))}"
     if asked.grammar is not None:
-        return _lark(asked.grammar)
-    return _tag_grammar(json.loads(asked.structural_tag), added)
+        return lark_of(asked.grammar)
+    return tag_grammar(json.loads(asked.structural_tag), added, tokenizer.eos_tokens)
 
 
 def _check_whitespace(pattern: str, tokenizer: "LLTokenizer") -> None:
     """Refuse a pattern that matches anything else: the output would not be JSON."""
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher
 
-    rule = f"/{regex_to_lark(pattern)}/ & ~/[ \\t\\r\\n]*/"
+    try:
+        rule = f"{pattern_literal(pattern)} & ~/[ \\t\\r\\n]*/"
+    except ValueError as error:
+        raise ValueError(f"whitespace_pattern: {error}") from None
     others = LLMatcher(tokenizer, f"start: OTHER\nOTHER: {rule}", log_level=0)
-    if others.is_error():
-        raise ValueError(f"whitespace_pattern: {reason_of(others)}")
-    others.compute_bitmask()
+    if not others.is_error():
+        others.compute_bitmask()
     if not others.is_error():  # something can begin
         raise ValueError(f"whitespace_pattern: {pattern!r} matches more than [ \\t\\r\\n]*")
-
-
-def _lark(grammar: str) -> str:
-    """Lark of Lark or GBNF."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if grammar.lstrip().startswith("{"):
-        raise ValueError("it must be Lark or GBNF, got JSON")
-    lark = grammar
-    if "::=" in grammar and not re.search(r"^\s*start\s*:(?!:)", grammar, re.MULTILINE):
-        try:
-            lark = gbnf_to_lark(grammar)
-        except Exception as error:  # the parser raises plain ones, too
-            raise ValueError(f"as GBNF, which ::= stands for: {error}") from None
-    size = len(lark.splitlines()) + 2 * lark.count("$ref")
-    if size > MOST_LINES:
-        raise ValueError(f"it must have at most {MOST_LINES} lines, got {size}")
-    return str(lark)
-
-
-def _literal(text: str) -> str:
-    """A text in Lark, which has JSON's escapes but takes no DEL as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _tag_grammar(described: Any, added: Mapping[str, int]) -> str:
-    """Free text in which parts follow that begin with triggers.
-
-    A trigger or an end that is a token of its own may be that token, or be written by others.
-    """
-    triggers = _listed(described, "triggers", str)
-    if described.keys() - {"triggers", "structures", "type"}:
-        raise ValueError(f"it must have triggers and structures alone, got {shorten([*described])}")
-    rules = []
-    for index, part in enumerate(_listed(described, "structures", dict)):
-        begin, schema, end = (part.get(name) for name in ("begin", "schema", "end"))
-        texts = isinstance(begin, str) and isinstance(end, str)
-        if len(part) != 3 or not texts or not isinstance(schema, dict):
-            raise ValueError(
-                f"structures/{index} must have texts `begin` and `end` and a `schema`,"
-                f" got {shorten(part)}"
-            )
-        trigger = next((t for t in triggers if t and begin.startswith(t)), None)
-        if trigger is None:
-            raise ValueError(f"structures/{index}: no trigger begins {shorten(begin)}")
-        check_schema(schema, f"structures/{index}/schema")
-        written = json.dumps({"x-guidance": JSON_OPTIONS, **schema})
-        token = _token(trigger, added)
-        head = f"(head_{index} | TEXT {token})" if token else f"head_{index}"
-        rest = _literal(begin[len(trigger) :])
-        rules += [
-            f"head_{index}[lazy]: TEXT {_literal(trigger)}",
-            f"part_{index}: {head} {rest} %json {written} {_text_or_token(end, added)}",
-        ]
-    names = " | ".join(f"part_{index}" for index in range(len(rules) // 2))
-    return "\n".join(["%llguidance {}", f"start: ({names})* TEXT", *rules, f"TEXT: {TEXT}"])
-
-
-def _listed(described: Any, name: str, kind: type) -> list[Any]:
-    """A list of a structural tag's description."""
-    values = described.get(name) if isinstance(described, dict) else None
-    if not isinstance(values, list) or not values or not all(isinstance(v, kind) for v in values):
-        what = "texts" if kind is str else "objects"
-        raise ValueError(f"{name} must be a list of {what} that is not empty")
-    return values
-
-
-def _text_or_token(text: str, added: Mapping[str, int]) -> str:
-    token = _token(text, added)
-    return f"({_literal(text)} | {token})" if token else _literal(text)
-
-
-def _token(text: str, added: Mapping[str, int]) -> str:
-    """The added token that is this text, in Lark; "" if there is none."""
-    return f"<[{added[text]}]>" if text in added else ""
+    if "NoExtension" not in reason_of(others):
+        raise ValueError(f"whitespace_pattern: {reason_of(others)}")

@@ -33,6 +33,12 @@ REFUSED = {
     "extends": "the keyword of draft 3 is not supported; see allOf",
     "x-guidance": "it is not supported; see the whitespace options of structured_outputs",
 }
+# Values at which keywords that llguidance does not know ask nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},), "not": (False,),
+    "propertyNames": (True, {}, {"type": "string"}), "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}), "uniqueItems": (False,),
+}  # fmt: skip
 # Of control characters, strings have those that JSON has a letter for, and no others.
 CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01].|7f)")
 # llguidance takes stack for each level, and overflows it with two to three times as many.
@@ -49,16 +55,50 @@ def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, An
         if not isinstance(schema, dict):
             continue
         yield path, schema
-        for name in PARTS:
-            part = schema.get(name)
-            if isinstance(part, list):
-                left += [(f"{path}/{name}/{index}", one) for index, one in enumerate(part)]
-            else:
-                left.append((f"{path}/{name}", part))
-        for name in NAMED_PARTS:
-            parts = schema.get(name)
-            if isinstance(parts, dict):
-                left += [(f"{path}/{name}/{key}", one) for key, one in parts.items()]
+        left += [(place, holder[key]) for place, holder, key in children(schema, path)]
+
+
+def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any, Any]]:
+    """The schemas directly within a schema: for each its place, what holds it, its key there."""
+    for name in PARTS:
+        part = schema.get(name)
+        if isinstance(part, list):
+            yield from ((f"{path}/{name}/{index}", part, index) for index in range(len(part)))
+        elif name in schema:
+            yield f"{path}/{name}", schema, name
+    for name in NAMED_PARTS:
+        parts = schema.get(name)
+        if isinstance(parts, dict):
+            yield from ((f"{path}/{name}/{key}", parts, key) for key in parts)
+
+
+def without_neutral(schema: Any) -> Any:
+    """The schema without keywords that llguidance does not know at values that ask nothing."""
+    if not any(_neutral(part) for _, part in subschemas(schema)):
+        return schema
+    schema = json.loads(json.dumps(schema))  # a copy
+    for _, part in subschemas(schema):
+        for name in _neutral(part):
+            del part[name]
+    return schema
+
+
+def _neutral(part: dict[str, Any]) -> list[str]:
+    """The names of such keywords. Those of a pair have no meaning without the other one."""
+    names = [
+        name
+        for name, values in NEUTRAL.items()
+        if any(type(part.get(name)) is type(one) and part[name] == one for one in values)
+    ]
+    if "contains" not in part:
+        names += ["minContains", "maxContains"]
+    elif part.get("minContains") == 0 and "maxContains" not in part:
+        names += ["contains", "minContains"]
+    if "if" not in part:
+        names += ["then", "else"]
+    elif "then" not in part and "else" not in part:
+        names.append("if")
+    return [name for name in names if name in part]
 
 
 def check_schema(schema: Any, root: str = "#") -> None:
@@ -100,14 +140,3 @@ def _levels(schema: Any) -> int:
         if isinstance(reference, str) and HOME.fullmatch(reference) is None:
             others.add(reference)
     return sum(deepest.values()) + len(others - {""}) * max(deepest.values(), default=0)
-
-
-def place(schema: Any, error: str) -> str:
-    """Where the keywords are that an error names, in words to append to it."""
-    places = [
-        f"{path}/{name}"
-        for path, part in subschemas(schema)
-        for name, value in part.items()
-        if f'"{name}"' in error or (isinstance(value, str) and error.endswith(f": {value}"))
-    ]
-    return f" (at {', '.join(places[:3])})" if places else ""

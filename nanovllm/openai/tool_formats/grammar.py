@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from nanovllm.engine.requests.grammars import JSON_OPTIONS
+from nanovllm.engine.requests.lark import JSON_OPTIONS
 from nanovllm.openai.tool_formats.base import ToolFormat
 from nanovllm.openai.tools import Tool, ToolChoice, checked_parameters
 from nanovllm.structured_outputs import StructuredOutputs
@@ -21,11 +21,10 @@ def answer_grammar(
 ) -> str:
     """Lark of calls, of calls or the JSON that is `asked` for, or of calls or text.
 
-    `blank_lines` may come first, behind reasoning. Where a model that need not call decides to,
-    tools that are `strict` take the arguments of their schemas, and others any.
+    `blank_lines` may come first, behind reasoning. The arguments of calls are of their schemas.
     """
     is_free = not choice.required and asked is None
-    tools = [_tool(tool, any_arguments=is_free and not tool.strict) for tool in choice.tools]
+    tools = [Tool(tool.name, checked_parameters(tool)) for tool in choice.tools]
     rules, start = list[str](), "calls"
     write = literal
     if asked is not None:
@@ -37,10 +36,6 @@ def answer_grammar(
     rules += tool_format.grammar(tools, choice.several, write)
     blank = r'("\n" | "\n\n")? ' if blank_lines else ""
     return "\n".join(["%llguidance {}", f"start: {blank}{start}", *rules])
-
-
-def _tool(tool: Tool, any_arguments: bool) -> Tool:
-    return Tool(tool.name, {"type": "object"} if any_arguments else checked_parameters(tool))
 
 
 def _json(asked: StructuredOutputs) -> str:

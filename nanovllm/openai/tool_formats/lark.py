@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.engine.requests.grammars import JSON_OPTIONS
+from nanovllm.engine.requests.lark import JSON_OPTIONS
 from nanovllm.openai.tools import Tool
 
 # As templates write JSON: models have seen it so, and white space cannot go on without end.

@@ -224,15 +224,18 @@ def test_constraints_of_one_grammar_are_independent() -> None:
 
 
 def test_a_dead_end_allows_nothing_and_is_an_error() -> None:
-    """llguidance allows EOS where a schema that refers to itself can never go on."""
+    """llguidance allows EOS where a schema that refers to itself can never go on.
+
+    If that is within the first tokens, the schema is refused.
+    """
     schema = {
         "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/a"}},
-        "required": ["a"],
+        "properties": {"p": {"const": "x" * 40}, "a": {"$ref": "#/$defs/a"}},
+        "required": ["p", "a"],
         "$defs": {"a": {"$ref": "#/$defs/a"}},
     }
     constraint = constrain(GRAMMARS, json=schema, disable_any_whitespace=True)
-    seq = sequence_of(b'{"a":')
+    seq = sequence_of(b'{"p":"' + b"x" * 40 + b'","a":')
     assert constraint.update(seq) is None
     assert allowed(constraint) == set()
     seq.token_ids.append(0)  # what is drawn where nothing may come
@@ -309,3 +312,62 @@ def test_tokens_that_may_not_come_are_cleared_from_the_mask() -> None:
     mask(logits, part.sole_masks)
     left = [set(torch.isfinite(row).nonzero()[:, 0].tolist()) for row in logits]
     assert left == [expected[0] - {ord("a"), ord("c"), *seqs[0].eos_token_ids}, expected[1]]
+
+
+def test_ids_that_the_tokenizer_has_not_are_no_text() -> None:
+    """A model may have more tokens; such a one cannot complete a marker."""
+    grammars = words_grammars(SIZE + 40)
+    for marker in ("<[", "5]>", f"<[{SIZE + 3}]>"):
+        constraint = constrain(grammars, choice=["ab"], after=marker)
+        assert constraint.update(sequence_of([SIZE + 3, SIZE + 5])) is None
+        assert constraint.after([]) is None
+
+
+REST = {  # what a token may have behind the marker, by the grammar
+    "choice": (dict(choice=["ab", "\n\nab"]), {b"ab", b"\n\nab"}),
+    "regex": (dict(regex="bc?12"), {b"b12", b"bc12"}),
+    "json": (dict(json={"enum": [12]}, disable_any_whitespace=True), {b"12"}),
+}
+
+
+@pytest.mark.parametrize("kind", REST)
+@pytest.mark.parametrize("marker", ["xa", "yab", "x\xe9", "z\n", "z12", "x a", "a"])
+def test_the_rest_of_the_token_that_completes_a_marker_is_constrained(
+    kind: str, marker: str
+) -> None:
+    """Or is white space. Every token is tried behind every beginning of the marker."""
+    asked, language = REST[kind]
+    text = marker.encode()
+    for length in range(len(text)):
+        before = [*b"q", *text[:length]]
+        constraint = constrain(GRAMMARS, **asked, after=marker)
+        assert constraint.update(sequence_of(before)) is None
+        assert constraint.after([]) is None
+        may = allowed(constraint)
+        assert may == allowed(constrain(GRAMMARS, **asked, after=marker), before)
+        for token_id, piece in enumerate(BYTES):
+            whole = b"q" + text[:length] + piece
+            _, found, rest = whole.partition(text)
+            takes = {
+                one for one in (rest, rest.lstrip()) if any(t.startswith(one) for t in language)
+            }
+            if token_id in (EOS, OTHER_EOS):
+                assert token_id not in may
+                continue
+            assert (token_id in may) == (not found or bool(takes)), (before, piece)
+            if found and takes:
+                behind = constraint.after([token_id])
+                assert behind is not None
+                begun = max(takes, key=len)
+                expected = {t[len(begun) :] for t in language if t.startswith(begun)}
+                follow = constrain(GRAMMARS, **asked, after=marker)
+                seq = sequence_of([*before, token_id])
+                end = follow.update(seq)
+                assert (end == End("stop")) == (expected == {b""})
+                if expected != {b""}:
+                    assert allowed(follow) == allowed(constraint, [token_id])
+                    for one in expected:
+                        done = sequence_of([*before, token_id, *one])
+                        assert constrain(GRAMMARS, **asked, after=marker).update(done) == End(
+                            "stop"
+                        )

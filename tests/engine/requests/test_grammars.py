@@ -239,6 +239,57 @@ def test_notes_have_no_effect() -> None:
     assert accepts(constrain(GRAMMARS, json=schema), "12")
 
 
+def _deep(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}}
+NEUTRAL: list[dict[str, Any]] = [
+    {"uniqueItems": False}, {"minItems": 0}, {"minContains": 1}, {"maxContains": 2},
+    {"contains": {"type": "null"}, "minContains": 0}, {"unevaluatedItems": True},
+    {"unevaluatedItems": {}}, {"if": {"type": "null"}}, {"then": {"minItems": 9}},
+    {"else": {"minItems": 9}}, {"not": False}, {"additionalItems": False}, {"prefixItems": []},
+    {"dependentRequired": {}}, {"dependentSchemas": {}}, {"dependencies": {}},
+    {"propertyNames": True}, {"propertyNames": {"type": "string"}}, {"propertyNames": {}},
+    {"unevaluatedProperties": True}, {"required": []}, {"properties": {}}, {"minProperties": 0},
+    {"patternProperties": {}}, {"minLength": 0}, {"allOf": []}, {"$comment": "x"},
+    {"contentEncoding": "base64"}, {"contentMediaType": "a/b"}, {"contentSchema": {"not": {}}},
+    {"readOnly": True}, {"writeOnly": True}, {"deprecated": True}, {"examples": [1]},
+    {"default": [1]}, {"title": "x"}, {"description": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keywords", NEUTRAL, ids=[",".join(one) for one in NEUTRAL])
+def test_keywords_that_ask_nothing_are_accepted(keywords: dict[str, Any]) -> None:
+    """By JSON Schema's meaning: in this schema, and within others."""
+    schema = {**UNIQUE, **keywords}
+    values = [[], [1, 1], ["a"], {}, {"a": 1}, 3]
+    valid = jsonschema.Draft202012Validator(schema).is_valid
+    for wrapped, text in ((schema, "{}"), ({"anyOf": [{"const": 1}, schema]}, "{}")):
+        before = json.dumps(wrapped)
+        constraint = constrain(GRAMMARS, json=wrapped)
+        for value in values:
+            assert accepts(constraint, text.format(json.dumps(value))) == valid(value) or (
+                value == 3 and wrapped is not schema
+            )
+        assert json.dumps(wrapped) == before
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"uniqueItems": True}, {"uniqueItems": 0}, {"contains": True}, {"not": True},
+        {"contains": {}, "minContains": 0, "maxContains": 2}, {"minContains": 0, "contains": 3,
+        "maxContains": 1}, {"if": True, "then": {"minItems": 1}}, {"if": False, "else": False},
+        {"propertyNames": {"maxLength": 3}}, {"dependentRequired": {"a": ["b"]}},
+        {"unevaluatedItems": False}, {"unevaluatedProperties": {"type": "null"}},
+    ],
+)  # fmt: skip
+def test_the_same_keywords_are_refused_where_they_ask_something(keywords: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Unimplemented.*at #/items/"):
+        constrain(GRAMMARS, json={"items": {**UNIQUE, **keywords}})
+
+
 REFUSED = {
     "lenient": ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "#/x-guidance"),
     "a slip": ({"items": [{"minimun": 3}]}, "#/items/0: .*'minimun'; did you mean 'minimum'"),
@@ -250,9 +301,44 @@ REFUSED = {
     ),
     "names that occur twice": ({"minProperties": 2, "type": "object"}, "#/minProperties: .*<= 1"),
     "only itself": ({"$ref": "#"}, "no text can begin"),
-    "oneOf": ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "oneOf"),
+    "a part that is only itself": (
+        {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+        r"nothing can follow '\{\"a\":', which it allows",
+    ),
+    "oneOf": (
+        {"items": {"oneOf": [{"type": "integer"}, {"minimum": 3}]}},
+        r"oneOf is supported for .*; write anyOf, .* \(at #/items/oneOf\)",
+    ),
+    "a place among others": (
+        {"properties": {"a": {"minimum": 1}, "b": {"minimum": "1"}, "c": {"minimum": 1}}},
+        r"Expected .* 'minimum', got \"1\" \(at #/properties/b/minimum\)",
+    ),
+    "a pattern": (
+        {"items": {"type": "string", "pattern": "ab/(c"}},
+        r"unclosed group, at character 4 of 'ab/\(c': '\(c' \(at #/items/pattern\)$",
+    ),
+    "a pattern of names": (
+        {"patternProperties": {"a(": {}}},
+        r"unclosed group, .*\(at #/patternProperties\)$",
+    ),
+    "a word boundary": (
+        {"type": "string", "pattern": r"\ba"},
+        r"word boundaries \(WordUnicode\) are not supported, in .* \(at #/pattern\)$",
+    ),
+    "a reference in a definition": (
+        {"$defs": {"a": {"items": {"$ref": "#/nope"}}}, "items": {"$ref": "#/$defs/a"}},
+        r"'/nope' does not exist \(at #/\$defs/a/items/\$ref\)$",
+    ),
     "another type": ({"type": "objekt"}, r"Invalid type: objekt \(at #/type\)"),
-    "nothing": ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
+    "nothing": (
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        r"minLength.* \(at #/minLength\)",
+    ),
+    "a property that may not be": (
+        {"properties": {}, "type": "object", "required": ["x"], "additionalProperties": False},
+        r"'x' is unsatisfiable \(at #/required\)$",
+    ),
+    "many levels": (json.loads(_deep(200)), "nested too deeply: JSON may have 127 levels"),
     "a control character": ({"enum": ["a", "\x01"]}, r"#/enum: .*\\u0001"),
     "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     "elsewhere": ({"$ref": "https://example.com/a.json"}, "does not fetch"),
@@ -271,7 +357,9 @@ def test_whitespace_is_what_json_allows() -> None:
     for pattern in ("[ ]?", " |\n", r"[\n ]*", "[\t ]{0,2}"):
         constrain(GRAMMARS, json={}, whitespace_pattern=pattern)
     for pattern in ("a", "( |a)", r"\s*", "/", "["):
-        with pytest.raises(ValueError, match="whitespace_pattern: "):
+        with pytest.raises(
+            ValueError, match=r"whitespace_pattern: (.* matches more|unclosed .*'$)"
+        ):
             constrain(GRAMMARS, json={}, whitespace_pattern=pattern)
     constraint = constrain(GRAMMARS, json={"const": [1, 2]}, whitespace_pattern="[ ]?")
     assert accepts(constraint, "[ 1, 2]")
@@ -346,10 +434,6 @@ def test_a_tokenizer_without_a_backend_is_refused() -> None:
             constrain(Grammars(tokenizer, SIZE), regex="a")
 
 
-def _deep(depth: int) -> str:
-    return '{"items":' * depth + "{}" + "}" * depth
-
-
 def _doubling(depth: int) -> dict[str, Any]:
     """A schema of which each definition has the next one twice."""
     defs = {
@@ -419,6 +503,38 @@ BOMBS: dict[str, dict[str, Any]] = {
     "long multiple": dict(json={"type": "integer", "multipleOf": 982451653}),
     "wide range": dict(json={"type": "number", "minimum": -1e300, "maximum": 1e-300}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(regex="(a{1000}){1000}"), dict(regex="(((a{1,1000}){1,1000}){1,1000})"),
+        dict(choice=["ab" * 200_000, "ba" * 200_000]),
+        dict(json={"type": "string", "pattern": "^(a{1000}){1000}$"}),
+        dict(grammar="start: /b|(a{1000}){1000}/"),
+    ],
+)  # fmt: skip
+def test_what_needs_too_many_states_is_refused_at_once(asked: dict[str, Any]) -> None:
+    """And sooner the second time."""
+    with pytest.raises(ValueError, match="it is too complex: lexer error: too many expressions"):
+        constrain(GRAMMARS, **asked)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="it is too complex"):
+        constrain(GRAMMARS, **asked)
+    assert time.perf_counter() - start < 0.1
+
+
+def test_the_trial_of_a_grammar_leaves_no_trace() -> None:
+    """Grammars that end sooner than it, or allow ends only, compile; none has begun then."""
+    for asked in (
+        dict(regex="a?"),
+        dict(regex="a{40}"),
+        dict(choice=["a"]),
+        dict(json_object=True),
+    ):
+        constraint = constrain(words_grammars(), **asked)
+        assert constraint.update(sequence_of([])) is None
+        assert allowed(constraint) >= ({ord("a")} if "json_object" not in asked else {ord("{")})
 
 
 @pytest.mark.slow

@@ -36,9 +36,8 @@ SUPPORTED = {
     )),
 }  # fmt: skip
 REFUSED = {
-    "contains", "defs", "dependentRequired", "dependentSchemas", "dynamicRef", "if-then-else",
-    "maxContains", "minContains", "not", "propertyNames", "refRemote", "unevaluatedItems",
-    "unevaluatedProperties", "uniqueItems", "vocabulary",
+    "contains", "defs", "dependentRequired", "dependentSchemas", "dynamicRef", "refRemote",
+    "vocabulary",
     *(f"optional/{name}" for name in (
         "cross-draft", "dependencies-compatibility", "dynamicRef", "format-assertion",
         "unknownKeyword",
