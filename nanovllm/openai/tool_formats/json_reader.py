@@ -7,7 +7,6 @@ the beginning of valid JSON.
 import json
 import re
 from collections.abc import Collection, Generator
-from typing import Any
 
 from nanovllm.openai.tool_formats.base import Part, Reading
 from nanovllm.openai.tool_formats.source import Source, Steps
@@ -163,12 +162,3 @@ def _read_named_arguments(
     begin = source.at
     found = yield from skip_value(source)
     return [Part(arguments=source.text[begin : source.at])] if found else None
-
-
-def valid_json(text: str) -> Any:
-    """Parse JSON, without the numbers that only Python's parser accepts."""
-
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
