@@ -172,7 +172,7 @@ class Config:
         None,
         "guess tokens, and verify several in a step: docs/speculation.md has the keys",
         SPECULATION,
-        none="one token a step",
+        none="one token a step, and on a CPU those that structured outputs force",
     )
     seed: int = option(
         0,

@@ -1,6 +1,7 @@
 """Constraint: which tokens may come next, by a grammar that llguidance follows."""
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,22 @@ class Constraint:
         failed = self._matcher.is_error()
         reason = f"structured_outputs: {reason_of(self._matcher)}" if failed else NO_TOKEN
         return End("error", reason)
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """The tokens that must come after those of `seq`, which are known: `most` at most.
+
+        Those that the tokenizer makes of the only text that can follow, as far as what comes after
+        it cannot change them. None in free text, nor where the grammar has failed. A token that
+        ends the output is left out: nothing is to be computed after it.
+        """
+        if self.update(seq) is not None or self._free is not None:
+            return []
+        matcher = self._matcher.deep_copy()
+        found = matcher.compute_ff_tokens()
+        tokens = [*itertools.takewhile(lambda i: i not in self.excluded, found[:most])]
+        if tokens and matcher.consume_tokens(tokens) and matcher.is_stopped():
+            tokens.pop()
+        return tokens
 
     def after(self, drafts: list[int]) -> "LLMatcher | None":
         """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
