@@ -99,10 +99,9 @@ class Speculator:
         if not asked:
             return {}
         assert self.grammar is not None
-        most = min(most_each, self.most_forced)
-        limits = [min(most, seq.max_num_tokens - 1 - seq.num_tokens) for seq in asked]
+        most = [min(most_each, self.most_forced)] * len(asked)
         drafts = {}
-        for seq, tokens in zip(asked, self.grammar.propose(asked, limits), strict=True):
+        for seq, tokens in zip(asked, self.grammar.propose(asked, most), strict=True):
             room = self._room(seq, min(len(tokens), budget), blocks)
             if room > 0:
                 drafts[seq] = tokens[:room]
