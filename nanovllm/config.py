@@ -176,7 +176,7 @@ class Config:
         None,
         "guess tokens, and verify several in a step: docs/speculation.md has the keys",
         SPECULATION,
-        none="one token a step",
+        none="one token a step, and on a CPU those that structured outputs force",
     )
     tool_parser: str | None = option(
         None,

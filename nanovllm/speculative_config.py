@@ -23,7 +23,10 @@ METHODS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "revision", "quantization", "max_model_len"),
     "eagle3": ("model", "revision"),
+    "grammar": (),
+    "none": (),
 }
+MOST_FORCED = 16  # forced tokens of a sequence and step, if nothing else is said
 AN_OBJECT = 'a dict such as {"method": "ngram", "num_speculative_tokens": 4}'
 
 
@@ -37,7 +40,8 @@ class SpeculativeConfig:
 
     method: str = required(
         "what guesses: `ngram` looks in the sequence's own text, `draft_model` is a smaller model,"
-        " `eagle3` is a head that reads the model's hidden states",
+        " `eagle3` is a head that reads the model's hidden states, `grammar` only knows the tokens"
+        " that structured outputs force, `none` drafts nothing",
         one_of(*METHODS),
     )
     num_speculative_tokens: int = option(4, "most drafts of a sequence and step", int_range(1, 64))
@@ -87,7 +91,8 @@ class SpeculativeConfig:
 def check_speculation(name: str, value: Any) -> SpeculativeConfig:
     """Return the config of a dict, whose errors name the option; a config is returned as it is.
 
-    A dict with a model and without a method is of `draft_model`, as in vLLM.
+    A dict with a model and without a method is of `draft_model`, as in vLLM. With `grammar` the
+    number of drafts is by default that of an engine without the option.
     """
     if isinstance(value, SpeculativeConfig):
         return value
@@ -95,6 +100,8 @@ def check_speculation(name: str, value: Any) -> SpeculativeConfig:
         raise TypeError(f"{name} must be {AN_OBJECT}, got {shorten(value)}")
     if "method" not in value and "model" in value:
         value = {"method": "draft_model", **value}
+    if value.get("method") == "grammar":
+        value = {"num_speculative_tokens": MOST_FORCED, **value}
     if "method" not in value:
         raise ValueError(
             f'{name} must have a "method" of {", ".join(METHODS)}, got {shorten(value)}'

@@ -8,11 +8,13 @@ import pytest
 
 from nanovllm.command.main import main
 from nanovllm.config import Config
-from nanovllm.speculative_config import SpeculativeConfig
+from nanovllm.speculative_config import MOST_FORCED, SpeculativeConfig
 
 NGRAM = {"method": "ngram"}
 DRAFT = {"method": "draft_model", "model": "m"}
 EAGLE = {"method": "eagle3", "model": "m"}
+GRAMMAR = {"method": "grammar"}
+NONE = {"method": "none"}
 
 
 def config(**keys: Any) -> Any:
@@ -29,7 +31,13 @@ def test_a_model_without_a_method_is_a_draft_model() -> None:
     assert config(**DRAFT, quantization="awq_marlin", revision="main").quantization == "awq"
 
 
-@pytest.mark.parametrize("keys", [NGRAM, DRAFT, EAGLE])
+def test_a_step_has_more_drafts_of_a_grammar() -> None:
+    """Which are right."""
+    assert config(**GRAMMAR) == SpeculativeConfig("grammar", MOST_FORCED)
+    assert config(**GRAMMAR, num_speculative_tokens=4).num_speculative_tokens == 4
+
+
+@pytest.mark.parametrize("keys", [NGRAM, DRAFT, EAGLE, GRAMMAR, NONE])
 def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
     """Workers get it pickled, benchmarks as a dict."""
     made = Config("m", speculative_config=dict(keys, num_speculative_tokens=3))  # type: ignore[arg-type]
@@ -41,9 +49,9 @@ def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
-        (dict(method="eagle"), ValueError, "'draft_model', 'eagle3', got 'eagle'; did you mean"),
+        (dict(method="eagle"), ValueError, "'grammar', 'none', got 'eagle'; did you mean"),
         (dict(method=None), ValueError, "method must be one of 'ngram', 'draft_model', 'eagle3'"),
-        ({}, ValueError, 'must have a "method" of ngram, draft_model, eagle3, got'),
+        ({}, ValueError, 'a "method" of ngram, draft_model, eagle3, grammar, none, got'),
         (dict(method="draft_model"), ValueError, 'needs "model", a path or a hub id'),
         (dict(method="eagle3"), ValueError, 'method "eagle3" needs "model", a path or a hub id'),
         (dict(EAGLE, max_model_len=9), ValueError, "is a key of method 'draft_model', not"),
@@ -58,6 +66,11 @@ def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
             dict(NGRAM, model="m"), ValueError,
             "model='m' is a key of method 'draft_model' or 'eagle3', not of 'ngram'",
         ),
+        (
+            dict(GRAMMAR, model="m"), ValueError,
+            "model='m' is a key of method 'draft_model' or 'eagle3', not of 'grammar'",
+        ),
+        (dict(NONE, prompt_lookup_max=3), ValueError, "a key of method 'ngram', not of 'none'"),
         (dict(NGRAM, max_model_len=50), ValueError, "is a key of method 'draft_model'"),
         (dict(DRAFT, quantization="int3"), ValueError, "quantization must be one of"),
         (dict(DRAFT, max_model_len=1), ValueError, "max_model_len must be >= 2, got 1"),
@@ -91,7 +104,7 @@ def test_bad_keys_are_refused_by_name(
         ('{"method": "ngram", "method": "eagle3"}', "as JSON: 'method' occurs twice; an example"),
         ("[" * 100_000, "as JSON: it is nested too deeply"),
         ('"ngram"', "speculative_config must be a dict such as"),
-        ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', 'eagle3', got 'mtp'"),
+        ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', 'eagle3', 'grammar',"),
     ],
 )
 def test_the_command_line_takes_json(

@@ -50,8 +50,14 @@ KINDS: list[dict[str, Any] | None] = [
     None,
     dict(json_object=True),
 ]
+GRAMMAR = dict(method="grammar", num_speculative_tokens=3)
 REGIMES: dict[str, dict[str, Any]] = {
     "all at once": {},
+    "no drafts": dict(speculative_config=dict(method="none")),
+    "forced tokens, small pool, budget 16, overlap": dict(
+        HARD, speculative_config=GRAMMAR, overlap=True
+    ),
+    "forced tokens, plain PyTorch": dict(attention_backend="torch", speculative_config=GRAMMAR),
     "plain PyTorch": dict(attention_backend="torch"),
     "budget 7": dict(max_num_batched_tokens=7),
     "small pool, budget 16": HARD,
@@ -135,6 +141,7 @@ def test_greedy_equals_transformers_with_an_oracle(
     with make_llm(model_dir, **REGIMES[name]) as llm:
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
         audit_at_rest(llm)
+        assert (llm.stats().accepted_tokens > 0) == (llm.scheduler.speculator is not None)
 
 
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, overlap=True)])

@@ -121,7 +121,9 @@ def _check(args: argparse.Namespace, shape: str | None) -> None:
             f"a shape has random weights; --load-format {args.load_format} needs --model"
         )
     given = {name: getattr(args, name, None) for name in ("acceptance", "speculative_config")}
-    if given["acceptance"] is not None and given["speculative_config"] is None:
+    asked = given["speculative_config"]
+    guesses = isinstance(asked, dict) and asked.get("method") not in ("grammar", "none")
+    if given["acceptance"] is not None and not guesses:
         raise UsageError(f"--acceptance needs drafts to accept: add {SPECULATE}")
     if args.json is not None and args.json == args.profile:
         raise UsageError("--json and --profile must be different files")

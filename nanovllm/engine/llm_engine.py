@@ -87,6 +87,7 @@ class LLMEngine:
         speculator = speculator_of(
             asked.speculative_config, costs_of(shard),
             in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
+            forces=shard.backend.attention.packs_few_queries,
         )  # fmt: skip
         self.scheduler = Scheduler(self.config, shard.longest_window, speculator)
         self.counter = StepCounter()

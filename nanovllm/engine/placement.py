@@ -70,6 +70,7 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
     drafting = config.speculative_config
-    if drafting and drafting.method == "ngram" and backend.attention.packs_few_queries:
+    on_host = {"grammar", "none"} | ({"ngram"} if backend.attention.packs_few_queries else set())
+    if drafting and drafting.method in on_host:
         drafting = None
     return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting)

@@ -188,7 +188,7 @@ class Shard:
         columns = self._report_prompts(hidden[: prefill.num_reported], report)
         hidden = hidden[prefill.num_reported :]
         if prefill.shared_samples is not None:
-            hidden = hidden[upload(prefill.shared_samples, self.device)]
+            hidden = hidden.index_select(0, upload(prefill.shared_samples, self.device))
         logits = hidden
         if len(hidden):
             logits = self.model.compute_logits(hidden)
@@ -242,7 +242,7 @@ class Shard:
         tables = None
         if width:
             (table_rows,) = upload_ahead(self.device, prefill.table_rows)
-            tables = self.table.state.block_tables[:, :width][table_rows]
+            tables = self.table.state.block_tables[:, :width].index_select(0, table_rows)
         context = Context(
             is_prefill=True,
             slot_mapping=slots,

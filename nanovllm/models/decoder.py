@@ -198,7 +198,9 @@ class DecoderLayer(nn.Module):
         attention, mlp = self.self_attn, self.mlp
         x = attention.attend(attention.qkv_proj(x), rope)
         if rows is not None:
-            x, residual = x[rows], residual[rows]
+            # Indexing by a tensor starts PyTorch's threads for a few rows, which takes milliseconds
+            # where other processes compute.
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
             if not len(rows):  # no sequence samples: their prompts end in later steps
                 return residual, residual
         x = attention.o_proj(x)

@@ -101,7 +101,7 @@ class MidLayer(nn.Module):
         """
         x = self.self_attn.attend(self.project(embedded, fused), rope)
         if rows is not None:
-            x, fused = x[rows], fused[rows]
+            x, fused = x.index_select(0, rows), fused.index_select(0, rows)
         residual = self.hidden_norm(fused) if self.norm_before_residual else fused
         x, residual = self.post_attention_layernorm.add(self.self_attn.o_proj(x), residual)
         return self.mlp(x), residual

@@ -156,6 +156,10 @@ def test_the_command_reports_that_there_were_no_drafts(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--acceptance=0.5", '--speculative-config={"method": "grammar"}'],
+            "--acceptance needs drafts to accept: add",
+        ),
         (["--acceptance=0.5"], "--acceptance needs drafts to accept: add --speculative-config"),
         (["--acceptance=1.5", DRAFTS], "acceptance must be finite and in [0, 1], got 1.5"),
         (["--acceptance=half", DRAFTS], "cannot read 'half'"),

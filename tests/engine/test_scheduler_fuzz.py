@@ -29,6 +29,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.speculative.grammar import GrammarProposer
 from nanovllm.engine.speculative.speculator import Speculator
 from nanovllm.sampling_params import SamplingParams
 
@@ -38,6 +39,23 @@ NUM_TOKENS = 5  # so few that prompts share prefixes all the time
 MOST_DRAFTS = 5
 
 Slot = tuple[int, int]
+
+
+class Forcing:
+    """A constraint that says which tokens come next: right ones as often as tokens are drawn."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        assert most > 0 and not seq.num_pending_tokens
+        return self.rng.choices([0, 1], k=self.rng.randint(0, most))
+
+    def update(self, seq: Sequence) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
 
 
 def first_prompts() -> list[list[int]]:
@@ -54,6 +72,7 @@ class Simulation:
         window: int | None = None,
         draft_seed: int | None = None,
         in_table: bool = False,
+        forces: bool = False,
         **options: Any,
     ) -> None:
         self.overlap = overlap
@@ -66,10 +85,16 @@ class Simulation:
         config = Config("m", overlap=overlap, **options)
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
         speculator = None
+        self.forces = forces
         if draft_seed is not None:  # few tokens, so that many drafts are right
             proposer = RandomProposer(draft_seed, 2)
             proposer.on_propose = self.touch
             speculator = Speculator(None if in_table else proposer, MOST_DRAFTS, Eager)
+        if forces and not in_table:
+            speculator = Speculator(
+                None if draft_seed is None else proposer, 0 if draft_seed is None else 3, Eager,
+                grammar=GrammarProposer(), most_forced=MOST_DRAFTS,
+            )  # fmt: skip
         self.scheduler = Scheduler(self.config, window, speculator)
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
@@ -94,7 +119,14 @@ class Simulation:
         """Queue a request that the pool can hold, as the engine sees to it."""
         asked = SamplingParams(**params)
         options: dict[str, Any] = dict(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
-        seqs = [Sequence(prompt, asked, index=index, **options) for index in range(asked.n)]
+        constrained = self.forces and self.rng.random() < 0.5
+        seqs = [
+            Sequence(
+                prompt, asked, index=index, constraint=Forcing(self.rng) if constrained else None,
+                **options,
+            )
+            for index in range(asked.n)
+        ]  # fmt: skip
         seqs[0].siblings = seqs[1:]
         self.scheduler.add(seqs[0])
         for seq in seqs:
@@ -469,6 +501,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
         draft_seed=st.one_of(st.none(), st.integers(0, 99)),
         in_table=st.booleans(),
+        forces=st.booleans(),
     )
     def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
         self.simulation = Simulation(
@@ -558,6 +591,7 @@ def walk(
         scheduling=rng.choice(["prefill-first", "mixed"]),
         draft_seed=rng.choice([None, seed]),
         in_table=seed % 2 == 0,
+        forces=seed % 3 == 0,
     )
     num_slots = simulation.longest
     prompts = first_prompts()
@@ -629,6 +663,8 @@ def test_random_walks(first_seed: int) -> None:
     simulations = [walk(seed) for seed in range(first_seed, first_seed + 100)]
     # A walk that never meets pressure or a hit would prove nothing.
     assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100
+    forced = [s.scheduler.speculator for s in simulations if s.forces]
+    assert sum(s.num_drafted for s in forced if s is not None and s.most_drafts == 0) > 400
 
 
 def test_random_walks_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Constraint: which tokens may come next, by a grammar that llguidance follows."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -161,6 +161,22 @@ class Constraint:
         reason = f"structured_outputs: {reason_of(self._matcher)}" if failed else NO_TOKEN
         return End("error", reason)
 
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """The tokens that must come after those of `seq`, which are known: `most` at most.
+
+        Those that the tokenizer makes of the only text that can follow, as far as what comes after
+        it cannot change them. None in free text, nor where the grammar has failed. A token that
+        ends the output is left out: nothing is to be computed after it.
+        """
+        if self.update(seq) is not None or self._free is not None:
+            return []
+        matcher = self._matcher.deep_copy()
+        found = matcher.compute_ff_tokens()
+        tokens = [*itertools.takewhile(lambda i: i not in self.excluded, found[:most])]
+        if tokens and matcher.consume_tokens(tokens) and matcher.is_stopped():
+            tokens.pop()
+        return tokens
+
     def after(self, drafts: list[int]) -> "LLMatcher | None":
         """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
         if self._free is None and not drafts:
@@ -280,7 +296,7 @@ def note_dead_ends(
         dead_ends, index = seq.constraint.dead_ends, len(seq.token_ids) + len(drafts)
         if row in doubtful and is_empty(masks[row], vocab_size):
             dead_ends.add(index)
-            token_id = next(i for i in count() if i not in seq.stop_token_ids)
+            token_id = next(i for i in itertools.count() if i not in seq.stop_token_ids)
             masks.view(np.uint32)[row, token_id // WORD] = np.uint32(1 << token_id % WORD)
         else:
             dead_ends.discard(index)

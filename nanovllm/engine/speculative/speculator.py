@@ -7,12 +7,13 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
+from nanovllm.engine.speculative.grammar import GrammarProposer
 from nanovllm.engine.speculative.ngram import NgramProposer
 from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.proposer import Proposer
 from nanovllm.engine.step_size import MOST_DRAFTS, most_within
 from nanovllm.metrics import Metric, draft_metrics
-from nanovllm.speculative_config import SpeculativeConfig
+from nanovllm.speculative_config import MOST_FORCED, SpeculativeConfig
 
 # Where none of many sequences should have drafts, none has some for so many steps: to look costs 1
 # to 3 us a sequence.
@@ -24,6 +25,8 @@ class Speculator:
 
     Without a `proposer` drafts are `in_table`: the device guesses and accepts them, and a decode
     step has the same number for all its sequences. Sequences of `longest` tokens get no drafts.
+    With a `grammar` the host drafts up to `most_forced` tokens that must come. These are no
+    guesses: they always pay, and their sequence's pace learns nothing from them.
     """
 
     def __init__(
@@ -33,16 +36,19 @@ class Speculator:
         make_pace: Callable[[Outlook], Pace] = Pace,
         costs: Costs | None = None,
         longest: int | None = None,
+        grammar: Proposer | None = None,
+        most_forced: int = 0,
     ) -> None:
-        self.proposer = proposer
-        self.in_table = proposer is None
+        self.proposer, self.grammar = proposer, grammar
+        self.in_table = proposer is None and grammar is None
         self.longest = longest or sys.maxsize
-        self.most_drafts = most_drafts
+        self.most_drafts, self.most_forced = most_drafts, most_forced
         self.costs = TokenCosts() if costs is None else costs
         self.num_drafts = 0  # of sequences and steps
         self.num_drafted = 0  # tokens
-        self.accepted_at = [0] * most_drafts  # tokens, by place
+        self.accepted_at = [0] * (most_drafts or most_forced)  # tokens, by place
         self._make_pace, self._outlook = make_pace, Outlook()
+        self._forced: set[Sequence] = set()  # whose drafts in the step in flight are forced
         self._quiet = 0  # steps in which no sequence will want drafts
 
     def wants(self, seqs: Iterable[Sequence], has_prompts: bool = False) -> bool:
@@ -50,7 +56,10 @@ class Speculator:
 
         `has_prompts`: whether prompts are computed in the same step.
         """
-        candidates = [*map(self._candidate, seqs)]
+        seqs = [*seqs]
+        if self.grammar is not None and any(seq.constraint is not None for seq in seqs):
+            return True
+        candidates = [*map(self._candidate, seqs)] if self.most_drafts else []
         num_tokens = len(candidates) + has_prompts
         return any(self.costs.worthwhile(candidates, num_tokens, waits=True))
 
@@ -60,17 +69,44 @@ class Speculator:
         """Drafts for some of `seqs`, `budget` in all at most, in a step of `num_tokens` others.
 
         They take free blocks, which nothing else of the step needs, and no more than there are.
+        A sequence with forced tokens gets no guesses beside them.
         """
+        most_each = MOST_DRAFTS // max(1, len(seqs))
+        forced = self._force(seqs, most_each, budget, blocks) if self.grammar is not None else {}
+        self._forced = {*forced}
+        if not self.most_drafts:
+            return forced
+        num_forced = sum(map(len, forced.values()))
+        num_tokens, budget = num_tokens + num_forced, budget - num_forced
+        others = [seq for seq in seqs if seq not in forced] if forced else seqs
         most: dict[Sequence, int] = {}
-        candidates = [self._candidate(seq, not seq.num_pending_tokens) for seq in seqs]
+        candidates = [self._candidate(seq, not seq.num_pending_tokens) for seq in others]
         numbers = self.costs.worthwhile(candidates, num_tokens, waits=True)
-        for seq, number in zip(seqs, numbers, strict=True):
-            number = min(number, budget, MOST_DRAFTS // len(seqs))
+        for seq, number in zip(others, numbers, strict=True):
+            number = min(number, budget, most_each)
             room = self._room(seq, number, blocks)
             if room > 0:
                 most[seq] = room
                 budget -= room
-        return {seq: tokens for seq, tokens in self._propose(most, blocks).items() if tokens}
+        guessed = {seq: tokens for seq, tokens in self._propose(most, blocks).items() if tokens}
+        return forced | guessed
+
+    def _force(
+        self, seqs: list[Sequence], most_each: int, budget: int, blocks: BlockManager
+    ) -> dict[Sequence, list[int]]:
+        """The forced tokens of those of `seqs` that have some, as many as there is room for."""
+        asked = [s for s in seqs if s.constraint is not None and not s.num_pending_tokens]
+        if not asked:
+            return {}
+        assert self.grammar is not None
+        most = [min(most_each, self.most_forced)] * len(asked)
+        drafts = {}
+        for seq, tokens in zip(asked, self.grammar.propose(asked, most), strict=True):
+            room = self._room(seq, min(len(tokens), budget), blocks)
+            if room > 0:
+                drafts[seq] = tokens[:room]
+                budget -= room
+        return drafts
 
     def plan(self, seqs: list[Sequence], budget: int, blocks: BlockManager) -> int:
         """How many drafts each of `seqs` has in a decode step.
@@ -172,13 +208,17 @@ class Speculator:
             blocks.publish(seq, end)
             blocks.shrink(seq, end)
             blocks.pass_by(seq)
+        self._forced = set()
 
     def metrics(self, model: str) -> list[Metric]:
-        """The counts by vLLM's names."""
+        """The counts by vLLM's names: if drafts were asked for, or have been made."""
+        if not self.most_drafts and not self.num_drafts:
+            return []
         return draft_metrics(model, self.num_drafts, self.num_drafted, self.accepted_at)
 
     def reset(self) -> None:
         """Drop what an interrupt may have left half done."""
+        self._forced = set()
         if self.proposer is not None:
             self.proposer.reset()
 
@@ -192,12 +232,13 @@ class Speculator:
         if num_drafts:
             self.num_drafts += 1
         self.num_drafted += num_drafts
+        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))  # forced ones may be more
         for place in range(num_accepted):
             self.accepted_at[place] += 1
         judged = num_accepted
         if seq.finish_reason is None:
             judged = max(num_drafts, 1) if batch.num_drafts else num_drafts
-        if judged:
+        if judged and seq not in self._forced:
             self._pace(seq).learn(len(seq.token_ids), judged, num_accepted)
 
     def _candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
@@ -216,13 +257,27 @@ class Speculator:
 
 
 def speculator_of(
-    config: SpeculativeConfig | None, costs: Costs, *, in_table: bool, longest: int | None
+    config: SpeculativeConfig | None,
+    costs: Costs,
+    *,
+    in_table: bool,
+    longest: int | None,
+    forces: bool = False,
 ) -> Speculator | None:
-    """The speculator that the option asks for, if it does."""
+    """The speculator that the option asks for, if it does.
+
+    Without the option it drafts forced tokens, if it `forces` them.
+    """
     if config is None:
+        config = SpeculativeConfig("grammar" if forces else "none", MOST_FORCED)
+    if config.method == "none":
         return None
-    proposer = None
-    if not in_table:
-        proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     most = config.num_speculative_tokens
-    return Speculator(proposer, most, costs=costs, longest=longest)
+    if in_table:
+        return Speculator(None, most, costs=costs, longest=longest)
+    if config.method == "grammar":
+        return Speculator(None, 0, costs=costs, grammar=GrammarProposer(), most_forced=most)
+    return Speculator(
+        NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), most, costs=costs,
+        longest=longest, grammar=GrammarProposer(), most_forced=MOST_FORCED,
+    )  # fmt: skip

@@ -99,6 +99,57 @@ def test_masks_equal_brute_force(asked: StructuredOutputs, texts: set[str]) -> N
     assert language <= seen
 
 
+@pytest.mark.parametrize(("asked", "texts"), LANGUAGES, ids=KINDS)
+def test_forced_tokens_are_all_that_masks_leave(asked: StructuredOutputs, texts: set[str]) -> None:
+    """One after the other, from all states; a token that ends the output is none of them."""
+    language = {text.encode() for text in texts}
+
+    def goes_on(text: bytes) -> bool:
+        return any(other.startswith(text) and other != text for other in language)
+
+    seen, left, number_forced = set(), [((), b"")], 0
+    while left:
+        ids, text = left.pop()
+        if text in seen:
+            continue
+        seen.add(text)
+        constraint, seq = GRAMMARS.constraint(asked), sequence_of(ids)
+        forced = constraint.forced(seq, 99)
+        number_forced += len(forced)
+        for number, token_id in enumerate(forced):
+            assert allowed(constraint, forced[:number]) == {token_id}
+        assert not forced or goes_on(text + b"".join(BYTES[i] for i in forced))
+        assert [constraint.forced(seq, n) for n in range(3)] == [forced[:n] for n in range(3)]
+        found = allowed(constraint)
+        if not forced and len(found) == 1:
+            assert not goes_on(text + BYTES[min(found)])
+        left += [((*ids, i), text + BYTES[i]) for i in found - {EOS, OTHER_EOS}]
+    assert number_forced > 0 or "::=" in (asked.grammar or "")  # "ab" may come at once
+
+
+def test_nothing_is_forced_before_the_marker_or_after_an_error() -> None:
+    constraint = constrain(GRAMMARS, choice=["abcd12"], after="</think>")
+    seq = sequence_of([ord("a")])
+    assert constraint.forced(seq, 9) == []
+    seq.token_ids.append(THINK)
+    assert constraint.forced(seq, 9) == [BYTES.index(b"abc"), ord("d")]
+    constraint.excluded = (ord("d"),)
+    assert constraint.forced(seq, 9) == [BYTES.index(b"abc")]
+    seq.token_ids.append(ord("x"))
+    assert constraint.forced(seq, 9) == []
+
+
+def test_asking_for_forced_tokens_changes_nothing() -> None:
+    constraint = constrain(GRAMMARS, choice=["abcd12", "abcd12e"])
+    seq = sequence_of([ord("a")])
+    before = constraint.forced(seq, 9)
+    assert [BYTES[i] for i in before] == [b"b", b"c", b"d", b"12"]
+    assert constraint.forced(seq, 9) == before and allowed(constraint) == {before[0]}
+    seq.token_ids += b"bcd"  # otherwise than the tokenizer would
+    assert constraint.update(seq) is None
+    assert allowed(constraint) == {BYTES.index(b"12")}
+
+
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), which=st.integers(0, len(LANGUAGES) - 1))
 def test_masks_after_drafts_equal_those_after_tokens(data: st.DataObject, which: int) -> None:
