@@ -61,6 +61,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     },
     "nanovllm.bench.shapes": HEAVY,
     "nanovllm.bench.workload": HEAVY,
+    "nanovllm.bench.serve": (*HEAVY, "nanovllm.engine", "nanovllm.llm"),
     "nanovllm.command": ("nanovllm.engine.llm_engine", "transformers"),
 }  # fmt: skip
 

@@ -5,7 +5,8 @@
   nanovllm bench --model ~/models/Qwen3-0.6B --num-seqs 64 --repeats 5
 
 The roofline is the least time that the workload can take. It is computed from two rates of the
-machine, which are measured first. The last line on stdout is one JSON object.
+machine, which are measured first. The last line on stdout is one JSON object. A server is measured
+by `nanovllm bench serve`.
 """
 
 import argparse

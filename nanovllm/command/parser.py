@@ -1,13 +1,15 @@
 """The parser of the command line: a mistake is one line."""
 
 import argparse
+import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nanovllm import __version__
-from nanovllm.command import bench, chat, generate, info, run_batch, serve
+from nanovllm.command import bench, bench_serve, chat, generate, info, run_batch, serve
 from nanovllm.utils.checks import did_you_mean
 
-COMMANDS = (generate, chat, serve, run_batch, info, bench)
+COMMANDS = (generate, chat, serve, run_batch, info, bench, bench_serve)
 USAGE = 2  # the exit status of a mistake in the command line
 
 
@@ -35,12 +37,31 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"nanovllm: error: {message} (see {self.prog} --help)\n")
 
 
+class CommandLine(Parser):
+    """The parser of the whole command line, in which a command may have two words."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Take the words of a command as one argument."""
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(join_words(given), namespace)  # type: ignore[no-untyped-call]
+
+
+def join_words(args: Sequence[str]) -> list[str]:
+    """The arguments, with the words of a command such as `bench serve` as one of them."""
+    start = next((i for i, arg in enumerate(args) if not arg.startswith("-")), len(args))
+    words = " ".join(args[start : start + 2])
+    is_command = words in (command.NAME for command in COMMANDS)
+    return [*args[:start], words, *args[start + 2 :]] if is_command else list(args)
+
+
 def make_parser() -> Parser:
     """The parser of the command line, with the arguments of all subcommands."""
-    parser = Parser(prog="nanovllm", description="Offline inference of large language models.")
+    parser = CommandLine(prog="nanovllm", description="Offline inference of large language models.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     add_common_arguments(parser, False)
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    subparsers = parser.add_subparsers(
+        required=True, metavar="COMMAND", title="commands", parser_class=Parser
+    )
     for command in COMMANDS:
         subparser = subparsers.add_parser(
             command.NAME, help=command.SUMMARY, description=command.__doc__,

@@ -59,6 +59,7 @@ def test_help_does_not_import_torch() -> None:
         "run-batch --help",
         "info --help",
         "bench --help",
+        "bench serve --help",
     ):
         script = (
             "import sys\nfrom nanovllm.command.main import main\n"

@@ -1,0 +1,116 @@
+"""Measure a server: make the requests, warm up, run with a progress bar."""
+
+import asyncio
+import contextlib
+import gc
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.bench.serve.answer import AnswerError
+from nanovllm.bench.serve.arrivals import arrival_times
+from nanovllm.bench.serve.client import Address, Client
+from nanovllm.bench.serve.options import NUM_PROMPTS, Load
+from nanovllm.bench.serve.prompts import RandomPrompts
+from nanovllm.bench.serve.run import Run, run_load, send
+from nanovllm.bench.serve.server import Server
+from nanovllm.utils.bar import make_bar
+
+INTERVAL = 0.25  # seconds between two drawings of the bar
+SPARE_FILES = 64  # files that a process has open beside its connections
+
+
+@dataclass(frozen=True)
+class Job:
+    """Which server is measured, and with which requests; without a dataset they are random."""
+
+    address: Address
+    api_key: str | None
+    model: str | None
+    load: Load
+    dataset: Sequence[Mapping[str, Any]] | None
+    extra_body: Mapping[str, Any]
+
+
+async def measure(job: Job) -> tuple[Run, str]:
+    """Run the job; return what was measured, and the model's name."""
+    load, client = job.load, Client(job.address, job.api_key)
+    try:
+        server = Server(client, load, job.extra_body)
+        await server.choose_model(job.model)
+        prompts = RandomPrompts(load, await server.vocabulary())
+        dataset = job.dataset or [prompts.draw() for _ in range(load.num_prompts or NUM_PROMPTS)]
+        requests = [server.request(fields) for fields in dataset]
+        allow_connections(min(load.max_concurrency or len(requests), len(requests)))
+        await _warm_up(server, [prompts.draw() for _ in range(load.num_warmups)], load)
+        run, times = Run(), arrival_times(load, len(requests))
+        gc.collect()
+        gc.freeze()  # what lives now is not searched for garbage while times are taken
+        async with _bar(run, len(requests)):
+            await run_load(client, requests, times, load.max_concurrency, load.timeout, run)
+    finally:
+        gc.unfreeze()
+        client.close()
+    return run, server.model
+
+
+async def _warm_up(server: Server, dataset: Sequence[Mapping[str, Any]], load: Load) -> None:
+    """Send requests that are not measured, as many at a time as later; raise if one fails."""
+    slots = asyncio.Semaphore(load.max_concurrency or max(len(dataset), 1))
+
+    async def send_one(fields: Mapping[str, Any]) -> None:
+        async with slots:
+            answer = await send(server.client, server.request(fields), load.timeout)
+        if answer.error is not None:
+            raise AnswerError(
+                f"the first request to {server.client.address} failed: {answer.error}"
+            )
+
+    await asyncio.gather(*map(send_one, dataset))
+
+
+def allow_connections(number: int) -> None:
+    """Let this process open so many connections at a time; a ValueError if it must not."""
+    try:
+        import resource
+    except ImportError:  # no such limits here
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = number + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"{number} requests in flight need {needed} open files, and this process may have"
+            f" {hard}: give --max-concurrency {max(hard - SPARE_FILES, 1)} or less"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+@contextlib.asynccontextmanager
+async def _bar(run: Run, total: int) -> AsyncIterator[None]:
+    """Show the run's progress on stderr during the block, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with make_bar(total=total, desc="Requests", dynamic_ncols=True) as bar:
+
+        def draw() -> None:
+            ended = len(run.answers)
+            failed = sum(answer.error is not None for answer in run.answers)
+            notes = [f"{run.num_sent - ended} in flight"] + [f"{failed} failed"] * bool(failed)
+            bar.n = ended
+            bar.set_postfix_str(", ".join(notes))
+
+        async def repeat() -> None:
+            while True:
+                draw()
+                await asyncio.sleep(INTERVAL)
+
+        task = asyncio.create_task(repeat())
+        try:
+            yield
+        finally:
+            task.cancel()
+            draw()
