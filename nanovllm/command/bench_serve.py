@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     with usage_errors():
         load, address = Load(**given_fields(args, Load)), Address.parse(args.base_url)
-        if args.plot is not None:
-            check_plot(args.plot)
+    if args.plot is not None:
+        check_plot(args.plot)
     dataset = None if args.dataset is None else read_dataset(args.dataset, load)
     keys = (args.api_key, *map(os.environ.get, KEY_VARIABLES))
     job = Job(address, next(filter(None, keys), None), args.model, load, dataset, args.extra_body)

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.bench.serve.answer import AnswerError
@@ -18,6 +18,7 @@ from nanovllm.bench.serve.server import Server
 from nanovllm.utils.bar import make_bar
 
 INTERVAL = 0.25  # seconds between two drawings of the bar
+SHORT = 16  # tokens of a prompt that warms up for a dataset, whose prompts may all be short
 SPARE_FILES = 64  # files that a process has open beside its connections
 
 
@@ -39,7 +40,8 @@ async def measure(job: Job) -> tuple[Run, str]:
     try:
         server = Server(client, load, job.extra_body)
         await server.choose_model(job.model)
-        prompts = RandomPrompts(load, await server.vocabulary())
+        drawn = load if job.dataset is None else replace(load, input_len=SHORT)
+        prompts = RandomPrompts(drawn, await server.vocabulary())
         dataset = job.dataset or [prompts.draw() for _ in range(load.num_prompts or NUM_PROMPTS)]
         requests = [server.request(fields) for fields in dataset]
         allow_connections(min(load.max_concurrency or len(requests), len(requests)))

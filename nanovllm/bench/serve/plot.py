@@ -18,7 +18,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'nanovllm[plot]'") from None
+        raise RuntimeError("--plot needs matplotlib: pip install 'nanovllm[plot]'") from None
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:] not in known:
         raise ValueError(f"--plot must end with one of {', '.join(sorted(known))}, got {path.name}")

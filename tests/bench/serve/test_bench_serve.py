@@ -24,7 +24,7 @@ from nanovllm.bench.serve.client import Address
 from nanovllm.command.main import main
 from nanovllm.command.parser import join_words, make_parser
 
-SLACK = 60  # ms that a busy machine may add
+SLACK = 150  # ms that a busy machine may add
 
 
 def run(capsys: Any, *argv: str) -> tuple[int, str, str]:
@@ -77,7 +77,7 @@ def test_all_requests_are_in_flight_at_once_unless_limited(capsys: Any) -> None:
         result_of(capsys, server, "--num-prompts", "8")
         assert server.max_in_flight == 8
     with FakeServer(lambda body: stream(0.05)) as server:
-        result = result_of(capsys, server, "--num-prompts", "8", "--max-concurrency", "2")
+        result = result_of(capsys, server, "--num-prompts", "16", "--max-concurrency", "2")
         assert server.max_in_flight == 2
         assert server.num_connections == 2
     assert result["ttft_ms"]["p99"] < 50 + SLACK, "the time begins when a request is sent"
@@ -161,6 +161,18 @@ def test_a_chat_is_measured(capsys: Any, tmp_path: Path) -> None:
     }
     assert all(body["messages"][0]["content"] == "hi" for body in server.bodies)
     assert all(body["max_completion_tokens"] == 3 for body in server.bodies)
+
+
+def test_a_dataset_of_short_prompts_is_warmed_up_by_a_short_one(
+    capsys: Any, tmp_path: Path
+) -> None:
+    """The server may refuse a long one. The warm-up is none of the lines: they may be cached."""
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"prompt": "a b"}\n')
+    with FakeServer() as server:
+        result_of(capsys, server, "--dataset", str(file))
+    warm_up, measured = (body["prompt"] for body in server.bodies)
+    assert len(warm_up.split()) == 16 and measured == "a b"
 
 
 def some_fail(body: dict[str, Any]) -> Sequence[Step]:
@@ -256,7 +268,7 @@ def test_the_text_is_for_people(capsys: Any) -> None:
 
 def test_a_bar_is_drawn_on_a_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with FakeServer(lambda body: stream(0.3)) as server:
+    with FakeServer(lambda body: stream(1.0)) as server:
         _, _, err = run(capsys, "--base-url", server.url, "--num-prompts", "4")
     assert "Requests: 100%" in err and "4/4" in err and "4 in flight" in err
 
@@ -270,8 +282,15 @@ def test_the_picture_is_written(capsys: Any, tmp_path: Path) -> None:
         for name, words in (("run.xyz", "--plot must end with one of"), ("no/x.png", "directory")):
             argv = ("--base-url", server.url, "--plot", str(tmp_path / name))
             status, out, err = run(capsys, *argv)
-            assert (status, out) == (2, "") and words in err
+            assert (status, out) == (1, "") and words in err
     assert len(server.bodies) == 6, "a picture that cannot be written is noticed before the run"
+
+
+def test_a_picture_needs_matplotlib(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, _, err = run(capsys, "--plot", "x.png")
+    assert status == 1 and err.endswith("needs matplotlib: pip install 'nanovllm[plot]'\n")
 
 
 def test_a_picture_of_failures_alone_is_written(capsys: Any, tmp_path: Path) -> None:
