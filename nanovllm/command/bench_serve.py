@@ -9,7 +9,6 @@ client's clock. The status is 1 if a request fails.
 """
 
 import argparse
-import asyncio
 import json
 import os
 from collections.abc import Mapping
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     dataset = None if args.dataset is None else read_dataset(args.dataset, load)
     keys = (args.api_key, *map(os.environ.get, KEY_VARIABLES))
     job = Job(address, next(filter(None, keys), None), args.model, load, dataset, args.extra_body)
-    measured, model = asyncio.run(measure(job))
+    measured, model = measure(job)
     result = {"base_url": str(address), "model": model, "load": shown(load, args.dataset)}
     result |= summarize(measured, dict(args.goodput))
     title = f"{address}, {model}, {load.endpoint}"

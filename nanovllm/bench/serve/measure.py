@@ -34,8 +34,20 @@ class Job:
     extra_body: Mapping[str, Any]
 
 
-async def measure(job: Job) -> tuple[Run, str]:
-    """Run the job; return what was measured, and the model's name."""
+def measure(job: Job) -> tuple[Run, str]:
+    """Run the job; return what was measured, and the model's name.
+
+    uvloop is used where it is installed: it takes half of asyncio's time for a chunk.
+    """
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(_measure(job))
+    measured: tuple[Run, str] = uvloop.run(_measure(job))
+    return measured
+
+
+async def _measure(job: Job) -> tuple[Run, str]:
     load, client = job.load, Client(job.address, job.api_key)
     try:
         server = Server(client, load, job.extra_body)

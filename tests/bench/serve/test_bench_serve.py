@@ -1,7 +1,11 @@
 """`nanovllm bench serve` against a server whose delays are known."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from fake_server import (
     text_chunk,
 )
 
+import nanovllm
 from nanovllm.bench.serve import measure
 from nanovllm.bench.serve.client import Address
 from nanovllm.command.main import main
@@ -44,7 +49,12 @@ def result_of(capsys: Any, server: FakeServer, *argv: str, status: int = 0) -> d
     return result
 
 
-def test_known_delays_are_what_is_measured(capsys: Any) -> None:
+@pytest.mark.parametrize("has_uvloop", [True, False])
+def test_known_delays_are_what_is_measured(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, has_uvloop: bool
+) -> None:
+    if not has_uvloop:
+        monkeypatch.setitem(sys.modules, "uvloop", None)
     with FakeServer(lambda body: stream(0.2, 0.1, 0.1, 0.1, prompt_tokens=7)) as server:
         result = result_of(capsys, server, "--num-prompts", "5", "--num-warmups", "0")
     assert (result["completed"], result["failed"], result["model"]) == (5, 0, "fake")
@@ -247,6 +257,33 @@ def test_a_key_that_is_refused_is_named(capsys: Any) -> None:
     with server:
         status, _, err = run(capsys, "--base-url", server.url)
     assert status == 1 and "/v1/models: 401 Unauthorized: wrong key" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_uvloop", [True, False])
+def test_ctrl_c_ends_the_command_and_its_requests(tmp_path: Path, has_uvloop: bool) -> None:
+    if not has_uvloop:
+        (tmp_path / "uvloop.py").write_text("raise ImportError")
+    else:
+        pytest.importorskip("uvloop")
+    path = os.pathsep.join([str(tmp_path), str(Path(nanovllm.__file__).parents[1])])
+
+    def answer(body: dict[str, Any]) -> Sequence[Step]:
+        return [stream_head(), chunk(text_chunk("a")), 60.0]
+
+    with FakeServer(answer) as server:
+        argv = [sys.executable, "-m", "nanovllm", "bench", "serve", "--base-url", server.url]
+        process = subprocess.Popen(
+            [*argv, "--num-warmups", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        limit = time.monotonic() + 60
+        while server.num_in_flight < 100 and time.monotonic() < limit:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert server.max_in_flight == 100
+    assert (process.returncode, out, err) == (130, "", "nanovllm: interrupted\n")
 
 
 def test_no_server_is_one_line(capsys: Any) -> None:
