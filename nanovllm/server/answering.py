@@ -24,7 +24,7 @@ from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 
 T = TypeVar("T")
-CLIENT_LEFT = 499  # as nginx logs it; nobody reads it
+CLIENT_LEFT = 499  # for the log, as nginx writes it
 DONE = b"data: [DONE]\n\n"
 
 
