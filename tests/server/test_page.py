@@ -428,6 +428,7 @@ def test_tool_calls_are_shown_and_get_results(
     )  # fmt: skip
     wait_for_end(browser)
     shown = browser.evaluate("[...document.querySelectorAll('.call')].map(e => e.textContent)")
+    assert browser.evaluate(f"{LAST.format('.copy')}.hidden"), "there is no text"
     assert shown == ['Calls weather{\n  "city": "Rome"\n}', "Calls time{}"]
     placeholder = "document.querySelector('#input').placeholder"
     assert browser.evaluate(placeholder) == "Result of weather"
@@ -557,3 +558,19 @@ def test_a_curve_keeps_its_place(browser: Chromium, scripted: Scripted) -> None:
     ]  # fmt: skip
     assert browser.evaluate("sparkline([0, 1], 4)[0]") == "M58,20L59,15"
     assert browser.evaluate("sparkline([null, 3], 4)") == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", []),
+        ("2*3 ** 4", [["text", "2*3 ** 4"]]),
+        ("a:\n\n```\nx\n```\n\nb", [["text", "a:"], ["code", "x\n"], ["text", "b"]]),
+        ("```py\nx = `y`\n", [["code", "x = `y`\n"]]),
+        ("```\nx\n```\n\n```\ny\n```", [["code", "x\n"], ["code", "y\n"]]),
+        ("# A\n#b\n`c` d", [["strong", "A"], ["text", "\n#b\n"], ["inline", "c"], ["text", " d"]]),
+    ],
+)
+def test_text_has_parts(browser: Chromium, scripted: Scripted, text: str, parts: list[Any]) -> None:
+    open_page(browser, scripted.url)
+    assert browser.evaluate(f"textParts({json.dumps(text)})") == parts
