@@ -91,6 +91,12 @@ def test_the_page_loads_nothing_from_other_sites() -> None:
     assert "default-src 'none'" in SOURCE
 
 
+def test_addresses_of_the_page_are_relative() -> None:
+    """A proxy may serve it below a path."""
+    assert len(re.findall(r"\b(?:fetch|call)\(\"(?!/)", SOURCE)) == 3
+    assert not re.search(r"\b(?:fetch|call)\(\"/", SOURCE)
+
+
 def test_the_elements_of_the_page_are_closed() -> None:
     void = {"meta", "link", "input"}
     open_tags: list[str] = []
@@ -266,6 +272,8 @@ def test_the_page_fits_and_its_text_is_readable(page: Chromium, width: int, sche
         f" e.getBoundingClientRect().right > {width} + 1).map(e => e.outerHTML.slice(0, 80))"
     )
     assert wide == []
+    overflows = "(e => e.scrollWidth > e.clientWidth)(document.querySelector('#scroll'))"
+    assert not page.evaluate(overflows), "a long word is broken"
     for text, back in (
         ("text", "back"),
         ("quiet", "back"),
