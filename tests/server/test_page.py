@@ -438,7 +438,7 @@ def test_tool_calls_are_shown_and_get_results(
     shown = browser.evaluate("[...document.querySelectorAll('.call')].map(e => e.textContent)")
     assert browser.evaluate(f"{LAST.format('.copy')}.hidden"), "there is no text"
     assert shown == ['Calls weather{\n  "city": "Rome"\n}', "Calls time{}"]
-    placeholder = "document.querySelector('#input').placeholder"
+    placeholder = "document.querySelector('#input').getAttribute('aria-label')"
     assert browser.evaluate(placeholder) == "Result of weather"
     send(browser, "sunny")
     assert browser.evaluate(placeholder) == "Result of time"
@@ -494,7 +494,7 @@ def test_an_answer_that_breaks_off_stays_with_its_error(
 
 def test_events_are_read_wherever_the_stream_is_cut(browser: Chromium, scripted: Scripted) -> None:
     open_page(browser, scripted.url)
-    stream = 'data: {"a":1}\r\n\r\n: a comment\ndata:two\ndata: lines\n\ndata: é\r\revent: x\n\n'
+    stream = 'data: {"a":1}\r\n\r\n: a comment\ndata:two\r\ndata: lines\n\ndata: é\r\revent: x\n\n'
     expected = ['{"a":1}', "two\nlines", "é"]
     found = browser.evaluate(
         f"(() => {{ const text = {json.dumps(stream)}, found = [];"
