@@ -46,6 +46,24 @@ def test_a_meter_counts_samples_and_leaves_out_what_did_not_happen() -> None:
     assert meter.reasons == {"stop": 1, "length": 0, "abort": 1, "error": 0}
 
 
+def test_generated_tokens_never_fall(model_dir: Path) -> None:
+    """A sequence whose last token is taken back has one less."""
+    meter = RequestMeter()
+    with make_llm(model_dir) as llm:
+        stats = llm.stats()
+
+    def generated(running_tokens: int) -> int:
+        metrics = meter.metrics(stats, running_tokens, "a model")
+        return next(m.value for m in metrics if m.name == "vllm:generation_tokens")
+
+    assert [generated(tokens) for tokens in (0, 5, 4, 5, 6)] == [0, 5, 5, 5, 6]
+    times = RequestMetrics(
+        queue_time=None, time_to_first_token=None, time_per_output_token=None, end_to_end_time=None
+    )
+    meter.add(times, 1, [(6, "stop")])
+    assert [generated(tokens) for tokens in (0, 3)] == [6, 9]
+
+
 def test_metrics_of_finished_running_and_aborted_requests(model_dir: Path) -> None:
     with make_llm(model_dir, kvcache_block_size=4, num_kvcache_blocks=100) as llm:
         before = by_name(llm)
@@ -59,7 +77,8 @@ def test_metrics_of_finished_running_and_aborted_requests(model_dir: Path) -> No
         found = by_name(llm)
         assert found["num_requests_running"] == 2
         assert found["kv_cache_usage_perc"] == llm.stats().blocks_used / 100 == 0.04
-        assert (found["prompt_tokens"], found["generation_tokens"]) == (9, 8), "of finished ones"
+        assert found["prompt_tokens"] == 9, "of finished ones"
+        assert found["generation_tokens"] == 8 + 2, "as they come"
         assert (found["prefix_cache_queries"], found["prefix_cache_hits"]) == (19, 8)
         llm.abort_request(waiting)
         while not llm.is_finished():

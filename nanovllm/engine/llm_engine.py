@@ -143,10 +143,11 @@ class LLMEngine:
         )
 
     def get_metrics(self) -> list[Metric]:
-        """Counters, gauges and histograms by vLLM's names, those of requests when they end."""
+        """Counters, gauges and histograms by vLLM's names; see `nanovllm.metrics`."""
         speculator = self.scheduler.speculator
         drafts = speculator.metrics(self.config.model) if speculator else []
-        return self.meter.metrics(self.stats(), self.config.model) + drafts
+        running_tokens = sum(sum(r.nums_generated) for r in self.unfinished.values())
+        return self.meter.metrics(self.stats(), running_tokens, self.config.model) + drafts
 
     def is_finished(self) -> bool:
         """Whether all requests have finished, and `step` has returned all that it returns."""

@@ -34,14 +34,16 @@ class Request:
         """Whether it was aborted; an interrupt may have left some of its sequences unfinished."""
         return any(seq.finish_reason == "abort" for seq in self.seqs)
 
+    @property
+    def nums_generated(self) -> list[int]:
+        """How many known tokens each sample has."""
+        return [seq.num_known_tokens - seq.num_prompt_tokens for seq in self.seqs]
+
     def measure(self, meter: RequestMeter) -> None:
         """Count it in `meter`: it has ended."""
-        samples = [
-            (seq.num_known_tokens - seq.num_prompt_tokens, seq.finish_reason or "abort")
-            for seq in self.seqs
-        ]
-        longest = max(num_tokens for num_tokens, _ in samples)
-        meter.add(self.times.metrics(longest), self.seqs[0].num_prompt_tokens, samples)
+        nums = self.nums_generated
+        samples = zip(nums, (seq.finish_reason or "abort" for seq in self.seqs), strict=True)
+        meter.add(self.times.metrics(max(nums)), self.seqs[0].num_prompt_tokens, samples)
 
     def output(self, tokenizer: Any) -> RequestOutput:
         """Make the output; without a tokenizer its texts are empty."""
