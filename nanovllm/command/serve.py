@@ -47,19 +47,12 @@ def run(args: argparse.Namespace) -> int:
         from nanovllm.server.serve import serve
     except ImportError as error:
         raise ImportError(f"nanovllm serve needs nanovllm[serve]: {error}") from None
-    from nanovllm.async_llm import AsyncLLM
 
     def announce(address: str) -> None:
         print(f"serving {engine['model']} at {address}", flush=True)
 
     logging.getLogger("nanovllm.server").setLevel(logging.INFO)
-    llm = AsyncLLM(max_waiting=options.max_waiting, **engine)
-    try:
-        if llm.tokenizer is None:
-            raise ValueError(f"{engine['model']} has no tokenizer; --tokenizer names one")
-        return serve(llm, options, sampling, announce)
-    finally:
-        llm.close()
+    return serve(engine, options, sampling, announce)
 
 
 def _with_key(given: dict[str, Any]) -> dict[str, Any]:

@@ -26,17 +26,24 @@ MAX_TOKENS = {CHAT: None, COMPLETIONS: 16}  # where a body does not say, as in O
 
 
 def serve(
-    llm: AsyncLLM,
+    engine: Mapping[str, Any],
     options: ServerOptions,
     sampling: Mapping[str, Any],
     announce: Callable[[str], None],
 ) -> int:
     """Serve until a signal or the engine's end; returns the process's status.
 
-    `sampling` are parameters for bodies without them. `announce` gets the address.
+    `engine` has the options of an AsyncLLM, and `sampling` parameters for bodies without them.
+    `announce` gets the address.
     """
-    with _listening(options) as listener:
-        return _run(_Life(llm, options, sampling).run(listener, announce))
+    with _listening(options) as listener:  # before the model is loaded, which takes long
+        llm = AsyncLLM(max_waiting=options.max_waiting, **engine)
+        try:
+            if llm.tokenizer is None:
+                raise ValueError(f"{engine['model']} has no tokenizer; --tokenizer names one")
+            return _run(_Life(llm, options, sampling).run(listener, announce))
+        finally:
+            llm.close()
 
 
 def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
