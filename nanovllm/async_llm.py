@@ -72,6 +72,8 @@ class Call:
         """The whole output."""
         while not self.is_over:
             await self._wait()
+        if self.error is not None:
+            raise self.error
         output = self.mirror.output()
         output["request_id"] = self.name
         return output
@@ -93,8 +95,9 @@ class Call:
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more comes."""
-        self.is_over, self.error = True, error
-        self.changed.set()
+        if not self.is_over:
+            self.is_over, self.error = True, error
+            self.changed.set()
 
     async def _wait(self) -> None:
         """Wait for something new; raises what has ended the request."""
@@ -208,6 +211,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Call]:
         """Queue a request for the time of the block; what is not finished then is aborted."""
         params = _params(sampling_params, priority)
+        self._check_room(params.n)
         accepted = await self._in_thread(self._intake.accept, prompt, _unconstrained(params))
         await self._connect()
         call = self._open(accepted, params, request_id)
@@ -274,20 +278,29 @@ class AsyncLLM:
     def close(self) -> None:
         """End the engine after its step, and free what it used. Idempotent.
 
-        Calls that still wait get a RuntimeError. It blocks for the time of a step or two.
+        Calls that still wait get a RuntimeError. It blocks for the time of a step or two, and is
+        for the event loop's thread, or when that has ended.
         """
+        self._disconnect()
+        self._process.close()
+
+    def _disconnect(self) -> None:
+        """End all calls, and listen no more."""
         self._fail(RuntimeError("this AsyncLLM is closed; make a new one"))
         if self._listening is not None and self._loop is not None and not self._loop.is_closed():
             self._listening.cancel()
         self._readers.shutdown(wait=False, cancel_futures=True)
-        self._process.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._fail(RuntimeError("this AsyncLLM is closed; make a new one"))
-        await asyncio.to_thread(self.close)
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """`close`, without blocking the event loop."""
+        self._disconnect()
+        await asyncio.to_thread(self._process.close)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run what takes long for long prompts beside the event loop."""
@@ -299,8 +312,9 @@ class AsyncLLM:
         self.check()
         self._check_room(params.n)
         number = next(self._numbers)
-        name = number if name is None else name
-        if any(call.name == name for call in self._calls.values()):
+        if name is None:
+            name = f"request-{number}"
+        elif any(call.name == name for call in self._calls.values()):
             raise ValueError(f"request_id {shorten(name)} is that of another request")
         mirror = Mirror(self._intake.request(accepted, streams=True), self.tokenizer)
         token_ids = array("i", accepted.token_ids).tobytes()
@@ -310,7 +324,9 @@ class AsyncLLM:
 
     def _check_room(self, num_samples: int) -> None:
         most = self.config.max_num_seqs + self.max_waiting
-        if self.num_open + num_samples > most and self._calls:
+        if num_samples > most:
+            raise ValueError(f"n must be at most {most} (max_num_seqs and max_waiting)")
+        if self.num_open + num_samples > most:
             raise EngineFullError(
                 f"{self.num_open} samples run or wait, and at most {most} may (max_num_seqs="
                 f"{self.config.max_num_seqs}, max_waiting={self.max_waiting}); try again later"

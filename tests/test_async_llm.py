@@ -335,6 +335,35 @@ def test_close_ends_waiting_calls_and_the_process(run: Run[Any]) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_debugging_loop_closes_it(model_dir: Path) -> None:
+    """It checks that tasks are cancelled in the loop's own thread."""
+
+    async def main() -> int:
+        async with AsyncLLM(model_dir, **OPTIONS) as engine:
+            await engine.complete([1], SamplingParams(max_tokens=2))
+            return engine._process._process.pid
+
+    pid = asyncio.run(main(), debug=True)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_errors_reach_those_who_come_late(engine: AsyncLLM, run: Run[Any]) -> None:
+    async def late() -> None:
+        params = SamplingParams(structured_outputs=dict(regex="("))
+        async with engine.request([1], params) as call:
+            while not call.is_over:
+                await asyncio.sleep(0.01)
+            with pytest.raises(ValueError, match="structured_outputs"):
+                await call.output()
+
+    run(late())
+
+
+def test_more_samples_than_there_is_room_for(engine: AsyncLLM, run: Run[Any]) -> None:
+    with pytest.raises(ValueError, match="n must be at most 1032"):
+        run(engine.complete([1], SamplingParams(n=1033)))
+
+
 def test_a_collected_engine_leaves_no_process(model_dir: Path) -> None:
     engine = AsyncLLM(model_dir, **OPTIONS)
     pid = engine._process._process.pid

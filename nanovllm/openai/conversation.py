@@ -107,7 +107,8 @@ def _joined(name: str, parts: list[Any]) -> str:
 def given_template(keywords: Mapping[str, Any]) -> str | None:
     """The chat template that replaces the tokenizer's, if there is one in the keywords."""
     more = keywords.get("chat_template_kwargs") or {}
-    template: str | None = keywords.get("chat_template") or more.get("chat_template")
+    inner = more.get("chat_template") if isinstance(more, Mapping) else None
+    template: str | None = keywords.get("chat_template") or inner
     return template
 
 

@@ -1,6 +1,7 @@
 """Answering chats and completions: whole, or as server-sent events while tokens come."""
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM, Call
 from nanovllm.openai.chunks import ChunkWriter
+from nanovllm.openai.conversation import given_template
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.openai.response import echoed_text, response_body
 from nanovllm.outputs import StreamEvent
@@ -25,6 +27,7 @@ from nanovllm.server.options import ServerOptions
 
 T = TypeVar("T")
 CLIENT_LEFT = 499  # for the log, as nginx writes it
+LAST_SECONDS = 1.0  # for an error to leave
 DONE = b"data: [DONE]\n\n"
 
 
@@ -47,7 +50,11 @@ class Answering:
         line = RequestLine(url, uuid.uuid4().hex)
         try:
             asked = await self._parse(url, await read_object(request, self._options.max_body_mib))
-            asked, prompts = await self._prepare(asked)
+            prepared = await _unless_gone(request, self._prepare(asked), self._options.timeout)
+            if prepared is None:
+                line.write(CLIENT_LEFT)
+                return Response(status_code=CLIENT_LEFT)
+            asked, prompts = prepared
             if asked.streams:
                 chunks = self._chunks(line, asked, prompts)
                 return EventStream(chunks, self._options.timeout, line)
@@ -70,6 +77,8 @@ class Answering:
                 404, f"there is no model {asked.model!r}, but {', '.join(self._names)}",
                 "model_not_found",
             )  # fmt: skip
+        if not self._options.trust_request_chat_template:
+            refuse_templates(asked)
         return asked
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
@@ -105,6 +114,8 @@ class Answering:
             writers = self._writers(line.name, asked, calls)
             begun: set[int] = set()
             async for place, event in _merged(calls):
+                if event["finish_reason"] == "error" and not begun:
+                    raise APIError(400, str(event["stop_reason"]))
                 index = place * asked.params.n + event["sample"]
                 if asked.echo and index not in begun:
                     yield _sse(writers[index].echo(self._prompt_text(calls[place])))
@@ -139,6 +150,14 @@ class Answering:
         return echoed_text(request.prompt, ids, self._llm.tokenizer)
 
 
+def refuse_templates(asked: APIRequest) -> None:
+    """Raise if a chat brings its own template."""
+    if given_template(asked.chat_options) is not None:
+        raise APIError(
+            400, "chat_template: this server takes no templates (--trust-request-chat-template)"
+        )
+
+
 class EventStream(Response):
     """A response whose events are sent as they come, and which ends when the client leaves.
 
@@ -170,7 +189,8 @@ class EventStream(Response):
         except Exception as error:
             await _cancel(pump)
             status = as_api_error(error).status
-            await self._send_error(error, scope, receive, send)
+            with contextlib.suppress(asyncio.TimeoutError):  # the client does not read
+                await asyncio.wait_for(self._send_error(error, scope, receive, send), LAST_SECONDS)
         finally:
             await _cancel(pump, gone)
             self._line.write(status)

@@ -36,7 +36,7 @@ def make_app(
     """
     names = tuple(options.served_model_name or (llm.config.model,))
     answering = Answering(llm, names, options, defaults)
-    tokens = Tokens(llm, options.max_body_mib)
+    tokens = Tokens(llm, options)
     server = Server(llm, names)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),

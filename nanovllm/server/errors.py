@@ -1,6 +1,7 @@
 """Errors as OpenAI's API writes them: a status, and a body with a type, a message and a code."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nanovllm.async_llm import EngineFullError
+from nanovllm.engine.ranks.errors import RankError
 
+logger = logging.getLogger("nanovllm.server")
 RETRY_SECONDS = "1"
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
@@ -44,7 +47,10 @@ def as_api_error(error: BaseException) -> APIError:
         return APIError(408, "the request took longer than the server's timeout", "timeout")
     if isinstance(error, ValueError | TypeError):
         return APIError(400, str(error))
-    return APIError(503, f"the engine has ended: {error}", "engine_dead")
+    if isinstance(error, RankError | RuntimeError):
+        return APIError(503, f"the engine has ended: {error}", "engine_dead")
+    logger.error("a request has failed", exc_info=error)
+    return APIError(500, f"an error of the server's own: {type(error).__name__}: {error}")
 
 
 def error_response(error: BaseException) -> JSONResponse:

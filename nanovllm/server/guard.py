@@ -18,13 +18,18 @@ class Guard:
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
         self.is_draining = False
+        self.num_active = 0  # requests that are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        self.num_active += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_active -= 1
 
     def _refusal(self, scope: Scope) -> APIError | None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
+    TRUE_OR_FALSE,
     Rule,
     by_name,
     check_options,
@@ -48,6 +49,11 @@ class ServerOptions:
     )
     cors_origin: Iterable[str] | None = option(
         None, "web sites whose pages may use the server; `*` is all", TEXTS, none=NOTHING
+    )
+    trust_request_chat_template: bool = option(
+        False,
+        "let requests bring a chat template of their own: a program, which may never end",
+        TRUE_OR_FALSE,
     )
     root_path: str | None = option(
         None, "path that a proxy in front removes", SOME_TEXT, none=NOTHING

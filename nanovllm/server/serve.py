@@ -155,7 +155,7 @@ class _Life:
         for number in SIGNALS:  # more of them change nothing
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
-        await asyncio.to_thread(self._llm.close)
+        await self._llm.aclose()
         return 1 if ended.done() and not ended.cancelled() else 0
 
     def _take_signal(self) -> None:
@@ -170,6 +170,6 @@ class _Life:
         self._app.is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.drain_seconds
-        logger.info("draining: %d samples run or wait", self._llm.num_open)
-        while self._llm.num_open and self._signals == 1 and loop.time() < deadline:
+        logger.info("draining: %d requests are being answered", self._app.num_active)
+        while self._app.num_active and self._signals == 1 and loop.time() < deadline:
             await asyncio.sleep(CHECK_SECONDS)

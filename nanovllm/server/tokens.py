@@ -1,5 +1,6 @@
 """/tokenize and /detokenize: texts as token ids, and back."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,9 @@ from starlette.responses import JSONResponse
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.request import CHAT, parse_body
+from nanovllm.server.answering import refuse_templates
 from nanovllm.server.bodies import read_object
+from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import check_bool, check_ids, check_int, check_name, check_text, shorten
 
 TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
@@ -18,8 +21,9 @@ IDS_FIELDS = ("model", "tokens")
 class Tokens:
     """The tokenizer of an engine, for clients."""
 
-    def __init__(self, llm: AsyncLLM, max_body_mib: int) -> None:
-        self._llm, self._max_body_mib = llm, max_body_mib
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        self._llm, self._max_body_mib = llm, options.max_body_mib
+        self._trusts_templates = options.trust_request_chat_template
 
     async def tokenize(self, request: Request) -> JSONResponse:
         """The token ids of a `prompt`, or of the prompt of `messages`."""
@@ -28,7 +32,7 @@ class Tokens:
         if "messages" in body:
             ids = await self._of_chat(body)
         else:
-            ids = self._of_text(body)
+            ids = await asyncio.to_thread(self._of_text, body)
         names = self._llm.tokenizer.convert_ids_to_tokens(ids) if shows else None
         return JSONResponse(
             {
@@ -47,10 +51,12 @@ class Tokens:
         last = len(self._llm.tokenizer) - 1
         given = check_ids("tokens", body.get("tokens"))
         ids = [check_int("tokens: a token id", token_id, 0, last) for token_id in given]
-        return JSONResponse({"prompt": self._llm.tokenizer.decode(ids)})
+        return JSONResponse({"prompt": await asyncio.to_thread(self._llm.tokenizer.decode, ids)})
 
     async def _of_chat(self, body: Mapping[str, Any]) -> list[int]:
         asked = parse_body(CHAT, body, {})
+        if not self._trusts_templates:
+            refuse_templates(asked)
         turn = await self._llm.chat_turn(asked.prompts[0], asked.params, **asked.chat_options)
         return list(turn.prompt["prompt_token_ids"])
 

@@ -164,6 +164,18 @@ def test_strict_tools_keep_their_schemas_where_the_model_decides(
     assert calls if marker_tokens else texts
 
 
+def test_a_marker_that_is_spelled_begins_no_call(marked: LLM) -> None:
+    """Ordinary tokens may write the marker's text, which the reader takes for a marker."""
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    options: Any = dict(tools=tools, chat_template=HERMES)
+    (turn,) = marked.chat_turns(HI, SamplingParams(max_tokens=300), **options)
+    constraint = marked.accept(turn.prompt, turn.params).constraint
+    assert constraint is not None
+    matcher = constraint._start.deep_copy()
+    spelled = [marked.tokenizer.convert_tokens_to_ids(c) for c in "Hi<tool_call>"]
+    assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
+
+
 def test_only_one_call_where_the_model_decides(marked: LLM) -> None:
     start = marked.tokenizer.convert_tokens_to_ids("<tool_call>")
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=300, logit_bias={start: 20.0})

@@ -401,6 +401,42 @@ def test_sigterm_drains(long_model: Path, tmp_path: Path) -> None:
         assert server.process.wait(30) == 0
 
 
+def test_a_request_that_has_begun_is_drained(long_model: Path, tmp_path: Path) -> None:
+    """Its body comes in two parts, and the signal between them."""
+    with serving(tmp_path / "log", str(long_model)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: ")
+            raw.sendall(b"%d\r\n\r\n" % len(body) + body[:5])
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(1.5)
+            raw.sendall(body[5:])
+            assert raw.recv(20).startswith(b"HTTP/1.1 200 OK")
+        assert server.process.wait(30) == 0
+
+
+def test_templates_of_requests_are_refused(server: Server) -> None:
+    """A template is a program, which may never end."""
+    for given in ({"chat_template": "x"}, 5):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = post(server, path, messages=HI, chat_template_kwargs=given)
+            assert response.status_code == 400
+            words = "takes no templates" if given != 5 else "chat_template_kwargs must be a dict"
+            assert words in response.json()["error"]["message"]
+
+
+def test_nothing_to_draw_is_a_bad_request(server: Server) -> None:
+    asked: dict[str, Any] = dict(
+        prompt="a", structured_outputs={"choice": ["ab"]}, bad_words=["ab", "a", "b"]
+    )
+    for stream in (False, True):
+        response = post(server, **asked, stream=stream)
+        assert response.status_code == 400
+        assert "leave no token to draw" in response.json()["error"]["message"]
+
+
 def test_a_second_signal_ends_at_once(long_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log", str(long_model)) as server:
         endless = {**LONG, "max_tokens": 15_000, "stream": True, "n": 8}

@@ -10,6 +10,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 import traceback
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.request import Request
 
 COMPILERS = 2  # threads that compile constraints, while steps go on
+REPORT_SECONDS = 1.0  # for the last message to leave
 RETRY_SECONDS = 0.001  # until what a slow caller had no room for is sent again
 
 
@@ -94,7 +96,7 @@ def _progress(number: int, seq: Sequence, start: int) -> Progress:
 class EngineLoop:
     """Steps an engine as long as it has requests; between steps it takes commands.
 
-    Constraints are compiled by other threads meanwhile.
+    Constraints are compiled, and bad words tokenized, by other threads meanwhile.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class EngineLoop:
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="nanovllm-compile")
         self._compiling: set[int] = set()  # numbers; those that were dropped meanwhile are gone
         self._followed: dict[int, Followed] = {}  # by the caller's number
+        self._numbers: dict[int, int] = {}  # the caller's numbers by the engine's
 
     def run(self) -> None:
         """Serve until the caller ends it."""
@@ -138,6 +141,7 @@ class EngineLoop:
         elif isinstance(command, Drop):
             self._compiling.discard(command.number)
             if (followed := self._followed.pop(command.number, None)) is not None:
+                del self._numbers[followed.request.request_id]
                 self._engine.discard_requests([followed.request.request_id])
         elif isinstance(command, Stop):
             self._stop(command)
@@ -146,14 +150,23 @@ class EngineLoop:
             self._outbox.send([Answer(command.number, value)])
 
     def _submit(self, command: Submit) -> None:
-        if command.params.structured_outputs is None:
+        if command.params.structured_outputs is None and not command.params.bad_words:
             self._enqueue(command.number, self._accept(command))
             return
         self._compiling.add(command.number)
-        future = self._compilers.submit(self._accept, command)
+        future = self._compilers.submit(self._compile, command)
         future.add_done_callback(
             lambda done: self._commands.put(Compiled(command.number, done.result()))
         )
+
+    def _compile(self, command: Submit) -> "Accepted | Exception":
+        """Check a request in a thread of its own. What goes wrong refuses this request alone."""
+        if command.number not in self._compiling:  # its caller has gone
+            return RuntimeError("the request was dropped")
+        try:
+            return self._accept(command)
+        except BaseException as error:  # llguidance's panics are no Exceptions
+            return RuntimeError(f"{type(error).__name__}: {error}")
 
     def _accept(self, command: Submit) -> "Accepted | Exception":
         """Check a request, and compile its constraint."""
@@ -168,6 +181,7 @@ class EngineLoop:
             return
         request_id = self._engine.enqueue(accepted)
         self._followed[number] = Followed(number, self._engine.unfinished[request_id])
+        self._numbers[request_id] = number
 
     def _stop(self, command: Stop) -> None:
         followed = self._followed.get(command.number)
@@ -179,13 +193,15 @@ class EngineLoop:
         """Send what a step has brought."""
         events: list[Event] = []
         ended = []
-        for followed in self._followed.values():
+        running = dict.fromkeys(seq.request_id for seq in self._engine.scheduler.running)
+        for request_id in (*running, *(self._engine.finished.keys() - running.keys())):
+            followed = self._followed[self._numbers[request_id]]
             events += followed.progress()
             if not followed.request.unfinished:
                 events.append(followed.ending())
                 ended.append(followed)
         for followed in ended:
-            del self._followed[followed.number]
+            del self._followed[followed.number], self._numbers[followed.request.request_id]
             self._engine.drop_output(followed.request.request_id)
         if events:
             self._outbox.send(events)
@@ -197,15 +213,16 @@ def main(caller: int, line: int, connection: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     end_with(caller, line)
     link = socket.socket(fileno=connection)
+    outbox = Outbox(link)
     try:
-        _serve(link)
+        _serve(link, outbox)
     except BaseException as error:
-        _report_failure(link, error)
+        _report_failure(outbox, error)
         os._exit(1)
     os._exit(0)
 
 
-def _serve(link: socket.socket) -> None:
+def _serve(link: socket.socket, outbox: Outbox) -> None:
     from nanovllm.engine.llm_engine import LLMEngine
 
     model, options = receive(link)
@@ -213,7 +230,6 @@ def _serve(link: socket.socket) -> None:
     engine = LLMEngine(model, **options)
     try:
         read_vocabulary(engine)
-        outbox = Outbox(link)
         outbox.send(Ready(engine.config, engine.model_config))
         threading.Thread(target=_read, args=(link, with_commands), daemon=True).start()
         EngineLoop(engine, with_commands, outbox).run()
@@ -237,18 +253,15 @@ def _read(link: socket.socket, commands: "queue.SimpleQueue[Any]") -> None:
         commands.put(Quit())
 
 
-def _report_failure(link: socket.socket, error: BaseException) -> None:
+def _report_failure(outbox: Outbox, error: BaseException) -> None:
     """Send the caller the exception, or its text if it cannot be sent."""
     details = traceback.format_exc()
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    link.setblocking(True)
-    link.settimeout(1.0)
-    try:
-        outbox = Outbox(link)
+    deadline = time.monotonic() + REPORT_SECONDS
+    with contextlib.suppress(OSError):
         outbox.send(Failed(error, details))
-        outbox.flush()
-    except OSError:
-        return
+        while not outbox.flush() and time.monotonic() < deadline:
+            time.sleep(RETRY_SECONDS)

@@ -61,8 +61,8 @@ class Grammars:
 
         A grammar that llguidance refuses is a ValueError.
         """
-        if asked in self._refused:
-            raise ValueError(self._refused[asked])
+        if (error := self._refused.get(asked)) is not None:
+            raise ValueError(error)
         matcher, tokenizer = self._compiled.matcher(asked), self._tokenizer()
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None

@@ -25,12 +25,14 @@ class Accepted:
     """A prompt as token ids, its text if it has one, and its parameters: all fit the model.
 
     `constraint` is the compiled one of `structured_outputs`, which each sample has a copy of.
+    `bad_words` are token ids.
     """
 
     token_ids: list[int]
     text: str | None
     params: SamplingParams
     constraint: Constraint | None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Intake:
@@ -71,14 +73,14 @@ class Intake:
                 f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
-        return Accepted(token_ids, text, params, self._constraint(params))
+        bad_words = self._bad_words(params)
+        return Accepted(token_ids, text, params, self._constraint(params), bad_words)
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
         params = accepted.params
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
-        bad_words = self._bad_words(params)
         seqs: list[Sequence] = []
         for index in range(params.n):
             seq = Sequence(
@@ -89,7 +91,7 @@ class Intake:
                 eos_token_ids=self.eos_token_ids,
                 max_model_len=self.max_model_len,
                 default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),
-                bad_words=bad_words,
+                bad_words=accepted.bad_words,
                 text=OutputText(self.tokenizer, params) if streams or params.stop else None,
                 counts=TokenCounts() if params.penalizes else None,
                 logprobs=Logprobs() if _reports(params) else None,

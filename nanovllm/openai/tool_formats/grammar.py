@@ -43,22 +43,24 @@ def _json(asked: StructuredOutputs) -> str:
     schema = json.loads(asked.json or '{"type": "object"}')
     if schema is False:
         raise ValueError("there is nothing that the schema false allows")
-    options = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
     if asked.whitespace_pattern is not None:
-        options["whitespace_pattern"] = asked.whitespace_pattern
+        raise ValueError("whitespace_pattern cannot be given where the answer may be tool calls")
+    options = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
     fields = {} if schema is True else schema
     return json.dumps({**fields, "x-guidance": options}, ensure_ascii=False)
 
 
 def _text_rules(tool_format: ToolFormat, literal: Callable[[str], str]) -> list[str]:
-    """Rules for an answer that is no call, and for the text before one."""
+    """Rules for an answer that is no call, and for the text before one.
+
+    Neither has the marker, which ordinary tokens could spell even if it is a token of its own.
+    """
     marker, first = tool_format.marker, tool_format.first
-    written = literal(marker) if marker else ""
-    is_token = written.startswith("<[")
+    other = f"OTHER: {ANY_TEXT}"
+    if marker:
+        other += rf" & ~/(.|\n)*{re.escape(marker)}(.|\n)*/"
     if first:
-        others = rf"{ANY_TEXT} & ~/[ \t\r\n]*{re.escape(first)}(.|\n)*/"
-        if written and not is_token:
-            others += rf" & ~/(.|\n)*{re.escape(marker)}(.|\n)*/"
-        return [f"OTHER: {others}"]
-    opening = f"open: OTHER {written}" if is_token else f"open[lazy]: OTHER {written}"
-    return [f"OTHER: {ANY_TEXT}", opening]
+        return [rf"{other} & ~/[ \t\r\n]*{re.escape(first)}(.|\n)*/"]
+    written = literal(marker)
+    lazy = "" if written.startswith("<[") else "[lazy]"
+    return [other, f"open{lazy}: OTHER {written}"]
