@@ -547,10 +547,10 @@ def test_what_needs_too_many_states_is_refused_at_once(asked: dict[str, Any]) ->
     """And sooner the second time."""
     with pytest.raises(ValueError, match="it is too complex: lexer error: too many expressions"):
         constrain(GRAMMARS, **asked)
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(ValueError, match="it is too complex"):
         constrain(GRAMMARS, **asked)
-    assert time.perf_counter() - start < 0.1
+    assert time.thread_time() - start < 0.1
 
 
 def test_the_trial_of_a_grammar_leaves_no_trace() -> None:
@@ -596,10 +596,10 @@ def test_broken_input_is_refused_or_compiles() -> None:
     rng = random.Random(5)
     for _ in range(200):
         asked = broken(rng)
-        start = time.perf_counter()
+        start = time.thread_time()
         with contextlib.suppress(TypeError, ValueError):
             allowed(constrain(GRAMMARS, **asked))
-        assert time.perf_counter() - start < 2, asked
+        assert time.thread_time() - start < 2, asked
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Unigram"])
