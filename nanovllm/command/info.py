@@ -4,7 +4,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.command.options import UsageError, add_engine_options, engine_options
+from nanovllm.command.options import (
+    UsageError,
+    add_engine_options,
+    add_model_argument,
+    engine_options,
+)
 from nanovllm.utils.sizes import GIB, memory_text
 
 if TYPE_CHECKING:
@@ -20,17 +25,13 @@ MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # of common GPUs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the description; 1 if the model is not supported."""
-    if args.model_name is not None:
-        if "model" in args:
-            raise UsageError("MODEL and --model exclude each other")
-        args.model = args.model_name
     if "speculative_config" in args:
         raise UsageError(
             "--speculative-config: this command describes one model; name the draft model as MODEL"

@@ -34,6 +34,11 @@ def user_file(text: str) -> Path:
     return Path(user_path(text))
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Let the model be named without its flag."""
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+
+
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add an option for each field of `Config`; `defaults` replace the fields' in the help."""
     defaults = {"model": "the embedded model, which adds numbers", **defaults}
@@ -73,6 +78,10 @@ def first_messages(system: str | None) -> list[dict[str, str]]:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Config` that the command line sets, and a model in any case; checked."""
+    if getattr(args, "model_name", None) is not None:
+        if "model" in args:
+            raise UsageError("MODEL and --model exclude each other")
+        args.model = args.model_name
     options = {"model": EMBEDDED_MODEL} | given_fields(args, Config)
     with usage_errors():
         Config(**options)

@@ -12,8 +12,8 @@ from typing import Any
 
 from nanovllm.command.field_options import add_field_options, given_fields
 from nanovllm.command.options import (
-    UsageError,
     add_engine_options,
+    add_model_argument,
     add_sampling_options,
     engine_options,
     sampling_options,
@@ -28,7 +28,7 @@ KEY = "NANOVLLM_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    add_model_argument(parser)
     add_field_options(parser.add_argument_group("server"), ServerOptions, {})
     add_engine_options(parser)
     add_sampling_options(parser)
@@ -36,10 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    if args.model_name is not None:
-        if "model" in args:
-            raise UsageError("MODEL and --model exclude each other")
-        args.model = args.model_name
     engine, sampling = engine_options(args), sampling_options(args)
     with usage_errors():
         options = ServerOptions(**_with_key(given_fields(args, ServerOptions)))
