@@ -240,10 +240,17 @@ class AsyncLLM:
 
     async def abort(self, request_id: Any) -> None:
         """End the request of this name; its caller gets a last event, with "abort"."""
+        self.check()
         call = next((call for call in self._calls.values() if call.name == request_id), None)
         if call is None:
             raise ValueError(f"request_id must be that of a request, got {shorten(request_id)}")
         self._drop(call)
+
+    def end_all(self, error: BaseException) -> None:
+        """End all requests; their callers get this error."""
+        for call in self._calls.values():
+            if not call.is_over:
+                self._drop(call, error)
 
     async def stats(self) -> EngineStats:
         """Counts of what the engine has done and is doing."""
@@ -289,6 +296,8 @@ class AsyncLLM:
         self._fail(RuntimeError("this AsyncLLM is closed; make a new one"))
         if self._listening is not None and self._loop is not None and not self._loop.is_closed():
             self._listening.cancel()
+            if self._writer is not None:
+                self._writer.transport.abort()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -332,13 +341,13 @@ class AsyncLLM:
                 f"{self.config.max_num_seqs}, max_waiting={self.max_waiting}); try again later"
             )
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, call: Call, error: BaseException | None = None) -> None:
         """End a request here and in the engine."""
         with contextlib.suppress(RuntimeError, OSError):
             self._send(Drop(call.number))
         for seq in call.mirror.request.unfinished:
             seq.finish("abort")
-        call.end()
+        call.end(error)
 
     async def _ask(self, method: str) -> Any:
         await self._connect()
@@ -370,7 +379,9 @@ class AsyncLLM:
     async def _listen(self) -> None:
         """Take the engine's messages until it ends."""
         try:
-            reader, self._writer = await asyncio.open_connection(sock=self._process.link)
+            # A copy, which the event loop closes when it has stopped looking at it.
+            link = self._process.link.dup()
+            reader, self._writer = await asyncio.open_connection(sock=link)
             while True:
                 (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 message = pickle.loads(await reader.readexactly(length))

@@ -347,6 +347,31 @@ def test_a_debugging_loop_closes_it(model_dir: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_one_after_another_in_a_loop(model_dir: Path) -> None:
+    """The second one's socket gets the number of the first one's."""
+
+    async def main() -> None:
+        for _ in range(3):
+            engine = AsyncLLM(model_dir, **OPTIONS)
+            await asyncio.wait_for(engine.complete([1], SamplingParams(max_tokens=2)), 30)
+            engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_forked_process_leaves_the_engine_alone(model_dir: Path, run: Run[Any]) -> None:
+    async def fork() -> None:
+        async with AsyncLLM(model_dir, **OPTIONS) as engine:
+            child = os.fork()
+            if child == 0:
+                engine._process.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+            await engine.complete([1], SamplingParams(max_tokens=2))
+
+    run(fork())
+
+
 def test_errors_reach_those_who_come_late(engine: AsyncLLM, run: Run[Any]) -> None:
     async def late() -> None:
         params = SamplingParams(structured_outputs=dict(regex="("))

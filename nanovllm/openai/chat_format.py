@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.openai.answers import AnswerFormat
 from nanovllm.openai.conversation import chat_prompts, given_template
-from nanovllm.openai.reasoning import END, reasoning_of
+from nanovllm.openai.reasoning import END, START, reasoning_of
 from nanovllm.openai.tool_formats.base import ToolFormat
 from nanovllm.openai.tool_formats.grammar import answer_grammar
 from nanovllm.openai.tool_formats.table import FORMATS, shown_format
@@ -74,12 +74,17 @@ class ChatFormat:
         changed: dict[str, Any] = {}
         asked = params.structured_outputs
         assert asked is None or isinstance(asked, StructuredOutputs)
+        markers = () if tools is None else tools.markers
+        if reasoning is not None:
+            markers = (*markers, START, END)
+        if markers and not self._special.isdisjoint(markers):
+            changed["skip_special_tokens"] = False
         if tools is not None:
-            if not self._special.isdisjoint(tools.markers):
-                changed["skip_special_tokens"] = False
             asked = self._constraint(tools, choice, asked, thinks)
         if thinks and asked is not None and asked.after is None:
             asked = dataclasses.replace(asked, after=END)
+        if reasoning is not None and asked is not None and asked.after == END:
+            reasoning = dataclasses.replace(reasoning, inside=True)  # all before it is free
         if asked != params.structured_outputs:
             changed["structured_outputs"] = asked
         if changed:

@@ -29,12 +29,13 @@ class Reasoning:
 class ReasoningReader:
     """Takes an answer in pieces. What the parts join to does not depend on the pieces.
 
+    An answer that begins `inside` reasoning may nevertheless begin with `<think>`.
     White space around the reasoning belongs to neither part. Reasoning that does not end is
     reasoning to the end of the answer.
     """
 
     def __init__(self, inside: bool) -> None:
-        self._begun, self._inside = inside, inside
+        self._begun, self._inside = False, inside
         self._is_blank = True  # nothing but white space since the last marker
         self._held = ""
 
@@ -53,7 +54,7 @@ class ReasoningReader:
             self._held, self._inside = text[len(START) :], True
         elif START.startswith(text) and not ended:
             return False
-        else:
+        elif not self._inside:
             self._is_blank = False  # white space at the start of an answer without reasoning stays
         self._begun = True
         return True

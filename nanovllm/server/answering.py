@@ -79,6 +79,11 @@ class Answering:
             )  # fmt: skip
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
+        most = self._llm.config.max_num_seqs + self._llm.max_waiting
+        if len(asked.prompts) * asked.params.n > most:
+            raise APIError(400, f"prompts times n must be at most {most}")
+        if asked.streams and asked.echo and asked.params.logprobs is not None:
+            raise APIError(400, "echo with logprobs must not be streamed")
         return asked
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:

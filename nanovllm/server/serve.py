@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
+from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.option import options_of
 
@@ -36,6 +38,7 @@ def serve(
     `engine` has the options of an AsyncLLM, and `sampling` parameters for bodies without them.
     `announce` gets the address.
     """
+    _check_certificate(options)
     with _listening(options) as listener:  # before the model is loaded, which takes long
         llm = AsyncLLM(max_waiting=options.max_waiting, **engine)
         try:
@@ -72,11 +75,23 @@ def _run(work: Any) -> int:
         loop.close()
 
 
+def _check_certificate(options: ServerOptions) -> None:
+    """Raise if TLS is asked for with files that cannot be used."""
+    if options.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:
+        raise OSError(f"ssl_certfile and ssl_keyfile cannot be used: {error}") from None
+
+
 @contextlib.contextmanager
 def _listening(options: ServerOptions) -> Iterator[socket.socket]:
     """The socket to listen at."""
     if options.uds is not None:
         place: Any = options.uds
+        _remove_unused(options.uds)
         listener = socket.socket(socket.AF_UNIX)
     else:
         place = (options.host, options.port)
@@ -93,6 +108,18 @@ def _listening(options: ServerOptions) -> Iterator[socket.socket]:
         finally:
             if options.uds is not None:
                 Path(options.uds).unlink(missing_ok=True)
+
+
+def _remove_unused(place: str) -> None:
+    """Remove a Unix socket that a server which was killed has left."""
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(place)
+        except ConnectionRefusedError:
+            if Path(place).is_socket():
+                Path(place).unlink()
+        except OSError:
+            return
 
 
 def _shown(options: ServerOptions, port: int | None = None) -> str:
@@ -162,8 +189,6 @@ class _Life:
         """Drain at the first signal, end at the second one."""
         self._signals += 1
         self._asked.set()
-        if self._signals > 1:
-            self._server.should_exit = self._server.force_exit = True
 
     async def _drain(self) -> None:
         """Let running requests finish, for some time."""
@@ -173,3 +198,5 @@ class _Life:
         logger.info("draining: %d requests are being answered", self._app.num_active)
         while self._app.num_active and self._signals == 1 and loop.time() < deadline:
             await asyncio.sleep(CHECK_SECONDS)
+        self._llm.end_all(APIError(503, "the server has ended before the answer", "draining"))
+        await asyncio.sleep(2 * CHECK_SECONDS)  # for responses to leave

@@ -21,6 +21,8 @@ ANSWERS = [
     ("", True, "", ""),
     ("<think>a</think>b</think> c<think>", False, "a", "b</think> c<think>"),
     ("a  b </think >c</think>", True, "a  b </think >c", ""),
+    (" <think> a</think> b", True, "a", "b"),
+    ("<think", True, "<think", ""),
 ]
 
 

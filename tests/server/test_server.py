@@ -198,6 +198,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", dict(prompt=[]), 400, "prompt must have 1 to"),
     ("/v1/completions", dict(prompt=[[]]), 400, "prompt must have 1 to"),
     ("/v1/completions", dict(prompt="a", model="gpt"), 404, "there is no model 'gpt', but tiny, t"),
+    ("/v1/completions", dict(prompt=["a"] * 1100), 400, "prompts times n must be at most 1032"),
+    ("/v1/completions", dict(prompt="a", echo=True, logprobs=1, stream=True), 400, "echo with"),
     ("/v1/completions", dict(prompt="a", model=5), 400, "model must be a text, got 5"),
     ("/v1/completions", dict(prompt="a", stream=1), 400, "stream must be True or False, got 1"),
     ("/v1/completions", dict(prompt="a", stream_options={}), 400, "needs stream to be true"),
@@ -437,6 +439,33 @@ def test_nothing_to_draw_is_a_bad_request(server: Server) -> None:
         assert "leave no token to draw" in response.json()["error"]["message"]
 
 
+def test_what_is_not_drained_in_time_gets_503(long_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", str(long_model), "--drain-seconds", "0.2") as server:
+        responses: list[httpx.Response] = []
+        body = {**LONG, "max_tokens": 15_000}
+        asking = threading.Thread(
+            target=lambda: responses.append(post(server, **body)), daemon=True
+        )
+        asking.start()
+        while is_at_rest(server):
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        asking.join()
+        assert responses[0].status_code == 503
+        assert responses[0].json()["error"]["message"].startswith("the server has ended before")
+        assert "Traceback" not in server.text
+
+
+def test_a_socket_that_is_left_is_replaced(tmp_path: Path) -> None:
+    place = tmp_path / "socket"
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(place))
+    left.close()
+    with serving(tmp_path / "log", "--uds", str(place)):
+        assert place.is_socket()
+
+
 def test_a_second_signal_ends_at_once(long_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log", str(long_model)) as server:
         endless = {**LONG, "max_tokens": 15_000, "stream": True, "n": 8}
@@ -490,6 +519,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (("--port", "70000"), "port must be in [0, 65535], got 70000"),
         (("--host", "999.1.1.1"), "cannot listen at http://999.1.1.1:"),
         (("--ssl-keyfile", "x"), "ssl_keyfile needs ssl_certfile"),
+        (("--ssl-certfile", "/nope"), "ssl_certfile and ssl_keyfile cannot be used"),
         (("/nope/model",), "/nope/model"),
         (("a", "--model", "b"), "MODEL and --model exclude each other"),
     ],

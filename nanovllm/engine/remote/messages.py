@@ -42,7 +42,7 @@ class Ask(NamedTuple):
 
 
 class Quit(NamedTuple):
-    """End the process."""
+    """End the process: the caller has closed its end of the socket."""
 
 
 class Ready(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.engine.life_line import ending, start_process
 from nanovllm.engine.ranks.errors import RankError
 from nanovllm.engine.remote.frames import frame, receive
-from nanovllm.engine.remote.messages import Failed, Quit, Ready
+from nanovllm.engine.remote.messages import Failed, Ready
 
 END_SECONDS = 10.0  # for the process to end by itself
 
@@ -26,7 +26,9 @@ class EngineProcess:
             fds = (its_line.fileno(), its_link.fileno())
             arguments = (os.getpid(), *fds)
             self._process = start_process("nanovllm.engine.remote.loop", arguments, fds)
-        self._finalizer = weakref.finalize(self, _end, self._process, self.line, self.link)
+        self._finalizer = weakref.finalize(
+            self, _end, os.getpid(), self._process, self.line, self.link
+        )
         self.link.sendall(frame((model, dict(options))))
 
     def wait_until_ready(self) -> Ready:
@@ -52,11 +54,13 @@ class EngineProcess:
         self._finalizer()
 
 
-def _end(process: "subprocess.Popen[bytes]", line: socket.socket, link: socket.socket) -> None:
+def _end(
+    owner: int, process: "subprocess.Popen[bytes]", line: socket.socket, link: socket.socket
+) -> None:
+    if os.getpid() != owner:  # in a forked process, whose sockets are those of the caller
+        return
     with contextlib.suppress(OSError):
-        link.setblocking(True)
-        link.settimeout(END_SECONDS)
-        link.sendall(frame(Quit()))
+        link.shutdown(socket.SHUT_WR)  # which the engine takes for Quit
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
     for one in (link, line):
