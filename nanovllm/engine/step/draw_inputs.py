@@ -134,7 +134,7 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     if biased:
         values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
         filters.biases = _entries(biased), torch.from_numpy(values)
-    if any(seq.counts is not None for seq in seqs):
+    if any(seq.params.penalizes for seq in seqs):
         filters.penalties = _penalties(draws)
     if seqs[0].params.cuts:
         filters.cuts = _cuts([seq.params for seq in seqs], vocab_size)
