@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -260,6 +261,7 @@ def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> Non
     assert "vllm:time_to_first_token_seconds_bucket{" in metrics.text
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_streams(server: Server) -> None:
     command = ["curl", "-sN", f"{server.url}/v1/completions", "-d", '{"prompt":"a","stream":true}']
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
