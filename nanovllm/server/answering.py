@@ -50,7 +50,9 @@ class Answering:
         line = RequestLine(url, uuid.uuid4().hex)
         try:
             asked = await self._parse(url, await read_object(request, self._options.max_body_mib))
-            prepared = await _unless_gone(request, self._prepare(asked), self._options.timeout)
+            prepared = await _unless_gone(
+                request.receive, self._prepare(asked), self._options.timeout
+            )
             if prepared is None:
                 line.write(CLIENT_LEFT)
                 return Response(status_code=CLIENT_LEFT)
@@ -59,7 +61,7 @@ class Answering:
                 chunks = self._chunks(line, asked, prompts)
                 return EventStream(chunks, self._options.timeout, line)
             body = await _unless_gone(
-                request, self._body(line, asked, prompts), self._options.timeout
+                request.receive, self._body(line, asked, prompts), self._options.timeout
             )
         except Exception as error:
             line.write(as_api_error(error).status)
@@ -178,29 +180,19 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        pump = asyncio.ensure_future(self._pump(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
         status = 200
         try:
-            await asyncio.wait(
-                {pump, gone}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED
-            )
-            if pump.done():
-                await pump
-            elif gone.done():
+            if not await _unless_gone(receive, self._pump(send), self._timeout):
                 status = CLIENT_LEFT
-            else:
-                raise asyncio.TimeoutError
         except Exception as error:
-            await _cancel(pump)
             status = as_api_error(error).status
             with contextlib.suppress(asyncio.TimeoutError):  # the client does not read
                 await asyncio.wait_for(self._send_error(error, scope, receive, send), LAST_SECONDS)
         finally:
-            await _cancel(pump, gone)
             self._line.write(status)
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send) -> bool:
+        """Send the events; True at the end."""
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 if not self._begun:
@@ -208,6 +200,7 @@ class EventStream(Response):
                     await self._begin(send)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
 
     async def _begin(self, send: Send) -> None:
         self._begun = True
@@ -280,11 +273,11 @@ async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
 
 
 async def _unless_gone(
-    request: Request, work: Coroutine[Any, Any, T], timeout: float | None
+    receive: Receive, work: Coroutine[Any, Any, T], timeout: float | None
 ) -> T | None:
     """What `work` returns; None, and it is cancelled, if the client leaves before."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -226,13 +226,13 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
     from nanovllm.engine.llm_engine import LLMEngine
 
     model, options = receive(link)
-    with_commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine = LLMEngine(model, **options)
     try:
         read_vocabulary(engine)
         outbox.send(Ready(engine.config, engine.model_config))
-        threading.Thread(target=_read, args=(link, with_commands), daemon=True).start()
-        EngineLoop(engine, with_commands, outbox).run()
+        threading.Thread(target=_read, args=(link, commands), daemon=True).start()
+        EngineLoop(engine, commands, outbox).run()
     finally:
         engine.close()
 
