@@ -12,6 +12,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from nanovllm.chat.answers import AnswerReader
+from nanovllm.chat.chat_format import ChatFormat, Turn
+from nanovllm.chat.conversation import has_chat_template
 from nanovllm.config import Config
 from nanovllm.engine.remote.frames import HEAD, frame
 from nanovllm.engine.remote.messages import (
@@ -32,9 +35,6 @@ from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
-from nanovllm.openai.answers import AnswerReader
-from nanovllm.openai.chat_format import ChatFormat, Turn
-from nanovllm.openai.conversation import has_chat_template
 from nanovllm.outputs import EngineStats, RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams

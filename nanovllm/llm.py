@@ -7,14 +7,14 @@ from contextlib import closing, nullcontext
 from types import TracebackType
 from typing import Any
 
+from nanovllm.chat.answers import AnswerReader
+from nanovllm.chat.chat_format import ChatFormat, Turn
+from nanovllm.chat.conversation import has_chat_template
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import progress_bar
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.models.generation_config import recommended_params
-from nanovllm.openai.answers import AnswerReader
-from nanovllm.openai.chat_format import ChatFormat, Turn
-from nanovllm.openai.conversation import has_chat_template
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams

@@ -29,7 +29,7 @@ FLOORS = (
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "prompts", "outputs", "metrics", "embedded"),
     ("kernels",), ("layers",),
-    ("models",), ("engine",), ("openai",), ("llm", "async_llm"), ("batch",), ("ray",),
+    ("models",), ("engine",), ("chat",), ("llm", "async_llm"), ("openai",), ("batch",), ("ray",),
     ("server",), ("bench",), ("command",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from nanovllm.openai.answers import AnswerReader
+from nanovllm.chat.answers import AnswerReader
 from nanovllm.openai.logprobs import chat_logprobs, completion_logprobs
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.openai.response import finish_reason, response_id, usage

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.openai.answers import PLAIN, AnswerFormat
+from nanovllm.chat.answers import PLAIN, AnswerFormat
 from nanovllm.openai.response_format import structured_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, check_name, shorten

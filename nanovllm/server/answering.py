@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM, Call
+from nanovllm.chat.conversation import given_template
 from nanovllm.openai.chunks import ChunkWriter
-from nanovllm.openai.conversation import given_template
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.openai.response import echoed_text, response_body
 from nanovllm.outputs import StreamEvent

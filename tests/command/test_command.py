@@ -420,10 +420,10 @@ def test_a_template_error_does_not_end_the_chat() -> None:
 
 def test_a_chat_keeps_its_messages() -> None:
     """The messages that the model gets at each turn."""
+    from nanovllm.chat.answers import AnswerFormat
+    from nanovllm.chat.chat_format import Turn
+    from nanovllm.chat.reasoning import Reasoning
     from nanovllm.command.chat import Conversation
-    from nanovllm.openai.answers import AnswerFormat
-    from nanovllm.openai.chat_format import Turn
-    from nanovllm.openai.reasoning import Reasoning
 
     class Recorder:
         def chat_turns(self, conversations: list[list[dict[str, str]]], *_: Any, **__: Any) -> Any:

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Sequence
 
-from nanovllm.openai.tool_formats.base import WHOLE, Part, Reading, ToolFormat, headed
-from nanovllm.openai.tool_formats.lark import KEY, any_of, json_value, quoted, repeated
-from nanovllm.openai.tool_formats.literal_reader import in_json, read_value
-from nanovllm.openai.tool_formats.parameters import others_of, parameters_of
-from nanovllm.openai.tool_formats.source import Source
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.tool_formats.base import WHOLE, Part, Reading, ToolFormat, headed
+from nanovllm.chat.tool_formats.lark import KEY, any_of, json_value, quoted, repeated
+from nanovllm.chat.tool_formats.literal_reader import in_json, read_value
+from nanovllm.chat.tool_formats.parameters import others_of, parameters_of
+from nanovllm.chat.tool_formats.source import Source
+from nanovllm.chat.tools import Tool
 
 START, END = "<|python_start|>", "<|python_end|>"
 NAME = re.compile(r"""[^\s()\[\]{}<>=,'"\\]*""")

@@ -12,9 +12,9 @@ from reference import make_llm
 from transformers import AddedToken
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
+from nanovllm.chat.tool_formats.table import FORMATS
+from nanovllm.chat.tools import described_tools, tool_choice_of
 from nanovllm.config import TOOL_PARSERS
-from nanovllm.openai.tool_formats.table import FORMATS
-from nanovllm.openai.tools import described_tools, tool_choice_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

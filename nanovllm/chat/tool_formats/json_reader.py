@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Collection, Generator
 
-from nanovllm.openai.tool_formats.base import Part, Reading
-from nanovllm.openai.tool_formats.source import Source, Steps
+from nanovllm.chat.tool_formats.base import Part, Reading
+from nanovllm.chat.tool_formats.source import Source, Steps
 
 CHARS = re.compile(r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*')
 CUT_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{0,3})?")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nanovllm.openai.chat_format import ChatFormat
-from nanovllm.openai.tool_formats.parser import parse
-from nanovllm.openai.tool_formats.table import FORMATS, shown_format
-from nanovllm.openai.tools import Tool, ToolChoice
+from nanovllm.chat.chat_format import ChatFormat
+from nanovllm.chat.tool_formats.parser import parse
+from nanovllm.chat.tool_formats.table import FORMATS, shown_format
+from nanovllm.chat.tools import Tool, ToolChoice
 from tests.grammar_words import words_tokenizer
 
 CALLS_LOOP = "{% for call in message.tool_calls %}{% set call = call.function %}"

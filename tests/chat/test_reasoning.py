@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.openai.reasoning import Reasoning, ReasoningReader, reasoning_of
+from nanovllm.chat.reasoning import Reasoning, ReasoningReader, reasoning_of
 
 # An answer, whether it begins inside, its reasoning, the rest.
 ANSWERS = [

@@ -5,8 +5,8 @@ import string
 from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, NamedTuple
 
-from nanovllm.openai.tool_formats.source import Source
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.tool_formats.source import Source
+from nanovllm.chat.tools import Tool
 
 LETTERS = string.ascii_letters + string.digits
 

@@ -2,10 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from nanovllm.openai.reasoning import Reasoning, ReasoningReader
-from nanovllm.openai.tool_formats.base import ToolFormat
-from nanovllm.openai.tool_formats.parser import Delta, ToolParser
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.reasoning import Reasoning, ReasoningReader
+from nanovllm.chat.tool_formats.base import ToolFormat
+from nanovllm.chat.tool_formats.parser import Delta, ToolParser
+from nanovllm.chat.tools import Tool
 from nanovllm.outputs import RequestOutput
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.chat.tool_formats.parser import ToolParser, join, parse
+from nanovllm.chat.tool_formats.table import FORMATS
+from nanovllm.chat.tools import Tool
 from nanovllm.config import TOOL_PARSERS
-from nanovllm.openai.tool_formats.parser import ToolParser, join, parse
-from nanovllm.openai.tool_formats.table import FORMATS
-from nanovllm.openai.tools import Tool
 
 SCHEMA = {
     "type": "object",

@@ -2,12 +2,12 @@
 
 import re
 
-from nanovllm.openai.tool_formats.base import ToolFormat
-from nanovllm.openai.tool_formats.hermes import Hermes
-from nanovllm.openai.tool_formats.llama3_json import Llama3Json
-from nanovllm.openai.tool_formats.mistral import Mistral, MistralArgs
-from nanovllm.openai.tool_formats.pythonic import Pythonic
-from nanovllm.openai.tool_formats.qwen3_coder import Qwen3Coder
+from nanovllm.chat.tool_formats.base import ToolFormat
+from nanovllm.chat.tool_formats.hermes import Hermes
+from nanovllm.chat.tool_formats.llama3_json import Llama3Json
+from nanovllm.chat.tool_formats.mistral import Mistral, MistralArgs
+from nanovllm.chat.tool_formats.pythonic import Pythonic
+from nanovllm.chat.tool_formats.qwen3_coder import Qwen3Coder
 
 FORMATS: dict[str, ToolFormat] = {
     "hermes": Hermes(), "llama3_json": Llama3Json(), "mistral": Mistral(),

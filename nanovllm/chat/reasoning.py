@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanovllm.openai.tool_formats.source import overlap
+from nanovllm.chat.tool_formats.source import overlap
 
 START, END = "<think>", "</think>"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.openai.tool_formats.literal_reader import read_value
-from nanovllm.openai.tool_formats.source import Source
+from nanovllm.chat.tool_formats.literal_reader import read_value
+from nanovllm.chat.tool_formats.source import Source
 
 
 def read(text: str, size: int = 0) -> tuple[str, str | None]:

@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Callable
 
+from nanovllm.chat.tool_formats.base import ToolFormat
+from nanovllm.chat.tools import Tool, ToolChoice, checked_parameters
 from nanovllm.engine.requests.lark import JSON_OPTIONS
-from nanovllm.openai.tool_formats.base import ToolFormat
-from nanovllm.openai.tools import Tool, ToolChoice, checked_parameters
 from nanovllm.structured_outputs import StructuredOutputs
 
 ANY_TEXT = r"/(.|\n)*/"

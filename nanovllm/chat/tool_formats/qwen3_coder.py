@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from nanovllm.openai.tool_formats.base import WHOLE, Part, Reading, ToolFormat
-from nanovllm.openai.tool_formats.lark import KEY, any_of, json_value, quoted, repeated
-from nanovllm.openai.tool_formats.literal_reader import in_json, read_value
-from nanovllm.openai.tool_formats.parameters import (
+from nanovllm.chat.tool_formats.base import WHOLE, Part, Reading, ToolFormat
+from nanovllm.chat.tool_formats.lark import KEY, any_of, json_value, quoted, repeated
+from nanovllm.chat.tool_formats.literal_reader import in_json, read_value
+from nanovllm.chat.tool_formats.parameters import (
     ANYTHING,
     Parameter,
     others_of,
@@ -19,9 +19,9 @@ from nanovllm.openai.tool_formats.parameters import (
     type_of,
     types_of,
 )
-from nanovllm.openai.tool_formats.source import Source, Steps
-from nanovllm.openai.tool_formats.text_terminal import text_terminal
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.tool_formats.source import Source, Steps
+from nanovllm.chat.tool_formats.text_terminal import text_terminal
+from nanovllm.chat.tools import Tool
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.tools import Tool
 
 DEFINITIONS = ("$defs", "definitions")
 # Keywords of the whole object that a list of parameters does not hold.

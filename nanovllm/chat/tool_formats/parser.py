@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from nanovllm.openai.tool_formats.base import Part, ToolFormat
-from nanovllm.openai.tool_formats.source import Source
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.tool_formats.base import Part, ToolFormat
+from nanovllm.chat.tool_formats.source import Source
+from nanovllm.chat.tools import Tool
 
 
 class Delta(NamedTuple):

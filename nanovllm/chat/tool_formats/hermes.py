@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from nanovllm.openai.tool_formats.base import WHOLE, Reading, ToolFormat
-from nanovllm.openai.tool_formats.json_reader import read_call
-from nanovllm.openai.tool_formats.lark import any_of, arguments_rule, quoted, repeated
-from nanovllm.openai.tool_formats.source import Source
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.tool_formats.base import WHOLE, Reading, ToolFormat
+from nanovllm.chat.tool_formats.json_reader import read_call
+from nanovllm.chat.tool_formats.lark import any_of, arguments_rule, quoted, repeated
+from nanovllm.chat.tool_formats.source import Source
+from nanovllm.chat.tools import Tool
 
 START, END = "<tool_call>", "</tool_call>"
 

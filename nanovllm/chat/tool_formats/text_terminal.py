@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.openai.tool_formats.lark import quoted
-from nanovllm.openai.tool_formats.parameters import pointed_at, types_of
+from nanovllm.chat.tool_formats.lark import quoted
+from nanovllm.chat.tool_formats.parameters import pointed_at, types_of
 
 ANY_TEXT = "/(?s:.*)/"
 # Of a pattern: what is escaped, a set of characters, a bracket or a bar.

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Callable, Sequence
 
-from nanovllm.openai.tool_formats.base import WHOLE, Part, Reading, ToolFormat, short_id
-from nanovllm.openai.tool_formats.json_reader import read_arguments, read_call
-from nanovllm.openai.tool_formats.lark import any_of, arguments_rule, quoted, repeated
-from nanovllm.openai.tool_formats.source import Source
-from nanovllm.openai.tools import Tool
+from nanovllm.chat.tool_formats.base import WHOLE, Part, Reading, ToolFormat, short_id
+from nanovllm.chat.tool_formats.json_reader import read_arguments, read_call
+from nanovllm.chat.tool_formats.lark import any_of, arguments_rule, quoted, repeated
+from nanovllm.chat.tool_formats.source import Source
+from nanovllm.chat.tools import Tool
 
 START, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NAME = re.compile(r"[A-Za-z0-9_.-]*")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.openai.answers import AnswerFormat
-from nanovllm.openai.conversation import chat_prompts, given_template
-from nanovllm.openai.reasoning import END, START, reasoning_of
-from nanovllm.openai.tool_formats.base import ToolFormat
-from nanovllm.openai.tool_formats.grammar import answer_grammar
-from nanovllm.openai.tool_formats.table import FORMATS, shown_format
-from nanovllm.openai.tools import ToolChoice, described_tools, tool_choice_of
+from nanovllm.chat.answers import AnswerFormat
+from nanovllm.chat.conversation import chat_prompts, given_template
+from nanovllm.chat.reasoning import END, START, reasoning_of
+from nanovllm.chat.tool_formats.base import ToolFormat
+from nanovllm.chat.tool_formats.grammar import answer_grammar
+from nanovllm.chat.tool_formats.table import FORMATS, shown_format
+from nanovllm.chat.tools import ToolChoice, described_tools, tool_choice_of
 from nanovllm.prompts import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs

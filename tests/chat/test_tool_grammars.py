@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.chat.tool_formats.base import ToolFormat
+from nanovllm.chat.tool_formats.lark import quoted
+from nanovllm.chat.tool_formats.parser import ToolParser, join
+from nanovllm.chat.tool_formats.table import FORMATS
+from nanovllm.chat.tools import Tool
 from nanovllm.engine.requests.grammars import Grammars
-from nanovllm.openai.tool_formats.base import ToolFormat
-from nanovllm.openai.tool_formats.lark import quoted
-from nanovllm.openai.tool_formats.parser import ToolParser, join
-from nanovllm.openai.tool_formats.table import FORMATS
-from nanovllm.openai.tools import Tool
 from tests.grammar_words import EOS, constrain, words_grammars, words_tokenizer
 
 llguidance = pytest.importorskip("llguidance")

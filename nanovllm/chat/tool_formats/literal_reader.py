@@ -11,9 +11,9 @@ import math
 import re
 from collections.abc import Generator
 
-from nanovllm.openai.tool_formats.base import Part, Reading
-from nanovllm.openai.tool_formats.json_reader import SCALAR
-from nanovllm.openai.tool_formats.source import Source
+from nanovllm.chat.tool_formats.base import Part, Reading
+from nanovllm.chat.tool_formats.json_reader import SCALAR
+from nanovllm.chat.tool_formats.source import Source
 
 CLOSERS = {"{": "}", "[": "]"}
 QUOTES = ('"""', "'''", '"', "'")
