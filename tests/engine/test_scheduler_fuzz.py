@@ -76,7 +76,7 @@ class Simulation:
         **options: Any,
     ) -> None:
         self.overlap = overlap
-        self.rng = random.Random(draft_seed)
+        self.rng = random.Random(draft_seed or 0)  # the same in each run
         self.window = window or sys.maxsize
         self.in_flight: tuple[Batch, list[int], dict[Sequence, list[int]]] | None = None
         self.block_size = size = options["kvcache_block_size"]
