@@ -8,7 +8,7 @@ for each case, with the medians of all steps in microseconds:
 
     postprocess  the tokens of a step: constraints, texts and stops are followed
     draw         what the next draw needs: masks are filled
-    fill         the part of `draw` that is in `fill_masks`
+    fill         the part of `draw` that is in `Masks.fill`
     serial       postprocess and draw: what is between a step's tokens and the next draw
 """
 
@@ -28,8 +28,8 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.constraint import take
 from nanovllm.engine.requests.grammars import Grammars
+from nanovllm.engine.requests.masks import Masks, take
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -115,8 +115,8 @@ def measure(found: list[tuple[Sequence, list[int]]], steps: int, vocab: int) -> 
         scheduler.add(seq)
     tokens = dict(found)
     times: dict[str, list[float]] = {name: [] for name in ("postprocess", "draw", "fill")}
-    fill = drawing.fill_masks
-    drawing.fill_masks = timed(fill, times["fill"])
+    fill = Masks.fill
+    Masks.fill = timed(fill, times["fill"])
     draw = timed(drawing.draw_inputs, times["draw"])
 
     def follow(batch: Batch, token_ids: list[int]) -> list[Sequence]:
@@ -132,7 +132,7 @@ def measure(found: list[tuple[Sequence, list[int]]], steps: int, vocab: int) -> 
         draw(batch.sampling_seqs, vocab, "cpu", computed)
         scheduler.advance(batch)
         assert not postprocess(batch, [tokens[seq][step] for seq in batch.sampling_seqs])
-    drawing.fill_masks = fill
+    Masks.fill = fill
     figures = {name: statistics.median(each[5:]) for name, each in times.items() if each}
     pairs = zip(times["postprocess"][5:], times["draw"][6:], strict=False)
     return {**figures, "serial": statistics.median(map(sum, pairs))}

@@ -32,8 +32,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.bench.shapes import SHAPES, write_shape
-from nanovllm.engine.requests.constraint import fill_masks
 from nanovllm.engine.requests.grammars import Grammars
+from nanovllm.engine.requests.masks import Masks
 from nanovllm.engine.sequence import Sequence
 
 EOS = "<eos>"
@@ -97,12 +97,11 @@ def elapsed(start: float) -> float:
 def follow(grammars: Grammars, asked: StructuredOutputs, ids: list[int]) -> list[float]:
     """The times of the masks in front of each token."""
     constraint, seq = grammars.constraint(asked), Sequence([0], SamplingParams())
-    masks = np.empty((1, constraint.num_words), np.int32)
     times = []
     for token_id in ids:
         constraint.update(seq)
         start = time.perf_counter()
-        fill_masks([(constraint, [])], masks)
+        Masks([(constraint, [])]).fill()
         times.append(elapsed(start))
         seq.token_ids.append(token_id)
     end = constraint.update(seq)
@@ -203,11 +202,10 @@ def main() -> None:
         first = follow(grammars, asked, ids)
         times = [t for _ in range(options.repeats) for t in follow(grammars, asked, ids)]
         rows = [(grammars.constraint(asked), list[int]()) for _ in range(256)]
-        masks = np.empty((len(rows), rows[0][0].num_words), np.int32)
         together = []
         for _ in range(options.repeats):
             start = time.perf_counter()
-            fill_masks(rows, masks)
+            Masks(rows).fill()
             together.append(elapsed(start))
         figures = {
             "case": name,

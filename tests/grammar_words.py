@@ -11,8 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.engine.requests.constraint import Constraint, fill_masks
+from nanovllm.engine.requests.constraint import Constraint
 from nanovllm.engine.requests.grammars import Grammars
+from nanovllm.engine.requests.masks import Masks
 from nanovllm.engine.sequence import Sequence
 
 # Tokens of several bytes, some of which begin or end inside of a character.
@@ -59,9 +60,10 @@ def words_grammars(vocab_size: int = SIZE) -> Grammars:
 
 def masks_of(asked: list[tuple[Constraint, list[int]]]) -> npt.NDArray[np.int32]:
     """The bitmaps of several constraints, over memory that is not empty."""
-    masks = np.full((len(asked), asked[0][0].num_words), 0x5A5A5A5A, np.int32)
-    fill_masks(asked, masks)
-    return masks
+    masks = Masks(asked)
+    masks.array[:] = 0x5A5A5A5A
+    masks.fill()
+    return masks.array
 
 
 def allowed(constraint: Constraint, drafts: Iterable[int] = (), vocab_size: int = SIZE) -> set[int]:

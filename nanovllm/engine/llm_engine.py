@@ -11,8 +11,8 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
-from nanovllm.engine.requests.constraint import take
 from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.masks import take
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler

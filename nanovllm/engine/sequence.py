@@ -61,6 +61,7 @@ class Sequence:
         "eos_token_ids",
         "finish_reason",
         "followers",
+        "has_filters",
         "index",
         "logprobs",
         "max_num_tokens",
@@ -118,7 +119,8 @@ class Sequence:
         self.params = params
         self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
-        self.narrows = params.narrows or bool(bad_words) or constraint is not None
+        self.has_filters = params.narrows or bool(bad_words)  # beside a constraint
+        self.narrows = self.has_filters or constraint is not None
         self.temperature = params.temperature
         self.seed = default_seed if params.seed is None else params.seed
         if index:  # each sample draws from a stream of its own

@@ -16,7 +16,7 @@ MOST_KEPT = 256
 # Of all that are kept, if they are more than one: a bound of their memory, as each second is at
 # most about 100 MiB. It is the thread's own time, which other threads do not change.
 MOST_SECONDS = 3.0
-SHARING = 32  # constraints that share one matcher's states, one of which is used at a time
+SHARING = 8  # constraints that share one matcher's states, one of which is used at a time
 MOST_MATCHERS = 8  # of a grammar that is compiled in less than
 CHEAP = 0.01  # seconds
 
@@ -32,9 +32,8 @@ class Compiled:
 
     def __init__(self, compile_one: Compile, asked: StructuredOutputs) -> None:
         self._compile_one, self._asked = compile_one, asked
-        start = time.thread_time()
-        self._matchers = [compile_one(asked)]
-        self.seconds = time.thread_time() - start
+        self.seconds = 0.0  # of all that were compiled
+        self._matchers = [self._compile()]
         self._most = MOST_MATCHERS if self.seconds < CHEAP else 1
         self._numbers = count()
 
@@ -43,8 +42,13 @@ class Compiled:
         index = next(self._numbers) // SHARING % self._most
         if index < len(self._matchers):
             return self._matchers[index]
+        self._matchers.append(self._compile())
+        return self._matchers[-1]
+
+    def _compile(self) -> "LLMatcher":
+        start = time.thread_time()
         matcher = self._compile_one(self._asked)
-        self._matchers.append(matcher)
+        self.seconds += time.thread_time() - start
         return matcher
 
 

@@ -1,21 +1,15 @@
 """Constraint: which tokens may come next, by a grammar that llguidance follows."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import End, Sequence
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
-WORD = 32  # bits
-ALONE = 4  # masks that one thread fills sooner than several
+WORD = 32  # bits of masks
 STOP = End("stop")
 NO_TOKEN = (
     "structured_outputs leave no token to draw beside the request's other parameters, such as"
@@ -93,10 +87,25 @@ class Constraint:
     the sequence with an error.
     """
 
-    _matcher: "LLMatcher"
+    __slots__ = (
+        "_free",
+        "_num_tokens",
+        "_start",
+        "_start_text",
+        "_stops",
+        "dead_ends",
+        "ends",
+        "excluded",
+        "is_ahead",
+        "matcher",
+        "num_tokens",
+        "num_words",
+    )
+    matcher: "LLMatcher"
     _free: FreeText | None
     _num_tokens: int  # of the output, that are followed
-    _is_ahead: bool  # whether the matcher has one more, which `take` gave it
+    is_ahead: bool  # whether the matcher was given one more
+    _stops: bool  # whether nothing can follow that one
 
     def __init__(
         self,
@@ -119,15 +128,18 @@ class Constraint:
 
     def reset(self) -> None:
         """Start over: the next `update` follows every token of the output."""
-        self._matcher = self._start.deep_copy()
+        self.matcher = self._start.deep_copy()
         self._free = self._start_text and self._start_text.copy()
-        self._num_tokens, self._is_ahead = 0, False
+        self._num_tokens, self.is_ahead, self._stops = 0, False, False
 
     def update(self, seq: Sequence) -> End | None:
         """Follow the tokens that are new. Returns the end that they bring, if any."""
         number = len(seq.token_ids) - seq.num_pending_tokens - seq.num_prompt_tokens
         if number == self._num_tokens:
             return None
+        if self.is_ahead and number == self._num_tokens + 1:  # and it had all before
+            self._num_tokens, self.is_ahead = number, False
+            return self._end(seq, self._stops)
         if number < self._num_tokens:  # one was taken back
             self.reset()
         indices = range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens)
@@ -139,26 +151,34 @@ class Constraint:
             ended = self._free.ends(new)
             if ended is None:
                 return None
-            begun = self._free.begin(self._matcher, ended[1])
+            begun = self._free.begin(self.matcher, ended[1])
             if begun is None:
                 return self._failure()
-            self._matcher, self._free, new = begun, None, new[ended[0] :]
-        matcher = self._matcher
-        if self._is_ahead:
-            self._is_ahead, new = False, new[1:]
-        if new and matcher.try_consume_tokens(new) < len(new):
+            self.matcher, self._free, new = begun, None, new[ended[0] :]
+        if self.is_ahead:
+            self.is_ahead, new = False, new[1:]
+        if new and self.matcher.try_consume_tokens(new) < len(new):
             return self._failure()
-        ends = matcher.is_stopped() and seq.num_known_tokens >= seq.min_num_tokens
-        return STOP if ends else None
+        return self._end(seq, self.matcher.is_stopped())
+
+    def _end(self, seq: Sequence, stops: bool) -> End | None:
+        return STOP if stops and seq.num_known_tokens >= seq.min_num_tokens else None
 
     def may_take(self, seq: Sequence) -> bool:
-        """Whether `take` may give it the next token: it has all others, and that one is allowed."""
+        """Whether the matcher may be given the next token before `update`: it has all others."""
         number = len(seq.token_ids) - seq.num_pending_tokens - seq.num_prompt_tokens
         return number == self._num_tokens and self._free is None and not self.dead_ends
 
+    def note_taken(self, taken: bool) -> None:
+        """Note that the matcher was given a token, which `update` will find, and has taken it."""
+        if taken:
+            self.is_ahead, self._stops = True, self.matcher.is_stopped()
+        else:  # `update` finds out why
+            self.reset()
+
     def _failure(self) -> End:
-        failed = self._matcher.is_error()
-        reason = f"structured_outputs: {reason_of(self._matcher)}" if failed else NO_TOKEN
+        failed = self.matcher.is_error()
+        reason = f"structured_outputs: {reason_of(self.matcher)}" if failed else NO_TOKEN
         return End("error", reason)
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
@@ -170,7 +190,7 @@ class Constraint:
         """
         if self.update(seq) is not None or self._free is not None:
             return []
-        matcher = self._matcher.deep_copy()
+        matcher = self.matcher.deep_copy()
         found = matcher.compute_ff_tokens()
         tokens = [*itertools.takewhile(lambda i: i not in self.excluded, found[:most])]
         if tokens and matcher.consume_tokens(tokens) and matcher.is_stopped():
@@ -179,17 +199,17 @@ class Constraint:
 
     def after(self, drafts: list[int]) -> "LLMatcher | None":
         """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
-        if self._free is None and not drafts:
-            return self._matcher
+        if not drafts and self._free is None:  # most often
+            return self.matcher
         if self._free is not None:
             ended = self._free.copy().ends(drafts)
             if ended is None:
                 return None
-            begun, drafts = self._free.begin(self._matcher, ended[1]), drafts[ended[0] :]
+            begun, drafts = self._free.begin(self.matcher, ended[1]), drafts[ended[0] :]
             if begun is None:
                 return None
             return begun if begun.try_consume_tokens(drafts) == len(drafts) else None
-        matcher = self._matcher.deep_copy()
+        matcher = self.matcher.deep_copy()
         return matcher if matcher.try_consume_tokens(drafts) == len(drafts) else None
 
     def barred(self, drafts: list[int]) -> tuple[int, ...]:
@@ -197,113 +217,6 @@ class Constraint:
         return (*self.ends, *(self._free.barred(drafts) if self._free is not None else ()))
 
 
-def take(batch: Batch, token_ids: list[int]) -> None:
-    """Give the matchers of constraints a step's tokens, several at a time.
-
-    It is for speed alone: `update`, when a token is known, does what is left, or all of it.
-    """
-    if batch.drafts or batch.num_drafts:  # not all tokens are sure to come
-        return
-    given = [
-        (seq.constraint, token_id)
-        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True)
-        if seq.constraint is not None and seq.num_pending_tokens and seq.constraint.may_take(seq)
-    ]
-    if len(given) <= ALONE:
-        return
-    jobs = [(constraint._matcher, token_id) for constraint, token_id in given]
-    for (constraint, _), taken in zip(given, _executor().consume_token_par(jobs), strict=True):
-        if taken:
-            constraint._is_ahead = True
-        else:  # `update` finds out why
-            constraint.reset()
-
-
 def reason_of(matcher: "LLMatcher") -> str:
     """Why a matcher has failed, in a line or a few."""
     return str(matcher.get_error()).split("\n<state>")[0].strip()
-
-
-def fill_masks(asked: list[tuple[Constraint, list[int]]], masks: npt.NDArray[np.int32]) -> set[int]:
-    """Write bitmaps of the tokens that each constraint allows after its drafts to `masks` [n, W].
-
-    Bit i % 32 of word i // 32 is set if token i may come. W is the constraints' `num_words`.
-    Returns the rows of those that have failed, which allow nothing.
-    """
-    jobs, free = [], []
-    rows_without: dict[tuple[int, ...], list[int]] = {}
-    for row, (constraint, drafts) in enumerate(asked):
-        without = constraint.excluded
-        if (matcher := constraint.after(drafts)) is not None:
-            jobs.append((matcher, row))
-        else:
-            free.append(row)
-            without = constraint.barred(drafts)
-        if without:
-            rows_without.setdefault(without, []).append(row)
-    if len({id(matcher) for matcher, _ in jobs}) < len(jobs):  # each is used by one thread
-        jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
-    if len(jobs) > ALONE:
-        _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
-    else:
-        for matcher, row in jobs:
-            matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
-    failed = {row for matcher, row in jobs if matcher.is_error()}
-    for row in failed:  # llguidance lets the text end where it cannot go on
-        masks[row] = 0
-    masks[free] = -1
-    for ids, rows in rows_without.items():
-        for token_id in ids:
-            masks.view(np.uint32)[rows, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
-    return failed
-
-
-def forbid(masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> None:
-    """Clear the bits of tokens of some rows."""
-    pairs = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
-    if pairs:
-        rows, ids = np.array(pairs, np.int64).T
-        bits = np.uint32(1) << (ids % WORD).astype(np.uint32)
-        np.bitwise_and.at(masks.view(np.uint32), (rows, ids // WORD), ~bits)
-
-
-def keep_only(mask: npt.NDArray[np.int32], ids: Iterable[int]) -> None:
-    """Clear the bits of all other tokens in one row."""
-    kept = np.full((1, len(mask)), -1, np.int32)
-    forbid(kept, [(0, ids)])
-    mask &= ~kept[0]
-
-
-def is_empty(mask: npt.NDArray[np.int32], vocab_size: int) -> bool:
-    """Whether it allows none of the first `vocab_size` tokens."""
-    whole, rest = divmod(vocab_size, WORD)
-    return not mask[:whole].any() and not (rest and mask[whole] & ((1 << rest) - 1))
-
-
-def note_dead_ends(
-    draws: list[tuple[Sequence, list[int]]],
-    masks: npt.NDArray[np.int32],
-    doubtful: set[int],
-    vocab_size: int,
-) -> None:
-    """Note where the rows of constraints leave no token; only `doubtful` rows can.
-
-    A token that stops nothing is drawn there.
-    """
-    noted = {row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends}
-    for row in noted.union(doubtful):
-        seq, drafts = draws[row]
-        dead_ends, index = seq.constraint.dead_ends, len(seq.token_ids) + len(drafts)
-        if row in doubtful and is_empty(masks[row], vocab_size):
-            dead_ends.add(index)
-            token_id = next(i for i in itertools.count() if i not in seq.stop_token_ids)
-            masks.view(np.uint32)[row, token_id // WORD] = np.uint32(1 << token_id % WORD)
-        else:
-            dead_ends.discard(index)
-
-
-@functools.cache
-def _executor() -> "LLExecutor":
-    from llguidance import LLExecutor
-
-    return LLExecutor()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
-from nanovllm.engine.requests.constraint import fill_masks, forbid, keep_only, note_dead_ends
+from nanovllm.engine.requests.masks import Masks, note_dead_ends
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
@@ -21,6 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copied in float32
 COLDEST = 1e-30  # below it any difference of logits decides
 HOTTEST = 1e37  # above it the sampler's products overflow, and logits no longer matter
+UNCUT = False, False, False, False  # what `_kind` returns without cuts
 
 Draw = tuple[Sequence, list[int]]  # a sequence, and the drafts that come before the token
 IdsOfRows = list[tuple[int, Any]]  # rows, and token ids of each
@@ -60,9 +61,9 @@ def draw_inputs(
     inputs = DrawInputs(len(seqs), report=drawn_report_inputs(seqs))
     offsets = offsets or [0] * len(seqs)
     narrowed = {
-        row: (seq, drafts.get(seq, [])[: offsets[row]])
+        row: (seq, drafts[seq][: offsets[row]] if seq in drafts else [])
         for row, seq in enumerate(seqs)
-        if seq.is_narrowed
+        if seq.narrows or len(seq.token_ids) < seq.min_num_tokens  # `is_narrowed`, but faster
     }
     inputs.filters = _parts(narrowed, vocab_size, device_type) if narrowed else []
     if computed is not None and computed.token_ids is not None and not inputs.filters:
@@ -83,8 +84,8 @@ def _parts(draws: dict[int, Draw], vocab_size: int, device_type: str) -> list[Fi
     """The filters of narrowed rows, rows with the same kinds together."""
     alike: dict[tuple[bool, ...], list[int]] = {}
     for row, (seq, _) in draws.items():
-        kind = seq.constraint is not None, *_kind(seq.params, vocab_size)
-        alike.setdefault(kind, []).append(row)
+        kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
+        alike.setdefault((seq.constraint is not None, *kind), []).append(row)
     size = rows_narrowed_together(vocab_size, device_type)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
@@ -114,15 +115,19 @@ def noise_key(seq: Sequence, offset: int = 0) -> int:
 
 
 def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> Filters:
-    seqs = [seq for seq, _ in draws]
     filters = Filters(torch.from_numpy(np.array(rows)))
-    allowed = [(r, ids) for r, seq in enumerate(seqs) if (ids := seq.params.allowed_token_ids)]
+    listed = [  # most constraints are alone
+        (row, seq, drafts)
+        for row, (seq, drafts) in enumerate(draws)
+        if seq.has_filters or len(seq.token_ids) < seq.min_num_tokens
+    ]
+    allowed = [(row, ids) for row, seq, _ in listed if (ids := seq.params.allowed_token_ids)]
     forbidden = [
         (row, ids)
-        for row, (seq, drafts) in enumerate(draws)
+        for row, seq, drafts in listed
         if seq.may_forbid and (ids := _forbidden(seq, drafts))
     ]
-    if seqs[0].constraint is not None:
+    if draws[0][0].constraint is not None:
         filters.masks = _masks(draws, allowed, forbidden, vocab_size, device_type)
     else:
         if allowed:
@@ -130,14 +135,14 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
             filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
         if forbidden:
             filters.forbidden = _entries(forbidden)
-    biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
+    biased = [(row, bias) for row, seq, _ in listed if (bias := seq.params.logit_bias)]
     if biased:
         values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
         filters.biases = _entries(biased), torch.from_numpy(values)
-    if any(seq.params.penalizes for seq in seqs):
+    if any(seq.params.penalizes for _, seq, _ in listed):
         filters.penalties = _penalties(draws)
-    if seqs[0].params.cuts:
-        filters.cuts = _cuts([seq.params for seq in seqs], vocab_size)
+    if draws[0][0].params.cuts:
+        filters.cuts = _cuts([seq.params for seq, _ in draws], vocab_size)
     return filters
 
 
@@ -159,19 +164,17 @@ def _masks(
     """The bitmaps of what may come after the drafts, where uploads need no other copy."""
     for seq, _ in draws:
         seq.constraint.update(seq)
-    first = draws[0][0].constraint
-    shape = len(draws), first.num_words
-    tensor = torch.empty(shape, dtype=torch.int32, pin_memory=device_type == "cuda")
-    masks = tensor.numpy()
-    doubtful = fill_masks([(seq.constraint, drafts) for seq, drafts in draws], masks)
+    asked = [(seq.constraint, drafts) for seq, drafts in draws]
+    masks = Masks(asked, pinned=device_type == "cuda")
+    doubtful = masks.fill()
     for row, ids in allowed:
-        keep_only(masks[row], ids)
-    forbid(masks, forbidden)
+        masks.keep_only(row, ids)
+    masks.forbid(forbidden)
     doubtful |= {row for row, _ in (*allowed, *forbidden)}
-    if first.num_tokens > vocab_size:
+    if draws[0][0].constraint.num_tokens > vocab_size:
         doubtful.update(range(len(draws)))
     note_dead_ends(draws, masks, doubtful, vocab_size)
-    return tensor
+    return masks.tensor
 
 
 def _penalties(draws: list[Draw]) -> Penalties:

@@ -63,7 +63,7 @@ def reports_next(seq: Sequence) -> bool:
 
 def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
     """The rows of sequences that report their next token; None if there are none."""
-    rows = [row for row, seq in enumerate(seqs) if reports_next(seq)]
+    rows = [row for row, s in enumerate(seqs) if s.logprobs is not None and reports_next(s)]
     if not rows:
         return None
     return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])

@@ -78,6 +78,18 @@ def test_large_ones_are_dropped_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.asked[4:] == ["a"]
 
 
+def test_all_matchers_of_a_grammar_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = CompiledGrammars(source := Source(monkeypatch))
+    for number in range(45):
+        for _ in range(SHARING * MOST_MATCHERS):
+            _ask(kept, f"a{number}", 0.009)
+    assert len(source.asked) == 45 * MOST_MATCHERS
+    _ask(kept, "a44", 0.009)
+    assert len(source.asked) == 45 * MOST_MATCHERS
+    _ask(kept, "a0", 0.009)
+    assert source.asked[-1] == "a0", "45 times 72 ms are more than is kept"
+
+
 def test_the_last_one_is_kept_however_large_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = CompiledGrammars(source := Source(monkeypatch))
     for name in ("small", "a", "a", "a", "small"):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.requests.constraint import Constraint, take
+from nanovllm.engine.requests.constraint import Constraint
+from nanovllm.engine.requests.masks import take
 from nanovllm.engine.sequence import PENDING, End, Sequence
 from nanovllm.engine.step.draw_inputs import draw_inputs
 from nanovllm.kernels.plain.mask import mask

