@@ -7,11 +7,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
@@ -29,8 +29,8 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(
     llm: AsyncLLM, options: ServerOptions, defaults: Mapping[str, Mapping[str, Any]]
-) -> Guard:
-    """The ASGI application that serves `llm`.
+) -> tuple[ASGIApp, Guard]:
+    """The ASGI application that serves `llm`, and the guard in it.
 
     `defaults` are sampling parameters, by URL, for bodies without them.
     """
@@ -51,18 +51,18 @@ def make_app(
         Route("/metrics", server.metrics),
         Route("/", server.page),
     ]
-    middleware = []
-    if options.cors_origin is not None:
-        cors = Middleware(
-            CORSMiddleware, allow_origins=list(options.cors_origin),
-            allow_methods=["*"], allow_headers=["*"],
-        )  # fmt: skip
-        middleware.append(cors)
     handlers: Any = {Exception: handle_error, HTTPException: handle_error}
     for kind in (APIError, TypeError, ValueError, RuntimeError, OSError):
         handlers[kind] = handle_error
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    return Guard(app, tuple(options.api_key or ()))
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    guard = Guard(app, tuple(options.api_key or ()))
+    if options.cors_origin is None:
+        return guard, guard
+    # Around everything, so that a page on another site can also read errors.
+    cors = CORSMiddleware(
+        guard, allow_origins=list(options.cors_origin), allow_methods=["*"], allow_headers=["*"]
+    )
+    return cors, guard
 
 
 class Server:
