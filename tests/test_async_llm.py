@@ -276,7 +276,7 @@ def test_a_killed_engine_is_an_error_of_every_call(model_dir: Path, run: Run[Any
         calls = [asyncio.create_task(engine.complete([1], LONG)) for _ in range(5)]
         stats = asyncio.create_task(engine.stats())
         await asyncio.sleep(0.1)
-        os.kill(engine._process._process.pid, signal.SIGKILL)
+        os.kill(engine._connection.process.pid, signal.SIGKILL)
         results = await asyncio.gather(*calls, stats, return_exceptions=True)
         with pytest.raises(RankError, match="killed by SIGKILL"):
             engine.check()
@@ -294,7 +294,7 @@ def test_a_killed_rank_is_an_error_of_every_call(model_dir: Path, run: Run[Any])
         engine = AsyncLLM(model_dir, tensor_parallel_size=2, **OPTIONS)
         call = asyncio.create_task(engine.complete([1], LONG))
         await asyncio.sleep(0.2)
-        parent = engine._process._process.pid
+        parent = engine._connection.process.pid
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
         (result,) = await asyncio.gather(call, return_exceptions=True)
@@ -319,7 +319,7 @@ def test_errors_of_starting_keep_their_types(model_dir: Path, tmp_path: Path) ->
 def test_close_ends_waiting_calls_and_the_process(run: Run[Any]) -> None:
     async def closed() -> Any:
         engine = AsyncLLM(EMBEDDED_MODEL, device="cpu")
-        pid = engine._process._process.pid
+        pid = engine._connection.process.pid
         call = asyncio.create_task(engine.complete("1+1=", LONG))
         await asyncio.sleep(0.1)
         async with engine:
@@ -341,7 +341,7 @@ def test_a_debugging_loop_closes_it(model_dir: Path) -> None:
     async def main() -> int:
         async with AsyncLLM(model_dir, **OPTIONS) as engine:
             await engine.complete([1], SamplingParams(max_tokens=2))
-            return engine._process._process.pid
+            return engine._connection.process.pid
 
     pid = asyncio.run(main(), debug=True)
     assert not Path(f"/proc/{pid}").exists()
@@ -364,7 +364,7 @@ def test_a_forked_process_leaves_the_engine_alone(model_dir: Path, run: Run[Any]
         async with AsyncLLM(model_dir, **OPTIONS) as engine:
             child = os.fork()
             if child == 0:
-                engine._process.close()
+                engine._connection.process.close()
                 os._exit(0)
             os.waitpid(child, 0)
             await engine.complete([1], SamplingParams(max_tokens=2))
@@ -391,7 +391,7 @@ def test_more_samples_than_there_is_room_for(engine: AsyncLLM, run: Run[Any]) ->
 
 def test_a_collected_engine_leaves_no_process(model_dir: Path) -> None:
     engine = AsyncLLM(model_dir, **OPTIONS)
-    pid = engine._process._process.pid
+    pid = engine._connection.process.pid
     del engine
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()

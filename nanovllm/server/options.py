@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nanovllm.config import MAX_WAITING
 from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
@@ -36,7 +37,9 @@ class ServerOptions:
         None, "keys, of which clients need one; NANOVLLM_API_KEY is another", TEXTS, none=NOTHING
     )
     max_waiting: int = option(
-        1024, "most samples that wait beside those that run; the next get status 429", int_range(0)
+        MAX_WAITING,
+        "most samples that wait beside those that run; the next get status 429",
+        int_range(0),
     )
     timeout: float | None = option(
         None, "seconds after which a request is aborted", float_range(0.0, above=True), none=NOTHING
