@@ -203,6 +203,13 @@ class AsyncLLM:
         """Raise if the engine has ended."""
         self._connection.check()
 
+    async def ping(self, seconds: float) -> None:
+        """Raise an asyncio.TimeoutError if the engine's process has not answered for this long.
+
+        It answers between two steps.
+        """
+        await self._connection.ping(seconds)
+
     def close(self) -> None:
         """End the engine after its step, and free what it used. Idempotent.
 

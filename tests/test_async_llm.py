@@ -289,6 +289,46 @@ def test_a_killed_engine_is_an_error_of_every_call(model_dir: Path, run: Run[Any
     assert all(isinstance(one, RankError) for one in results)
 
 
+def test_an_engine_that_hangs_does_not_answer_a_ping(engine: AsyncLLM, run: Run[Any]) -> None:
+    """Later callers wait for the same question, whose time has passed, and so not at all."""
+
+    async def hang() -> list[float]:
+        await engine.ping(60)
+        os.kill(engine._connection.process.pid, signal.SIGSTOP)
+        seconds = []
+        try:
+            for _ in range(2):
+                start = time.monotonic()
+                pings = (engine.ping(1.5) for _ in range(3))
+                errors = await asyncio.gather(*pings, return_exceptions=True)
+                assert all(isinstance(error, asyncio.TimeoutError) for error in errors)
+                seconds.append(time.monotonic() - start)
+            assert len(engine._connection._questions) == 1
+        finally:
+            os.kill(engine._connection.process.pid, signal.SIGCONT)
+        await engine.ping(60)
+        assert not engine._connection._questions
+        return seconds
+
+    first, second = run(hang())
+    assert first >= 1.5 > second
+
+
+def test_a_ping_of_a_dead_engine_raises_why_it_ended(model_dir: Path, run: Run[Any]) -> None:
+    async def die() -> None:
+        async with AsyncLLM(model_dir, **OPTIONS) as engine:
+            await engine.ping(60)
+            os.kill(engine._connection.process.pid, signal.SIGSTOP)
+            ping = asyncio.create_task(engine.ping(60))
+            await asyncio.sleep(0.1)
+            os.kill(engine._connection.process.pid, signal.SIGKILL)
+            for waiting in (ping, engine.ping(60)):
+                with pytest.raises(RankError, match="killed by SIGKILL"):
+                    await waiting
+
+    run(die())
+
+
 def test_a_killed_rank_is_an_error_of_every_call(model_dir: Path, run: Run[Any]) -> None:
     async def killed() -> Any:
         engine = AsyncLLM(model_dir, tensor_parallel_size=2, **OPTIONS)

@@ -1,5 +1,6 @@
 """The application: its routes, and what holds for all of them."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ def make_app(
     names = tuple(options.served_model_name or (llm.config.model,))
     answering = Answering(llm, names, options, defaults)
     tokens = Tokens(llm, options)
-    server = Server(llm, names)
+    server = Server(llm, names, options.health_seconds)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
         Route(COMPLETIONS, answering.handle, methods=["POST"]),
@@ -68,8 +69,8 @@ def make_app(
 class Server:
     """The endpoints that describe the server."""
 
-    def __init__(self, llm: AsyncLLM, names: tuple[str, ...]) -> None:
-        self._llm, self._names = llm, names
+    def __init__(self, llm: AsyncLLM, names: tuple[str, ...], health_seconds: float) -> None:
+        self._llm, self._names, self._health_seconds = llm, names, health_seconds
         self._created = int(time.time())
 
     async def models(self, _: Request) -> JSONResponse:
@@ -102,7 +103,12 @@ class Server:
 
     async def health(self, _: Request) -> Response:
         """Status 200 as long as the engine answers."""
-        self._llm.check()
+        try:
+            await self._llm.ping(self._health_seconds)
+        except asyncio.TimeoutError:
+            raise APIError(
+                503, f"the engine has not answered for {self._health_seconds:g} s", "engine_hangs"
+            ) from None
         return Response(status_code=200)
 
     async def version(self, _: Request) -> JSONResponse:

@@ -47,6 +47,11 @@ class ServerOptions:
     drain_seconds: float = option(
         30.0, "how long running requests may go on after SIGTERM", float_range(0.0)
     )
+    health_seconds: float = option(
+        30.0,
+        "how long the engine may take to answer `/health`; it answers between steps",
+        float_range(0.0, above=True),
+    )
     max_body_mib: int = option(
         16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
@@ -481,6 +482,24 @@ def test_a_second_signal_ends_at_once(long_model: Path, tmp_path: Path) -> None:
             time.sleep(0.3)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(10) == 0
+
+
+def test_health_of_an_engine_that_hangs(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", EMBEDDED_MODEL, "--health-seconds", "2") as server:
+        url = f"{server.url}/health"
+        assert httpx.get(url, timeout=60).status_code == 200
+        (engine,) = server.children()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            hung = httpx.get(url, timeout=60)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert hung.status_code == 503 and hung.json()["error"]["code"] == "engine_hangs"
+        assert "has not answered for 2 s" in hung.json()["error"]["message"]
+        deadline = time.monotonic() + 60
+        while httpx.get(url, timeout=60).status_code != 200:
+            assert time.monotonic() < deadline
+        assert httpx.get(f"{server.url}/metrics", timeout=60).status_code == 200
 
 
 def test_a_dead_engine_ends_the_server(long_model: Path, tmp_path: Path) -> None:

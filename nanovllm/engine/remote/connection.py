@@ -31,6 +31,8 @@ class Connection:
         self._ended = asyncio.Event()
         self._numbers = itertools.count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._ping: asyncio.Task[Any] | None = None
+        self._ping_time = 0.0  # when it was sent
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -72,6 +74,18 @@ class Connection:
             return await answer
         finally:
             del self._questions[number]
+
+    async def ping(self, seconds: float) -> None:
+        """Raise an asyncio.TimeoutError if the process leaves a question open for this long.
+
+        All callers wait for the same question, so that there is one at most.
+        """
+        loop = asyncio.get_running_loop()
+        if self._ping is None or self._ping.done():
+            self._ping, self._ping_time = loop.create_task(self.ask("stats")), loop.time()
+            self._ping.add_done_callback(lambda done: done.cancelled() or done.exception())
+        left = self._ping_time + seconds - loop.time()
+        await asyncio.wait_for(asyncio.shield(self._ping), max(0.0, left))
 
     async def wait_for_end(self) -> BaseException:
         """Wait until the process has ended; returns why."""
