@@ -50,6 +50,7 @@ class AsyncLLM:
     ) -> None:
         asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
+        self.num_open = 0  # samples that callers wait for
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )
@@ -145,6 +146,7 @@ class AsyncLLM:
             if not call.is_over:
                 self._drop(call)
             del self._calls[call.number]
+            self._count(call, 0)
 
     async def chat_turn(
         self, messages: list[Any], params: SamplingParams | None = None, **options: Any
@@ -185,11 +187,6 @@ class AsyncLLM:
         """The metrics of `LLM.get_metrics`."""
         metrics: list[Metric] = await self._connection.ask("get_metrics")
         return metrics
-
-    @property
-    def num_open(self) -> int:
-        """How many samples callers wait for."""
-        return sum(len(call.mirror.request.unfinished) for call in self._calls.values())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends."""
@@ -253,7 +250,13 @@ class AsyncLLM:
         token_ids = array("i", accepted.token_ids).tobytes()
         self._connection.send(Submit(number, token_ids, dataclasses.replace(params, stop=None)))
         call = self._calls[number] = Call(number, name, mirror)
+        self.num_open += call.num_open
         return call
+
+    def _count(self, call: Call, num_open: int) -> None:
+        """Samples of a call have ended: so many are left."""
+        self.num_open += num_open - call.num_open
+        call.num_open = num_open
 
     def _check_room(self, num_samples: int) -> None:
         most = self.config.max_num_seqs + self.max_waiting
@@ -271,6 +274,7 @@ class AsyncLLM:
             self._connection.send(Drop(call.number))
         for seq in call.mirror.request.unfinished:
             seq.finish("abort")
+        self._count(call, 0)
         call.end(error)
 
     def _take(self, event: Event) -> None:
@@ -278,8 +282,11 @@ class AsyncLLM:
         if (call := self._calls.get(event.number)) is None or call.is_over:
             return
         if isinstance(event, Progress):
-            if call.mirror.apply(event):
+            is_stopped = call.mirror.apply(event)
+            if is_stopped:
                 self._connection.send(Stop(event.number, event.sample))
+            if is_stopped or event.reason is not None:
+                self._count(call, len(call.mirror.request.unfinished))
             call.changed.set()
         elif isinstance(event, Refused):
             call.end(event.error)

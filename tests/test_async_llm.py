@@ -413,6 +413,26 @@ def test_errors_reach_those_who_come_late(engine: AsyncLLM, run: Run[Any]) -> No
     run(late())
 
 
+def test_open_samples_are_those_that_have_not_ended(engine: AsyncLLM, run: Run[Any]) -> None:
+    """They are counted as samples begin and end, and not again for each new request."""
+    seen = set()
+
+    async def watch(prompt: Any, params: SamplingParams, leaves: bool) -> None:
+        async for _ in engine.generate(prompt, params):
+            calls = engine._calls.values()
+            assert engine.num_open == sum(len(c.mirror.request.unfinished) for c in calls)
+            seen.add(engine.num_open)
+            if leaves:
+                return
+
+    async def everything() -> None:
+        asked = requests()
+        await asyncio.gather(*(watch(*one, index % 3 == 0) for index, one in enumerate(asked)))
+
+    run(everything())
+    assert len(seen) > 10 and engine.num_open == 0
+
+
 def test_more_samples_than_there_is_room_for(engine: AsyncLLM, run: Run[Any]) -> None:
     with pytest.raises(ValueError, match="n must be at most 1032"):
         run(engine.complete([1], SamplingParams(n=1033)))

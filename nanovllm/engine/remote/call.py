@@ -16,6 +16,7 @@ class Call:
         self.changed = asyncio.Event()
         self.error: BaseException | None = None
         self.is_over = False  # the engine has nothing more to report
+        self.num_open = len(mirror.request.seqs)  # samples that are counted as unfinished
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         """What is new whenever the caller asks for more, until the end."""
