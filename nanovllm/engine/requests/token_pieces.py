@@ -91,9 +91,10 @@ def _is_separable(tokenizer: Any) -> bool:
         if getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name):
             return False
     decoder = tokenizer.backend_tokenizer.decoder
-    if decoder is None:
+    try:
+        state = json.loads(decoder.__getstate__())
+    except Exception:  # there is none, or it is written in Python
         return False
-    state = json.loads(decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     strips = [step for step in steps if step["type"] == "Strip"]
     return [step["type"] for step in steps] in SEPARABLE and all(

@@ -349,6 +349,18 @@ def test_a_class_that_decodes_in_its_own_way_is_asked_each_time() -> None:
     assert stream(tokenizer, ids) == ["a", "-b", "-c", ""]
 
 
+def test_a_decoder_in_python_is_asked_each_time() -> None:
+    """`tokenizers` cannot say what it does."""
+
+    class Joined:
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            return ["-".join(tokens)]
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Decoder.custom(Joined())
+    assert stream(tokenizer, byte_ids("bytes", b"abc")) == ["a", "-b", "-c", ""]
+
+
 def test_clean_up_that_is_not_done_delays_nothing() -> None:
     """transformers 5 ignores the option of Llama 3's tokenizers, which transformers 4 obeys."""
     tokenizer = merged_bytes(clean_up_tokenization_spaces=True)
