@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import pickle
 from array import array
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,21 +14,11 @@ from typing import Any, TypeVar
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
-from nanovllm.config import Config
-from nanovllm.engine.remote.frames import HEAD, frame
-from nanovllm.engine.remote.messages import (
-    Answer,
-    Ask,
-    Drop,
-    Event,
-    Failed,
-    Progress,
-    Refused,
-    Stop,
-    Submit,
-)
+from nanovllm.config import MAX_WAITING, Config
+from nanovllm.engine.remote.call import Call
+from nanovllm.engine.remote.connection import Connection
+from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit
 from nanovllm.engine.remote.mirror import Mirror
-from nanovllm.engine.remote.process import EngineProcess
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.metrics import Metric
@@ -41,70 +30,11 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
 
 T = TypeVar("T")
-MAX_WAITING = 1024
 READERS = 2  # threads that tokenize prompts and apply chat templates
 
 
 class EngineFullError(RuntimeError):
     """As many requests wait as may wait."""
-
-
-class Call:
-    """A request that a caller waits for, by one of `events` and `output`."""
-
-    def __init__(self, number: int, name: Any, mirror: Mirror) -> None:
-        self.number, self.name, self.mirror = number, name, mirror
-        self.changed = asyncio.Event()
-        self.error: BaseException | None = None
-        self.is_over = False  # the engine has nothing more to report
-
-    async def events(self) -> AsyncIterator[StreamEvent]:
-        """What is new whenever the caller asks for more, until the end."""
-        is_over = False
-        while not is_over:
-            await self._wait()
-            is_over = self.is_over
-            for event in self.mirror.events():
-                event["request_id"] = self.name
-                yield event
-
-    async def output(self) -> RequestOutput:
-        """The whole output."""
-        while not self.is_over:
-            await self._wait()
-        if self.error is not None:
-            raise self.error
-        output = self.mirror.output()
-        output["request_id"] = self.name
-        return output
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The tokens of the prompt."""
-        return self.mirror.request.seqs[0].num_prompt_tokens
-
-    @property
-    def first_token_id(self) -> int:
-        """The first token of the prompt."""
-        return self.mirror.request.seqs[0].token_ids[0]
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Those of the prompt's tokens that were in the prefix cache; known at the end."""
-        return self.mirror.request.seqs[0].num_hit_tokens or 0
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Nothing more comes."""
-        if not self.is_over:
-            self.is_over, self.error = True, error
-            self.changed.set()
-
-    async def _wait(self) -> None:
-        """Wait for something new; raises what has ended the request."""
-        await self.changed.wait()
-        self.changed.clear()
-        if self.error is not None:
-            raise self.error
 
 
 class AsyncLLM:
@@ -120,30 +50,25 @@ class AsyncLLM:
     ) -> None:
         asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
+        self.num_open = 0  # samples that callers wait for
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )
-        self._process = EngineProcess(asked.model, options)
+        self._calls: dict[int, Call] = {}
+        self._connection = Connection(asked.model, options, self._take, self._end_calls)
         try:
             has_meaning = asked.load_format != "dummy"
             self.tokenizer = load_tokenizer(
                 asked.tokenizer, path, download_dir=asked.download_dir, warns=has_meaning
             )
-            self.config, self.model_config = self._process.wait_until_ready()
+            self.config, self.model_config = self._connection.wait_until_ready()
         except BaseException:
-            self._process.close()
+            self._connection.process.close()
             raise
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
         self._chat_format = ChatFormat(self.tokenizer, asked.tool_parser, asked.reasoning_parser)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="nanovllm-read")
         self._numbers = itertools.count()
-        self._calls: dict[int, Call] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._failure: BaseException | None = None
-        self._failed = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._writer: asyncio.StreamWriter | None = None
 
     async def generate(
         self,
@@ -213,7 +138,7 @@ class AsyncLLM:
         params = _params(sampling_params, priority)
         self._check_room(params.n)
         accepted = await self._in_thread(self._intake.accept, prompt, _unconstrained(params))
-        await self._connect()
+        await self._connection.open()
         call = self._open(accepted, params, request_id)
         try:
             yield call
@@ -221,6 +146,7 @@ class AsyncLLM:
             if not call.is_over:
                 self._drop(call)
             del self._calls[call.number]
+            self._count(call, 0)
 
     async def chat_turn(
         self, messages: list[Any], params: SamplingParams | None = None, **options: Any
@@ -254,18 +180,13 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         """Counts of what the engine has done and is doing."""
-        stats: EngineStats = await self._ask("stats")
+        stats: EngineStats = await self._connection.ask("stats")
         return stats
 
     async def get_metrics(self) -> list[Metric]:
         """The metrics of `LLM.get_metrics`."""
-        metrics: list[Metric] = await self._ask("get_metrics")
+        metrics: list[Metric] = await self._connection.ask("get_metrics")
         return metrics
-
-    @property
-    def num_open(self) -> int:
-        """How many samples callers wait for."""
-        return sum(len(call.mirror.request.unfinished) for call in self._calls.values())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends."""
@@ -273,14 +194,18 @@ class AsyncLLM:
 
     async def wait_for_failure(self) -> BaseException:
         """Wait until the engine has ended; returns why."""
-        await self._failed.wait()
-        assert self._failure is not None
-        return self._failure
+        return await self._connection.wait_for_end()
 
     def check(self) -> None:
         """Raise if the engine has ended."""
-        if self._failure is not None:
-            raise self._failure
+        self._connection.check()
+
+    async def ping(self, seconds: float) -> None:
+        """Raise an asyncio.TimeoutError if the engine's process has not answered for this long.
+
+        It answers between two steps.
+        """
+        await self._connection.ping(seconds)
 
     def close(self) -> None:
         """End the engine after its step, and free what it used. Idempotent.
@@ -289,15 +214,11 @@ class AsyncLLM:
         for the event loop's thread, or when that has ended.
         """
         self._disconnect()
-        self._process.close()
+        self._connection.process.close()
 
     def _disconnect(self) -> None:
         """End all calls, and listen no more."""
-        self._fail(RuntimeError("this AsyncLLM is closed; make a new one"))
-        if self._listening is not None and self._loop is not None and not self._loop.is_closed():
-            self._listening.cancel()
-            if self._writer is not None:
-                self._writer.transport.abort()
+        self._connection.disconnect(RuntimeError("this AsyncLLM is closed; make a new one"))
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -309,7 +230,7 @@ class AsyncLLM:
     async def aclose(self) -> None:
         """`close`, without blocking the event loop."""
         self._disconnect()
-        await asyncio.to_thread(self._process.close)
+        await asyncio.to_thread(self._connection.process.close)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run what takes long for long prompts beside the event loop."""
@@ -327,9 +248,15 @@ class AsyncLLM:
             raise ValueError(f"request_id {shorten(name)} is that of another request")
         mirror = Mirror(self._intake.request(accepted, streams=True), self.tokenizer)
         token_ids = array("i", accepted.token_ids).tobytes()
-        self._send(Submit(number, token_ids, dataclasses.replace(params, stop=None)))
+        self._connection.send(Submit(number, token_ids, dataclasses.replace(params, stop=None)))
         call = self._calls[number] = Call(number, name, mirror)
+        self.num_open += call.num_open
         return call
+
+    def _count(self, call: Call, num_open: int) -> None:
+        """Samples of a call have ended: so many are left."""
+        self.num_open += num_open - call.num_open
+        call.num_open = num_open
 
     def _check_room(self, num_samples: int) -> None:
         most = self.config.max_num_seqs + self.max_waiting
@@ -344,68 +271,22 @@ class AsyncLLM:
     def _drop(self, call: Call, error: BaseException | None = None) -> None:
         """End a request here and in the engine."""
         with contextlib.suppress(RuntimeError, OSError):
-            self._send(Drop(call.number))
+            self._connection.send(Drop(call.number))
         for seq in call.mirror.request.unfinished:
             seq.finish("abort")
+        self._count(call, 0)
         call.end(error)
-
-    async def _ask(self, method: str) -> Any:
-        await self._connect()
-        self.check()
-        number = next(self._numbers)
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(Ask(number, method))
-            return await answer
-        finally:
-            del self._questions[number]
-
-    async def _connect(self) -> None:
-        """Listen to the engine, from the first call's event loop."""
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-            self._listening = loop.create_task(self._listen())
-        elif self._loop is not loop:
-            raise RuntimeError("an AsyncLLM serves one event loop, that of its first call")
-        while self._writer is None and self._failure is None:
-            await asyncio.sleep(0)
-
-    def _send(self, message: Any) -> None:
-        self.check()
-        assert self._writer is not None
-        self._writer.write(frame(message))
-
-    async def _listen(self) -> None:
-        """Take the engine's messages until it ends."""
-        try:
-            # A copy, which the event loop closes when it has stopped looking at it.
-            link = self._process.link.dup()
-            reader, self._writer = await asyncio.open_connection(sock=link)
-            while True:
-                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                message = pickle.loads(await reader.readexactly(length))
-                if isinstance(message, Failed):
-                    self._fail(message.error)
-                    return
-                for event in message:
-                    self._take(event)
-        except (EOFError, OSError):
-            self._fail(await asyncio.to_thread(self._process.failure))
-        except Exception as error:
-            self._fail(error)
 
     def _take(self, event: Event) -> None:
         """Pass an event on to the call that it is for, if that still waits."""
-        if isinstance(event, Answer):
-            if (answer := self._questions.get(event.number)) is not None and not answer.done():
-                answer.set_result(event.value)
-            return
         if (call := self._calls.get(event.number)) is None or call.is_over:
             return
         if isinstance(event, Progress):
-            if call.mirror.apply(event):
-                self._send(Stop(event.number, event.sample))
+            is_stopped = call.mirror.apply(event)
+            if is_stopped:
+                self._connection.send(Stop(event.number, event.sample))
+            if is_stopped or event.reason is not None:
+                self._count(call, len(call.mirror.request.unfinished))
             call.changed.set()
         elif isinstance(event, Refused):
             call.end(event.error)
@@ -413,17 +294,10 @@ class AsyncLLM:
             call.mirror.end(event)
             call.end()
 
-    def _fail(self, error: BaseException) -> None:
+    def _end_calls(self, failure: BaseException) -> None:
         """No call goes on: the engine has ended."""
-        if self._failure is None:
-            self._failure = error
-            self._failed.set()
         for call in self._calls.values():
-            if not call.is_over:
-                call.end(self._failure)
-        for answer in self._questions.values():
-            if not answer.done():
-                answer.set_exception(self._failure)
+            call.end(failure)
 
 
 def _params(given: Any, priority: int | None) -> SamplingParams:

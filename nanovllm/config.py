@@ -30,6 +30,7 @@ from nanovllm.vllm_names import ENGINE
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
+MAX_WAITING = 1024  # samples beside those that run; of AsyncLLM and of the server
 TOOL_PARSERS = (
     "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "none",
 )  # fmt: skip

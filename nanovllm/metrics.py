@@ -1,7 +1,7 @@
 """Metrics of an engine, in the shapes and by the names that vLLM gives them.
 
 `LLM.get_metrics` returns them. Those of requests count the requests that have ended; generated
-tokens are counted as they come.
+tokens are counted as they come, and times to the first token when it comes.
 """
 
 from bisect import bisect_left
@@ -92,7 +92,7 @@ class Measured:
 
 
 class RequestMeter:
-    """What is measured of requests when they end."""
+    """What is measured of requests: times to the first token when it comes, all else at the end."""
 
     def __init__(self) -> None:
         self.reasons: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
@@ -102,15 +102,18 @@ class RequestMeter:
         self.prompt_tokens, self.generated_tokens = Measured(TOKENS), Measured(TOKENS)
         self._most_tokens = 0
 
+    def begin(self, seconds: float) -> None:
+        """Count the first token of a request, which came this long after the request."""
+        self.first_token.add(seconds)
+
     def add(
         self,
         metrics: RequestMetrics,
         num_prompt_tokens: int,
         samples: Iterable[tuple[int, FinishReason]],
     ) -> None:
-        """Count a request; `samples` are the numbers of tokens and the endings of its samples."""
+        """Count the end of a request; `samples` are their numbers of tokens and their endings."""
         self.queue.add(metrics.queue_time)
-        self.first_token.add(metrics.time_to_first_token)
         self.each_token.add(metrics.time_per_output_token)
         self.whole.add(metrics.end_to_end_time)
         self.prompt_tokens.add(num_prompt_tokens)

@@ -172,17 +172,20 @@ def test_a_slow_caller_gets_several_tokens_at_once(engine: AsyncLLM, run: Run[An
     assert sum(sizes) == 400 and max(sizes) > 5
 
 
-def test_a_slow_caller_delays_nobody(engine: AsyncLLM, run: Run[Any]) -> None:
-    async def both() -> float:
-        stream = engine.generate([1, 2], LONG)
-        await anext(stream)  # and nothing more
-        start = time.monotonic()
-        await engine.complete([3], LONG)
-        seconds = time.monotonic() - start
-        await stream.aclose()  # type: ignore[attr-defined]
-        return seconds
+def test_a_caller_that_does_not_read_delays_nobody(engine: AsyncLLM, run: Run[Any]) -> None:
+    """Nor itself: all of its tokens come meanwhile, and wait for it in one event."""
 
-    assert run(both()) < 10
+    async def everything() -> Any:
+        stream = engine.generate([1, 2], LONG)
+        first = await anext(stream)  # and nothing more
+        others = await asyncio.gather(*(engine.complete([3], LONG) for _ in range(3)))
+        while (await engine.stats()).num_running:
+            await asyncio.sleep(0.01)
+        return first, others, [event async for event in stream]
+
+    first, others, rest = run(everything())
+    assert [len(other.token_ids) for other in others] == [400] * 3
+    assert [len(event.token_ids) for event in rest] == [400 - len(first.token_ids)]
 
 
 def test_chats_have_deltas_and_constraints(engine: AsyncLLM, run: Run[Any]) -> None:
@@ -256,27 +259,13 @@ def test_too_many_callers_are_refused(model_dir: Path, run: Run[Any]) -> None:
     assert all(told(one) == told(again) for one in results if not isinstance(one, Exception))
 
 
-def test_constraints_compile_beside_the_steps(engine: AsyncLLM, run: Run[Any]) -> None:
-    """A request that is dropped while its constraint is compiled is never queued."""
-    names = {f"a{i}": {"type": "string", "maxLength": i} for i in range(400)}
-    hard = SamplingParams(structured_outputs=dict(json={"type": "object", "properties": names}))
-
-    async def leave() -> None:
-        task = asyncio.create_task(engine.complete([1], hard))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        assert len((await engine.complete([1], LONG)).token_ids) == 400
-
-    run(leave())
-
-
 def test_a_killed_engine_is_an_error_of_every_call(model_dir: Path, run: Run[Any]) -> None:
     async def killed() -> Any:
         engine = AsyncLLM(model_dir, max_num_seqs=2, **OPTIONS)
         calls = [asyncio.create_task(engine.complete([1], LONG)) for _ in range(5)]
         stats = asyncio.create_task(engine.stats())
         await asyncio.sleep(0.1)
-        os.kill(engine._process._process.pid, signal.SIGKILL)
+        os.kill(engine._connection.process.pid, signal.SIGKILL)
         results = await asyncio.gather(*calls, stats, return_exceptions=True)
         with pytest.raises(RankError, match="killed by SIGKILL"):
             engine.check()
@@ -289,12 +278,52 @@ def test_a_killed_engine_is_an_error_of_every_call(model_dir: Path, run: Run[Any
     assert all(isinstance(one, RankError) for one in results)
 
 
+def test_an_engine_that_hangs_does_not_answer_a_ping(engine: AsyncLLM, run: Run[Any]) -> None:
+    """Later callers wait for the same question, whose time has passed, and so not at all."""
+
+    async def hang() -> list[float]:
+        await engine.ping(60)
+        os.kill(engine._connection.process.pid, signal.SIGSTOP)
+        seconds = []
+        try:
+            for _ in range(2):
+                start = time.monotonic()
+                pings = (engine.ping(1.5) for _ in range(3))
+                errors = await asyncio.gather(*pings, return_exceptions=True)
+                assert all(isinstance(error, asyncio.TimeoutError) for error in errors)
+                seconds.append(time.monotonic() - start)
+            assert len(engine._connection._questions) == 1
+        finally:
+            os.kill(engine._connection.process.pid, signal.SIGCONT)
+        await engine.ping(60)
+        assert not engine._connection._questions
+        return seconds
+
+    first, second = run(hang())
+    assert first >= 1.5 > second
+
+
+def test_a_ping_of_a_dead_engine_raises_why_it_ended(model_dir: Path, run: Run[Any]) -> None:
+    async def die() -> None:
+        async with AsyncLLM(model_dir, **OPTIONS) as engine:
+            await engine.ping(60)
+            os.kill(engine._connection.process.pid, signal.SIGSTOP)
+            ping = asyncio.create_task(engine.ping(60))
+            await asyncio.sleep(0.1)
+            os.kill(engine._connection.process.pid, signal.SIGKILL)
+            for waiting in (ping, engine.ping(60)):
+                with pytest.raises(RankError, match="killed by SIGKILL"):
+                    await waiting
+
+    run(die())
+
+
 def test_a_killed_rank_is_an_error_of_every_call(model_dir: Path, run: Run[Any]) -> None:
     async def killed() -> Any:
         engine = AsyncLLM(model_dir, tensor_parallel_size=2, **OPTIONS)
         call = asyncio.create_task(engine.complete([1], LONG))
         await asyncio.sleep(0.2)
-        parent = engine._process._process.pid
+        parent = engine._connection.process.pid
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
         (result,) = await asyncio.gather(call, return_exceptions=True)
@@ -319,7 +348,7 @@ def test_errors_of_starting_keep_their_types(model_dir: Path, tmp_path: Path) ->
 def test_close_ends_waiting_calls_and_the_process(run: Run[Any]) -> None:
     async def closed() -> Any:
         engine = AsyncLLM(EMBEDDED_MODEL, device="cpu")
-        pid = engine._process._process.pid
+        pid = engine._connection.process.pid
         call = asyncio.create_task(engine.complete("1+1=", LONG))
         await asyncio.sleep(0.1)
         async with engine:
@@ -341,7 +370,7 @@ def test_a_debugging_loop_closes_it(model_dir: Path) -> None:
     async def main() -> int:
         async with AsyncLLM(model_dir, **OPTIONS) as engine:
             await engine.complete([1], SamplingParams(max_tokens=2))
-            return engine._process._process.pid
+            return engine._connection.process.pid
 
     pid = asyncio.run(main(), debug=True)
     assert not Path(f"/proc/{pid}").exists()
@@ -364,7 +393,7 @@ def test_a_forked_process_leaves_the_engine_alone(model_dir: Path, run: Run[Any]
         async with AsyncLLM(model_dir, **OPTIONS) as engine:
             child = os.fork()
             if child == 0:
-                engine._process.close()
+                engine._connection.process.close()
                 os._exit(0)
             os.waitpid(child, 0)
             await engine.complete([1], SamplingParams(max_tokens=2))
@@ -384,6 +413,26 @@ def test_errors_reach_those_who_come_late(engine: AsyncLLM, run: Run[Any]) -> No
     run(late())
 
 
+def test_open_samples_are_those_that_have_not_ended(engine: AsyncLLM, run: Run[Any]) -> None:
+    """They are counted as samples begin and end, and not again for each new request."""
+    seen = set()
+
+    async def watch(prompt: Any, params: SamplingParams, leaves: bool) -> None:
+        async for _ in engine.generate(prompt, params):
+            calls = engine._calls.values()
+            assert engine.num_open == sum(len(c.mirror.request.unfinished) for c in calls)
+            seen.add(engine.num_open)
+            if leaves:
+                return
+
+    async def everything() -> None:
+        asked = requests()
+        await asyncio.gather(*(watch(*one, index % 3 == 0) for index, one in enumerate(asked)))
+
+    run(everything())
+    assert len(seen) > 10 and engine.num_open == 0
+
+
 def test_more_samples_than_there_is_room_for(engine: AsyncLLM, run: Run[Any]) -> None:
     with pytest.raises(ValueError, match="n must be at most 1032"):
         run(engine.complete([1], SamplingParams(n=1033)))
@@ -391,7 +440,7 @@ def test_more_samples_than_there_is_room_for(engine: AsyncLLM, run: Run[Any]) ->
 
 def test_a_collected_engine_leaves_no_process(model_dir: Path) -> None:
     engine = AsyncLLM(model_dir, **OPTIONS)
-    pid = engine._process._process.pid
+    pid = engine._connection.process.pid
     del engine
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()

@@ -79,6 +79,8 @@ def test_metrics_of_finished_running_and_aborted_requests(model_dir: Path) -> No
         assert found["kv_cache_usage_perc"] == llm.stats().blocks_used / 100 == 0.04
         assert found["prompt_tokens"] == 9, "of finished ones"
         assert found["generation_tokens"] == 8 + 2, "as they come"
+        first = found["time_to_first_token_seconds"]
+        assert isinstance(first, Histogram) and first.count == 3, "of running ones, too"
         assert (found["prefix_cache_queries"], found["prefix_cache_hits"]) == (19, 8)
         llm.abort_request(waiting)
         while not llm.is_finished():
@@ -89,7 +91,7 @@ def test_metrics_of_finished_running_and_aborted_requests(model_dir: Path) -> No
     assert found["request_success:abort"] == 1
     first = found["time_to_first_token_seconds"]
     assert isinstance(first, Histogram)
-    assert first.count == 3
+    assert first.count == 3, "each once"
     assert first.sum > output.metrics.time_to_first_token > 0
 
 

@@ -263,6 +263,7 @@ class LLMEngine:
             for seq in batch.sampling_seqs:
                 if (request := self._begun.pop(seq.request_id, None)) is not None:
                     request.times.first_token = end
+                    self.meter.begin(end - request.times.arrived)
         for request_id in dict.fromkeys(seq.request_id for seq in finished):
             self._finish(self.unfinished[request_id], end)
         self.counter.add(batch, launched.num_tokens, end - start)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.engine.requests.detokenizer import BYTE_TOKEN, REPLACEMENT
+from nanovllm.engine.requests.token_pieces import BYTE_TOKEN, REPLACEMENT
 
 # Byte-level tokenizers write each byte as one character: printable bytes as their own character,
 # the others as the characters from U+0100 on.

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.async_llm import AsyncLLM, Call
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.chat.conversation import given_template
+from nanovllm.engine.remote.call import Call
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.openai.response import echoed_text, response_body

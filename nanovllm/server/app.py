@@ -1,5 +1,6 @@
 """The application: its routes, and what holds for all of them."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,11 +8,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
@@ -29,15 +30,15 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(
     llm: AsyncLLM, options: ServerOptions, defaults: Mapping[str, Mapping[str, Any]]
-) -> Guard:
-    """The ASGI application that serves `llm`.
+) -> tuple[ASGIApp, Guard]:
+    """The ASGI application that serves `llm`, and the guard in it.
 
     `defaults` are sampling parameters, by URL, for bodies without them.
     """
     names = tuple(options.served_model_name or (llm.config.model,))
     answering = Answering(llm, names, options, defaults)
     tokens = Tokens(llm, options)
-    server = Server(llm, names)
+    server = Server(llm, names, options.health_seconds)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
         Route(COMPLETIONS, answering.handle, methods=["POST"]),
@@ -51,25 +52,25 @@ def make_app(
         Route("/metrics", server.metrics),
         Route("/", server.page),
     ]
-    middleware = []
-    if options.cors_origin is not None:
-        cors = Middleware(
-            CORSMiddleware, allow_origins=list(options.cors_origin),
-            allow_methods=["*"], allow_headers=["*"],
-        )  # fmt: skip
-        middleware.append(cors)
     handlers: Any = {Exception: handle_error, HTTPException: handle_error}
     for kind in (APIError, TypeError, ValueError, RuntimeError, OSError):
         handlers[kind] = handle_error
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    return Guard(app, tuple(options.api_key or ()))
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    guard = Guard(app, tuple(options.api_key or ()))
+    if options.cors_origin is None:
+        return guard, guard
+    # Around everything, so that a page on another site can also read errors.
+    cors = CORSMiddleware(
+        guard, allow_origins=list(options.cors_origin), allow_methods=["*"], allow_headers=["*"]
+    )
+    return cors, guard
 
 
 class Server:
     """The endpoints that describe the server."""
 
-    def __init__(self, llm: AsyncLLM, names: tuple[str, ...]) -> None:
-        self._llm, self._names = llm, names
+    def __init__(self, llm: AsyncLLM, names: tuple[str, ...], health_seconds: float) -> None:
+        self._llm, self._names, self._health_seconds = llm, names, health_seconds
         self._created = int(time.time())
 
     async def models(self, _: Request) -> JSONResponse:
@@ -102,7 +103,12 @@ class Server:
 
     async def health(self, _: Request) -> Response:
         """Status 200 as long as the engine answers."""
-        self._llm.check()
+        try:
+            await self._llm.ping(self._health_seconds)
+        except asyncio.TimeoutError:
+            raise APIError(
+                503, f"the engine has not answered for {self._health_seconds:g} s", "engine_hangs"
+            ) from None
         return Response(status_code=200)
 
     async def version(self, _: Request) -> JSONResponse:

@@ -35,7 +35,7 @@ class Guard:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         if self.is_draining and path not in ENDING_PATHS:
             return APIError(503, "the server is ending; try another one", "draining")
-        if not self._keys or path in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if not self._keys or path in OPEN_PATHS:
             return None
         given = Headers(scope=scope).get("authorization", "")
         kind, _, key = given.partition(" ")

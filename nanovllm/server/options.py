@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nanovllm.config import MAX_WAITING
 from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
@@ -36,13 +37,20 @@ class ServerOptions:
         None, "keys, of which clients need one; NANOVLLM_API_KEY is another", TEXTS, none=NOTHING
     )
     max_waiting: int = option(
-        1024, "most samples that wait beside those that run; the next get status 429", int_range(0)
+        MAX_WAITING,
+        "most samples that wait beside those that run; the next get status 429",
+        int_range(0),
     )
     timeout: float | None = option(
         None, "seconds after which a request is aborted", float_range(0.0, above=True), none=NOTHING
     )
     drain_seconds: float = option(
         30.0, "how long running requests may go on after SIGTERM", float_range(0.0)
+    )
+    health_seconds: float = option(
+        30.0,
+        "how long the engine may take to answer `/health`; it answers between steps",
+        float_range(0.0, above=True),
     )
     max_body_mib: int = option(
         16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)

@@ -144,10 +144,10 @@ class _Life:
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions, sampling: Mapping[str, Any]) -> None:
         self._llm, self._options = llm, options
-        self._app = make_app(llm, options, default_params(llm, sampling))
+        app, self._guard = make_app(llm, options, default_params(llm, sampling))
         self._server = _Uvicorn(
             uvicorn.Config(
-                self._app, log_level="warning", access_log=False, lifespan="off",
+                app, log_level="warning", access_log=False, lifespan="off",
                 root_path=options.root_path or "", ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile, timeout_graceful_shutdown=1,
                 backlog=4096,
@@ -192,11 +192,11 @@ class _Life:
 
     async def _drain(self) -> None:
         """Let running requests finish, for some time."""
-        self._app.is_draining = True
+        self._guard.is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.drain_seconds
-        logger.info("draining: %d requests are being answered", self._app.num_active)
-        while self._app.num_active and self._signals == 1 and loop.time() < deadline:
+        logger.info("draining: %d requests are being answered", self._guard.num_active)
+        while self._guard.num_active and self._signals == 1 and loop.time() < deadline:
             await asyncio.sleep(CHECK_SECONDS)
         self._llm.end_all(APIError(503, "the server has ended before the answer", "draining"))
         await asyncio.sleep(2 * CHECK_SECONDS)  # for responses to leave

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
@@ -28,6 +29,7 @@ HI = [{"role": "user", "content": "Hi"}]
 LONG: dict[str, Any] = dict(prompt=[1, 2], max_tokens=3000, ignore_eos=True, temperature=0)
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
+ORIGIN = {"Origin": "https://a.example"}  # of a page on another site
 
 
 @pytest.fixture(scope="module")
@@ -349,18 +351,19 @@ def test_requests_are_logged_without_prompts(server: Server) -> None:
 def test_keys_limits_and_proxies(long_model: Path, tmp_path: Path) -> None:
     arguments = (
         "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "1", "--max-waiting", "0",
-        "--timeout", "3", "--cors-origin", "https://a.example",
+        "--timeout", "3", "--cors-origin", ORIGIN["Origin"],
     )  # fmt: skip
     with serving(tmp_path / "log", str(long_model), *arguments) as server:
         url = f"{server.url}/v1/completions"
         for headers in ({}, {"Authorization": "Bearer k"}, {"Authorization": "k1"}):
-            refused = httpx.post(url, json={"prompt": "a"}, headers=headers)
+            refused = httpx.post(url, json={"prompt": "a"}, headers={**headers, **ORIGIN})
             assert refused.status_code == 401 and refused.json()["error"]["code"]
+            assert refused.headers["access-control-allow-origin"] == ORIGIN["Origin"]
         assert httpx.get(f"{server.url}/health").status_code == 200
-        headers = {"Authorization": "Bearer k2", "Origin": "https://a.example"}
+        headers = {"Authorization": "Bearer k2", **ORIGIN}
         answer = httpx.post(url, json={"prompt": "a"}, headers=headers)
         assert answer.status_code == 200
-        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert answer.headers["access-control-allow-origin"] == ORIGIN["Origin"]
         statuses: list[int] = []
 
         def ask() -> None:
@@ -380,7 +383,8 @@ def test_keys_limits_and_proxies(long_model: Path, tmp_path: Path) -> None:
 
 def test_sigterm_drains(long_model: Path, tmp_path: Path) -> None:
     """A running stream goes on to its end, a new request is refused, and the status is 0."""
-    with serving(tmp_path / "log", str(long_model)) as server:
+    arguments = ("--cors-origin", ORIGIN["Origin"])
+    with serving(tmp_path / "log", str(long_model), *arguments) as server:
         chunks: list[str] = []
 
         def read() -> None:
@@ -398,8 +402,9 @@ def test_sigterm_drains(long_model: Path, tmp_path: Path) -> None:
                 time.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
-            refused = kept.get(f"{server.url}/health")
+            refused = kept.get(f"{server.url}/health", headers=ORIGIN)
         assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert refused.headers["access-control-allow-origin"] == ORIGIN["Origin"]
         reader.join()
         assert chunks[-2] == "data: [DONE]"
         assert server.process.wait(30) == 0
@@ -477,6 +482,24 @@ def test_a_second_signal_ends_at_once(long_model: Path, tmp_path: Path) -> None:
             time.sleep(0.3)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(10) == 0
+
+
+def test_health_of_an_engine_that_hangs(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", EMBEDDED_MODEL, "--health-seconds", "2") as server:
+        url = f"{server.url}/health"
+        assert httpx.get(url, timeout=60).status_code == 200
+        (engine,) = server.children()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            hung = httpx.get(url, timeout=60)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert hung.status_code == 503 and hung.json()["error"]["code"] == "engine_hangs"
+        assert "has not answered for 2 s" in hung.json()["error"]["message"]
+        deadline = time.monotonic() + 60
+        while httpx.get(url, timeout=60).status_code != 200:
+            assert time.monotonic() < deadline
+        assert httpx.get(f"{server.url}/metrics", timeout=60).status_code == 200
 
 
 def test_a_dead_engine_ends_the_server(long_model: Path, tmp_path: Path) -> None:

@@ -94,4 +94,4 @@ class Answer(NamedTuple):
 
 
 Command = Submit | Drop | Stop | Ask | Quit
-Event = Progress | Ended | Refused | Answer
+Event = Progress | Ended | Refused

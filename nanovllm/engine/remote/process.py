@@ -31,6 +31,11 @@ class EngineProcess:
         )
         self.link.sendall(frame((model, dict(options))))
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
     def wait_until_ready(self) -> Ready:
         """Wait for the model to be loaded; raises what the process raised."""
         try:

@@ -5,11 +5,10 @@ Detokenizer, which knows nothing about requests, stop strings or streams.
 """
 
 import codecs
-import re
 from typing import Any
 
-REPLACEMENT = "\ufffd"  # how `decode` writes bytes that are not UTF-8, or not yet
-BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a byte-fallback token
+from nanovllm.engine.requests.token_pieces import REPLACEMENT, byte_of, token_pieces
+
 # How many emitted tokens the window keeps. A character has at most four tokens, so these hold all
 # of the last one; and the last four bytes of a run that is not UTF-8 are not UTF-8 either.
 CONTEXT = 4
@@ -33,12 +32,15 @@ class Detokenizer:
 
     This holds for fast tokenizers with the decoders of language models (byte-level, Metaspace,
     byte fallback, WordPiece, BPE suffix, joined words). For other decoders, see `finish`.
+
+    Nearly all tokens of most tokenizers have the same text behind any whole character: it is looked
+    up in the tokenizer's TokenPieces, and the window starts over with this token.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._token_pieces = token_pieces(tokenizer, skip_special_tokens)
         self._token_ids: list[int] = []
         self._pieces: list[str] = []  # all text emitted so far
         self._finished = False
@@ -47,16 +49,30 @@ class Detokenizer:
         self._pending = ""  # the characters after those, when it was last decoded
         self._run = codecs.getincrementaldecoder("utf-8")()  # of trailing byte-fallback tokens
         self._run_is_broken = False
+        self._is_in_run = False  # the last shown token is a byte-fallback token
 
     def add(self, token_id: int) -> str:
         """Take the next token; return the text that is now final and was not returned before."""
         if self._finished:
             raise RuntimeError("this Detokenizer is finished: make a new one for each sequence")
         self._token_ids.append(token_id)
+        if self._window and not self._pending and not self._is_in_run:
+            piece = self._token_pieces[token_id]
+            if piece is not None:
+                self._window, self._num_emitted = [token_id], piece.num_first
+                return self._emit(piece.text)
+        return self._add_to_window(token_id)
+
+    def _add_to_window(self, token_id: int) -> str:
+        """Take a token whose text may depend on its neighbours; return the text that is now final.
+
+        Such a token may also be the first one, or stand behind half a character.
+        """
         twice = self._decode([token_id, token_id])  # twice: a space alone may decode to "" too
         if not twice:  # a skipped id, or one outside the vocabulary
             return ""
-        byte = self._byte_of(token_id, twice)
+        byte = byte_of(str(self._tokenizer.convert_ids_to_tokens(token_id)), twice)
+        self._is_in_run = byte is not None
         if byte is None:
             self._run.reset()
             self._run_is_broken = False
@@ -91,13 +107,6 @@ class Detokenizer:
         self._pieces.append(piece)
         return piece
 
-    def _byte_of(self, token_id: int, twice: str) -> bytes | None:
-        """The byte of a byte-fallback token; None for any other token."""
-        if len(twice) > 2:  # not a byte, even if the token's text is "<0x41>"
-            return None
-        match = BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token_id)))
-        return bytes.fromhex(match[1]) if match else None
-
     def _may_continue(self, byte: bytes) -> bool:
         """Whether the run of bytes that ends with `byte` may still become valid UTF-8."""
         try:
@@ -124,7 +133,7 @@ class Detokenizer:
         """How many characters of the window's text no later token can change."""
         if text.endswith(REPLACEMENT):
             return len(text) - 1
-        if not self._cleans_up:
+        if not self._token_pieces.cleans_up:
             return len(text)
         end = text[len(text.rstrip(" 'nvr")) :]
         return len(text) - len(end.lstrip("nvr"))  # only a space or a quote starts a rewrite

@@ -1,7 +1,5 @@
 """OutputText: a sequence's text as its tokens come, up to the string that stops it."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
@@ -41,29 +39,35 @@ class OutputText:
         """
         if self._num_tokens > seq.num_known_tokens - seq.num_prompt_tokens:  # one was taken back
             self.reset()
-        with self._all_or_nothing():
+        try:
             for index in range(seq.num_prompt_tokens + self._num_tokens, text_end(seq)):
                 self._num_tokens += 1
                 if self._detokenizer is not None:
                     piece = self._detokenizer.add(seq.token_ids[index])
                     self._add(piece, index >= seq.min_num_tokens)
+        except BaseException:  # an interrupt may leave anything half done: start over then
+            self.reset()
+            raise
         return None if self.stop is None else End("stop", self.stop)
 
     def finish(self, seq: Sequence) -> str:
         """Add the tokens that are left, and return the whole text."""
         self.update(seq)
-        with self._all_or_nothing():
+        try:
             if self._detokenizer is not None:
                 self._add(self._detokenizer.finish(), seq.num_tokens > seq.min_num_tokens)
             self._finished = True
+        except BaseException:
+            self.reset()
+            raise
         return self.text
 
     @property
     def num_certain(self) -> int:
         """How many characters of `text` are final: the rest may become part of a stop."""
-        if self._finished or self.stop is not None:
+        if not self._stops or self._finished or self.stop is not None:
             return len(self.text)
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        longest = max(map(len, self._stops)) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):
                 return len(self.text) - length
@@ -81,21 +85,12 @@ class OutputText:
             else Detokenizer(self._tokenizer, self._skip_special_tokens)
         )
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """An interrupt may leave anything half done: start over then."""
-        try:
-            yield
-        except BaseException:
-            self.reset()
-            raise
-
     def _add(self, piece: str, may_stop: bool) -> None:
         if self.stop is not None:
             return
         start = len(self.text)
         self.text += piece
-        if piece and may_stop:
+        if self._stops and piece and may_stop:
             self._find_stop(start)
 
     def _find_stop(self, start: int) -> None:

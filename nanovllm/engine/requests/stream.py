@@ -47,8 +47,9 @@ class Stream:
             text = text[num_chars:]
         elif start < end:
             seq.text.update(seq)
-            reported[seq.index] = seq.text.num_certain, end - seq.num_prompt_tokens
-            text = seq.text.text[num_chars : seq.text.num_certain]
+            num_certain = seq.text.num_certain
+            reported[seq.index] = num_certain, end - seq.num_prompt_tokens
+            text = seq.text.text[num_chars:num_certain]
         else:
             return None
         return StreamEvent(

@@ -271,6 +271,106 @@ def test_ids_in_no_vocabulary_have_no_text() -> None:
     assert stream(make("bytes"), [400, *byte_ids("bytes", b"a"), 10**6]) == ["", "a", "", ""]
 
 
+# Equal to decoding every token with its neighbours
+
+
+class Wrapper:
+    """A tokenizer that is none of transformers', so that no token is looked up."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.slow
+@every_tokenizer
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_tokens_that_are_looked_up_come_as_if_decoded(name: str, skip_special_tokens: bool) -> None:
+    """The same pieces at the same tokens, with and without the lookup."""
+    tokenizer = make(name)
+    slow = Wrapper(tokenizer)
+
+    has_bytes = name in BYTE_LEVEL + BYTE_FALLBACK
+
+    @fuzz
+    @given(id_lists(name) | utf8_lists(name) if has_bytes else id_lists(name), id_lists(name))
+    def run(ids: list[int], more: list[int]) -> None:
+        ids += more
+        expected = stream(slow, ids, skip_special_tokens)
+        assert stream(tokenizer, ids, skip_special_tokens) == expected
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("bytes", "plain"), ("llama", "a aa"), ("gemma", "a a"), ("unigram", "a b"),
+                       ("bert", "do s ! m"), ("merged bytes", "Hello 你好世界, world")],
+)  # fmt: skip
+def test_a_plain_token_is_decoded_once_for_all_sequences(name: str, text: str) -> None:
+    """Later sequences look it up; only their first token and their end are decoded."""
+    tokenizer = MAKERS[name]()
+    ids = tokenizer.encode(text, add_special_tokens=False) * 20
+    num_calls = 0
+    decode = tokenizer.decode
+
+    def count(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return decode(*args, **options)
+
+    tokenizer.decode = count  # type: ignore[method-assign]
+    expected = stream(tokenizer, ids)
+    num_calls = 0
+    assert stream(tokenizer, ids) == expected
+    assert num_calls <= 4
+
+
+def test_a_token_that_is_added_later_has_its_text() -> None:
+    """Its id had no text before."""
+    tokenizer = byte_tokenizer()
+    new, a = len(tokenizer), byte_ids("bytes", b"a")[0]
+    assert stream(tokenizer, [a, new]) == ["a", "", ""]
+    tokenizer.add_tokens(["<new>"])
+    assert stream(tokenizer, [a, new, new]) == ["a", "<new>", "<new>", ""]
+
+
+def test_a_class_that_decodes_in_its_own_way_is_asked_each_time() -> None:
+    """Its `decode` may look at neighbours."""
+
+    class Spelled(PreTrainedTokenizerFast):
+        def _decode(self, token_ids: Any, *args: Any, **options: Any) -> str:
+            decode = super()._decode
+            return "-".join(decode([one], *args, **options) for one in token_ids)
+
+    tokenizer = Spelled(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    ids = byte_ids("bytes", b"abc")
+    assert stream(tokenizer, ids) == ["a", "-b", "-c", ""]
+
+
+def test_a_decoder_in_python_is_asked_each_time() -> None:
+    """`tokenizers` cannot say what it does."""
+
+    class Joined:
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            return ["-".join(tokens)]
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Decoder.custom(Joined())
+    assert stream(tokenizer, byte_ids("bytes", b"abc")) == ["a", "-b", "-c", ""]
+
+
+def test_clean_up_that_is_not_done_delays_nothing() -> None:
+    """transformers 5 ignores the option of Llama 3's tokenizers, which transformers 4 obeys."""
+    tokenizer = merged_bytes(clean_up_tokenization_spaces=True)
+    ids = byte_ids("bytes", b"a .")
+    pieces = ["a", " ", ".", ""]
+    if tokenizer.decode(ids) == "a.":
+        pieces = ["a", "", ".", ""]
+    assert stream(tokenizer, ids) == pieces
+
+
 # Whole characters, in time
 
 

@@ -1,0 +1,67 @@
+"""Call: a request that a caller of an AsyncLLM waits for."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from nanovllm.engine.remote.mirror import Mirror
+from nanovllm.outputs import RequestOutput, StreamEvent
+
+
+class Call:
+    """A request that a caller waits for, by one of `events` and `output`."""
+
+    def __init__(self, number: int, name: Any, mirror: Mirror) -> None:
+        self.number, self.name, self.mirror = number, name, mirror
+        self.changed = asyncio.Event()
+        self.error: BaseException | None = None
+        self.is_over = False  # the engine has nothing more to report
+        self.num_open = len(mirror.request.seqs)  # samples that are counted as unfinished
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """What is new whenever the caller asks for more, until the end."""
+        is_over = False
+        while not is_over:
+            await self._wait()
+            is_over = self.is_over
+            for event in self.mirror.events():
+                event["request_id"] = self.name
+                yield event
+
+    async def output(self) -> RequestOutput:
+        """The whole output."""
+        while not self.is_over:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+        output = self.mirror.output()
+        output["request_id"] = self.name
+        return output
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of the prompt."""
+        return self.mirror.request.seqs[0].num_prompt_tokens
+
+    @property
+    def first_token_id(self) -> int:
+        """The first token of the prompt."""
+        return self.mirror.request.seqs[0].token_ids[0]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of the prompt's tokens that were in the prefix cache; known at the end."""
+        return self.mirror.request.seqs[0].num_hit_tokens or 0
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more comes."""
+        if not self.is_over:
+            self.is_over, self.error = True, error
+            self.changed.set()
+
+    async def _wait(self) -> None:
+        """Wait for something new; raises what has ended the request."""
+        await self.changed.wait()
+        self.changed.clear()
+        if self.error is not None:
+            raise self.error

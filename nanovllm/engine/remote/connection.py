@@ -1,0 +1,138 @@
+"""Connection: an engine's process as an event loop sees it. It knows no request and no text."""
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanovllm.engine.remote.frames import HEAD, frame
+from nanovllm.engine.remote.messages import Answer, Ask, Command, Event, Failed, Ready
+from nanovllm.engine.remote.process import EngineProcess
+
+
+class Connection:
+    """Sends commands to an engine's process and hands on its events, until either end closes.
+
+    `failure` says why it has ended, once it has. Then `on_end` has been called with it, and all
+    that is sent or asked raises it. It belongs to the event loop of the first `open`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        on_event: Callable[[Event], None],
+        on_end: Callable[[BaseException], None],
+    ) -> None:
+        self.process = EngineProcess(model, options)
+        self.failure: BaseException | None = None
+        self._on_event, self._on_end = on_event, on_end
+        self._ended = asyncio.Event()
+        self._numbers = itertools.count()
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._ping: asyncio.Task[Any] | None = None
+        self._ping_time = 0.0  # when it was sent
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    def wait_until_ready(self) -> Ready:
+        """Wait for the model to be loaded; raises what the process raised."""
+        return self.process.wait_until_ready()
+
+    async def open(self) -> None:
+        """Listen to the process, if this is the first call; commands may be sent from now on."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._listening = loop.create_task(self._listen())
+        elif self._loop is not loop:
+            raise RuntimeError("an AsyncLLM serves one event loop, that of its first call")
+        while self._writer is None and self.failure is None:
+            await asyncio.sleep(0)
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the process has ended, or this was closed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def send(self, command: Command) -> None:
+        """Send a command; `open` has returned before."""
+        self.check()
+        assert self._writer is not None
+        self._writer.write(frame(command))
+
+    async def ask(self, method: str) -> Any:
+        """What a method of the engine returns between two of its steps."""
+        await self.open()
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(Ask(number, method))
+            return await answer
+        finally:
+            del self._questions[number]
+
+    async def ping(self, seconds: float) -> None:
+        """Raise an asyncio.TimeoutError if the process leaves a question open for this long.
+
+        All callers wait for the same question, so that there is one at most.
+        """
+        loop = asyncio.get_running_loop()
+        if self._ping is None or self._ping.done():
+            self._ping, self._ping_time = loop.create_task(self.ask("stats")), loop.time()
+            self._ping.add_done_callback(lambda done: done.cancelled() or done.exception())
+        left = self._ping_time + seconds - loop.time()
+        await asyncio.wait_for(asyncio.shield(self._ping), max(0.0, left))
+
+    async def wait_for_end(self) -> BaseException:
+        """Wait until the process has ended; returns why."""
+        await self._ended.wait()
+        assert self.failure is not None
+        return self.failure
+
+    def disconnect(self, reason: BaseException) -> None:
+        """Listen no more; `reason` is the failure, if there was none before."""
+        self._end(reason)
+        if self._listening is not None and self._loop is not None and not self._loop.is_closed():
+            self._listening.cancel()
+            if self._writer is not None:
+                self._writer.transport.abort()
+
+    async def _listen(self) -> None:
+        """Take the engine's messages until it ends."""
+        try:
+            # A copy, which the event loop closes when it has stopped looking at it.
+            link = self.process.link.dup()
+            reader, self._writer = await asyncio.open_connection(sock=link)
+            while True:
+                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                message = pickle.loads(await reader.readexactly(length))
+                if isinstance(message, Failed):
+                    self._end(message.error)
+                    return
+                for event in message:
+                    self._take(event)
+        except (EOFError, OSError):
+            self._end(await asyncio.to_thread(self.process.failure))
+        except Exception as error:
+            self._end(error)
+
+    def _take(self, event: Event | Answer) -> None:
+        """Answer a question, or hand the event on."""
+        if not isinstance(event, Answer):
+            self._on_event(event)
+        elif (answer := self._questions.get(event.number)) is not None and not answer.done():
+            answer.set_result(event.value)
+
+    def _end(self, failure: BaseException) -> None:
+        """Nothing more comes from the process."""
+        if self.failure is None:
+            self.failure = failure
+            self._ended.set()
+        self._on_end(self.failure)
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(self.failure)

@@ -1,0 +1,100 @@
+"""EngineLoop, in this process: what it does between steps, and what beside them."""
+
+import queue
+import socket
+import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import make_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.remote.frames import Outbox, receive
+from nanovllm.engine.remote.loop import EngineLoop
+from nanovllm.engine.remote.messages import Answer, Ask, Drop, Ended, Quit, Submit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SECONDS = 60.0  # more than anything here takes
+PROMPT = array("i", [1, 2]).tobytes()
+PLAIN = SamplingParams(max_tokens=20, ignore_eos=True)
+CONSTRAINED = SamplingParams(max_tokens=20, structured_outputs=dict(regex="[a-f]{3}"))
+
+
+class Running:
+    """A loop that runs in a thread, as its caller sees it."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.ours, self._its = socket.socketpair()
+        self.ours.settimeout(SECONDS)
+        self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.loop = EngineLoop(llm, self.commands, Outbox(self._its))
+        self._thread = threading.Thread(target=self.loop.run, daemon=True)
+        self._thread.start()
+
+    def until(self, last: type, number: int) -> list[Any]:
+        """The events up to and with the one of this kind and number."""
+        events: list[Any] = []
+        while not any(isinstance(e, last) and e.number == number for e in events):
+            events += receive(self.ours)
+        return events
+
+    def stats(self, number: int) -> tuple[list[Any], Any]:
+        """What has come before the answer, and the statistics."""
+        self.commands.put(Ask(number, "stats"))
+        *before, answer = self.until(Answer, number)
+        return before, answer.value
+
+    def end(self) -> None:
+        self.commands.put(Quit())
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+        self.ours.close()
+        self._its.close()
+
+
+@pytest.fixture
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with make_llm(model_dir) as llm:
+        yield llm
+
+
+def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two constraints compile until they are let go; another request begins and ends meanwhile.
+
+    One of the two was dropped by then, and is never queued.
+    """
+    let_go, compiling = threading.Event(), threading.Semaphore(0)
+    accept = llm.accept
+
+    def slow(prompt: Any, params: SamplingParams) -> Any:
+        if params.structured_outputs is not None:
+            compiling.release()
+            assert let_go.wait(SECONDS)
+        return accept(prompt, params)
+
+    monkeypatch.setattr(llm, "accept", slow)
+    running = Running(llm)
+    try:
+        for number in (0, 1):
+            running.commands.put(Submit(number, PROMPT, CONSTRAINED))
+            assert compiling.acquire(timeout=SECONDS)
+        running.commands.put(Submit(2, PROMPT, PLAIN))
+        assert {event.number for event in running.until(Ended, 2)} == {2}
+        running.commands.put(Drop(0))
+        before, stats = running.stats(3)
+        assert not before and (stats.num_finished, stats.num_running, stats.num_waiting) == (
+            1,
+            0,
+            0,
+        )
+    finally:
+        let_go.set()
+    assert {event.number for event in running.until(Ended, 1)} == {1}
+    running.loop._compilers.shutdown()  # both have been compiled
+    before, stats = running.stats(4)
+    assert not before and (stats.num_finished, stats.num_aborted) == (2, 0)
+    running.end()
