@@ -17,7 +17,7 @@ from nanovllm.chat.conversation import has_chat_template
 from nanovllm.config import MAX_WAITING, Config
 from nanovllm.engine.remote.call import Call
 from nanovllm.engine.remote.connection import Connection
-from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit
+from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit, Tokens
 from nanovllm.engine.remote.mirror import Mirror
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -122,7 +122,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Complete a prompt, and return the whole output. Otherwise as `generate`."""
         asked = dict(request_id=request_id, priority=priority)
-        async with self.request(prompt, sampling_params, **asked) as call:
+        async with self.request(prompt, sampling_params, **asked, is_whole=True) as call:
             return await call.output()
 
     @contextlib.asynccontextmanager
@@ -133,13 +133,17 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        is_whole: bool = False,
     ) -> AsyncIterator[Call]:
-        """Queue a request for the time of the block; what is not finished then is aborted."""
+        """Queue a request for the time of the block; what is not finished then is aborted.
+
+        Of one that `is_whole` only the output is asked for, at the end.
+        """
         params = _params(sampling_params, priority)
         self._check_room(params.n)
         accepted = await self._in_thread(self._intake.accept, prompt, _unconstrained(params))
         await self._connection.open()
-        call = self._open(accepted, params, request_id)
+        call = self._open(accepted, params, request_id, is_whole)
         try:
             yield call
         finally:
@@ -237,7 +241,7 @@ class AsyncLLM:
         self.check()
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
 
-    def _open(self, accepted: Accepted, params: SamplingParams, name: Any) -> Call:
+    def _open(self, accepted: Accepted, params: SamplingParams, name: Any, is_whole: bool) -> Call:
         """Queue a request."""
         self.check()
         self._check_room(params.n)
@@ -246,10 +250,12 @@ class AsyncLLM:
             name = f"request-{number}"
         elif any(call.name == name for call in self._calls.values()):
             raise ValueError(f"request_id {shorten(name)} is that of another request")
-        mirror = Mirror(self._intake.request(accepted, streams=True), self.tokenizer)
+        mirror = Mirror(self._intake.request(accepted, streams=not is_whole), self.tokenizer)
         token_ids = array("i", accepted.token_ids).tobytes()
-        self._connection.send(Submit(number, token_ids, dataclasses.replace(params, stop=None)))
-        call = self._calls[number] = Call(number, name, mirror)
+        if params.stop is not None:  # stops are found here
+            params = dataclasses.replace(params, stop=None)
+        self._connection.send(Submit(number, token_ids, params))
+        call = self._calls[number] = Call(number, name, mirror, is_whole)
         self.num_open += call.num_open
         return call
 
@@ -278,21 +284,31 @@ class AsyncLLM:
         call.end(error)
 
     def _take(self, event: Event) -> None:
-        """Pass an event on to the call that it is for, if that still waits."""
-        if (call := self._calls.get(event.number)) is None or call.is_over:
+        """Pass an event on to the calls that it is for, if they still wait."""
+        if isinstance(event, Tokens):
+            for number, sample, token_id in zip(*event, strict=True):
+                if (call := self._calls.get(number)) is not None and not call.is_over:
+                    if call.mirror.add(sample, token_id):
+                        self._stop(call, sample)
+                    call.note_news()
+        elif (call := self._calls.get(event.number)) is None or call.is_over:
             return
-        if isinstance(event, Progress):
-            is_stopped = call.mirror.apply(event)
-            if is_stopped:
-                self._connection.send(Stop(event.number, event.sample))
-            if is_stopped or event.reason is not None:
+        elif isinstance(event, Progress):
+            if call.mirror.apply(event):
+                self._stop(call, event.sample)
+            elif event.reason is not None:
                 self._count(call, len(call.mirror.request.unfinished))
-            call.changed.set()
+            call.note_news()
         elif isinstance(event, Refused):
             call.end(event.error)
         else:
             call.mirror.end(event)
             call.end()
+
+    def _stop(self, call: Call, sample: int) -> None:
+        """A stop was found in a sample's text, of which the engine does not know."""
+        self._connection.send(Stop(call.number, sample))
+        self._count(call, len(call.mirror.request.unfinished))
 
     def _end_calls(self, failure: BaseException) -> None:
         """No call goes on: the engine has ended."""

@@ -30,6 +30,7 @@ T = TypeVar("T")
 CLIENT_LEFT = 499  # for the log, as nginx writes it
 LAST_SECONDS = 1.0  # for an error to leave
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Answering:
@@ -141,7 +142,6 @@ class Answering:
         line.count(usage["usage"], line.reason)
         if asked.includes_usage:
             yield _sse(usage)
-        yield DONE
 
     def _writers(self, name: str, asked: APIRequest, calls: Sequence[Call]) -> list[ChunkWriter]:
         """A writer for each sample of each prompt."""
@@ -200,7 +200,9 @@ class EventStream(Response):
                     self._line.first = time.perf_counter() - self._line.start
                     await self._begin(send)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not self._begun:
+            await self._begin(send)
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
         return True
 
     async def _begin(self, send: Send) -> None:
@@ -226,7 +228,7 @@ class EventStream(Response):
 
 def _sse(value: Any) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(value).encode() + b"\n\n"
 
 
 async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent]]:

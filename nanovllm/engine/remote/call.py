@@ -9,11 +9,12 @@ from nanovllm.outputs import RequestOutput, StreamEvent
 
 
 class Call:
-    """A request that a caller waits for, by one of `events` and `output`."""
+    """A request that a caller waits for, by `events`, or if it `is_whole` by `output`."""
 
-    def __init__(self, number: int, name: Any, mirror: Mirror) -> None:
+    def __init__(self, number: int, name: Any, mirror: Mirror, is_whole: bool) -> None:
         self.number, self.name, self.mirror = number, name, mirror
-        self.changed = asyncio.Event()
+        self._is_whole = is_whole
+        self._changed = asyncio.Event()
         self.error: BaseException | None = None
         self.is_over = False  # the engine has nothing more to report
         self.num_open = len(mirror.request.seqs)  # samples that are counted as unfinished
@@ -30,10 +31,7 @@ class Call:
 
     async def output(self) -> RequestOutput:
         """The whole output."""
-        while not self.is_over:
-            await self._wait()
-        if self.error is not None:
-            raise self.error
+        await self._wait()
         output = self.mirror.output()
         output["request_id"] = self.name
         return output
@@ -53,15 +51,20 @@ class Call:
         """Those of the prompt's tokens that were in the prefix cache; known at the end."""
         return self.mirror.request.seqs[0].num_hit_tokens or 0
 
+    def note_news(self) -> None:
+        """Something is new: wake a caller who asks for that."""
+        if not self._is_whole:
+            self._changed.set()
+
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more comes."""
         if not self.is_over:
             self.is_over, self.error = True, error
-            self.changed.set()
+            self._changed.set()
 
     async def _wait(self) -> None:
-        """Wait for something new; raises what has ended the request."""
-        await self.changed.wait()
-        self.changed.clear()
+        """Wait for something new, or the end; raises what has ended the request."""
+        await self._changed.wait()
+        self._changed.clear()
         if self.error is not None:
             raise self.error

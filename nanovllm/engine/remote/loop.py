@@ -32,6 +32,7 @@ from nanovllm.engine.remote.messages import (
     Refused,
     Stop,
     Submit,
+    Tokens,
 )
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -62,17 +63,23 @@ class Followed:
         self.reported = [0] * len(request.seqs)
         self.ended = [False] * len(request.seqs)
 
-    def progress(self) -> list[Event]:
-        """What is new since the last call."""
-        events: list[Event] = []
+    def progress(self, tokens: Tokens) -> list[Progress]:
+        """What is new since the last call; a single token without more goes to `tokens`."""
+        events = []
         for seq in self.request.seqs:
             if self.ended[seq.index]:
                 continue
             start, end = seq.num_prompt_tokens + self.reported[seq.index], seq.num_known_tokens
             is_finished = seq.status is SequenceStatus.FINISHED
-            if end > start or is_finished:
-                self.reported[seq.index] = end - seq.num_prompt_tokens
-                self.ended[seq.index] = is_finished
+            if end <= start and not is_finished:
+                continue
+            self.reported[seq.index] = end - seq.num_prompt_tokens
+            self.ended[seq.index] = is_finished
+            if end == start + 1 and not is_finished and seq.params.logprobs is None:
+                tokens.numbers.append(self.number)
+                tokens.samples.append(seq.index)
+                tokens.token_ids.append(seq.token_ids[start])
+            else:
                 events.append(_progress(self.number, seq, start))
         return events
 
@@ -191,18 +198,21 @@ class EngineLoop:
 
     def _report(self) -> None:
         """Send what a step has brought."""
+        tokens = Tokens([], [], [])
         events: list[Event] = []
         ended = []
         running = dict.fromkeys(seq.request_id for seq in self._engine.scheduler.running)
         for request_id in (*running, *(self._engine.finished.keys() - running.keys())):
             followed = self._followed[self._numbers[request_id]]
-            events += followed.progress()
+            events += followed.progress(tokens)
             if not followed.request.unfinished:
                 events.append(followed.ending())
                 ended.append(followed)
         for followed in ended:
             del self._followed[followed.number], self._numbers[followed.request.request_id]
             self._engine.drop_output(followed.request.request_id)
+        if tokens.numbers:
+            events.append(tokens)
         if events:
             self._outbox.send(events)
 

@@ -59,6 +59,17 @@ class Failed(NamedTuple):
     traceback: str
 
 
+class Tokens(NamedTuple):
+    """A token of each of these samples, whose requests have these numbers: most of what comes.
+
+    Nothing else is new of these samples.
+    """
+
+    numbers: list[int]
+    samples: list[int]
+    token_ids: list[int]
+
+
 class Progress(NamedTuple):
     """New tokens of a sample, with their log-probabilities if asked for, and how it has ended."""
 
@@ -94,4 +105,4 @@ class Answer(NamedTuple):
 
 
 Command = Submit | Drop | Stop | Ask | Quit
-Event = Progress | Ended | Refused
+Event = Tokens | Progress | Ended | Refused

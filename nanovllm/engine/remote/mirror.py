@@ -27,6 +27,17 @@ class Mirror:
         """Whether all samples have ended."""
         return not self.request.unfinished
 
+    def add(self, sample: int, token_id: int) -> bool:
+        """Add a token. Whether the sample has ended here, and not yet in the engine."""
+        seq = self.request.seqs[sample]
+        if seq.status is SequenceStatus.FINISHED:
+            return False
+        seq.token_ids.append(token_id)
+        if not seq.params.stop or (end := _stop(seq)) is None:
+            return False
+        seq.finish(*end)
+        return True
+
     def apply(self, progress: Progress) -> bool:
         """Add new tokens. Whether the sample has ended here, and not yet in the engine."""
         seq = self.request.seqs[progress.sample]

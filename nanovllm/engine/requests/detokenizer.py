@@ -53,15 +53,42 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """Take the next token; return the text that is now final and was not returned before."""
+        return self.add_all([token_id])
+
+    def add_all(self, token_ids: list[int]) -> str:
+        """The same for several tokens."""
         if self._finished:
             raise RuntimeError("this Detokenizer is finished: make a new one for each sequence")
-        self._token_ids.append(token_id)
-        if self._window and not self._pending and not self._is_in_run:
-            piece = self._token_pieces[token_id]
-            if piece is not None:
-                self._window, self._num_emitted = [token_id], piece.num_first
-                return self._emit(piece.text)
-        return self._add_to_window(token_id)
+        self._token_ids += token_ids
+        texts: list[str] = []
+        number = 0
+        while number < len(token_ids):
+            if self._is_at_end:
+                number += self._look_up(token_ids[number:] if number else token_ids, texts)
+            if number < len(token_ids):
+                texts.append(self._add_to_window(token_ids[number]))
+                number += 1
+        text = "".join(texts)
+        self._pieces.append(text)
+        return text
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the last token's text is whole, and all of it is emitted."""
+        return bool(self._window) and not self._pending and not self._is_in_run
+
+    def _look_up(self, token_ids: list[int], texts: list[str]) -> int:
+        """Take the first tokens whose text depends on none before them; returns their number."""
+        pieces, piece, number = self._token_pieces, None, 0
+        for token_id in token_ids:
+            found = pieces[token_id]
+            if found is None:
+                break
+            texts.append(found.text)
+            piece, number = found, number + 1
+        if piece is not None:
+            self._window, self._num_emitted = [token_ids[number - 1]], piece.num_first
+        return number
 
     def _add_to_window(self, token_id: int) -> str:
         """Take a token whose text may depend on its neighbours; return the text that is now final.
@@ -78,12 +105,12 @@ class Detokenizer:
             self._run_is_broken = False
             is_open = self._pending.startswith((" ", "'")) and not twice.strip(" 'nvr")
         elif self._run_is_broken:  # the U+FFFD before it is final, and this is another
-            return self._emit(REPLACEMENT)
+            return REPLACEMENT
         else:
             is_open = self._may_continue(byte)
         self._window.append(token_id)
         # An open run is decoded only once, at its end: decoding it at each token is quadratic.
-        return "" if is_open else self._emit(self._advance())
+        return "" if is_open else self._advance()
 
     def finish(self) -> str:
         """Return the rest of the text: `decode` of all ids without what was emitted.
@@ -94,6 +121,8 @@ class Detokenizer:
         if self._finished:
             return ""
         self._finished = True
+        if self._token_pieces.are_known and self._is_at_end:
+            return ""
         text, emitted = self._decode(self._token_ids), "".join(self._pieces)
         if text.startswith(emitted):
             return text[len(emitted) :]
@@ -102,10 +131,6 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         return text
-
-    def _emit(self, piece: str) -> str:
-        self._pieces.append(piece)
-        return piece
 
     def _may_continue(self, byte: bytes) -> bool:
         """Whether the run of bytes that ends with `byte` may still become valid UTF-8."""

@@ -39,12 +39,11 @@ class OutputText:
         """
         if self._num_tokens > seq.num_known_tokens - seq.num_prompt_tokens:  # one was taken back
             self.reset()
+        new = range(seq.num_prompt_tokens + self._num_tokens, text_end(seq))
         try:
-            for index in range(seq.num_prompt_tokens + self._num_tokens, text_end(seq)):
-                self._num_tokens += 1
-                if self._detokenizer is not None:
-                    piece = self._detokenizer.add(seq.token_ids[index])
-                    self._add(piece, index >= seq.min_num_tokens)
+            self._num_tokens += len(new)
+            if self._detokenizer is not None and new:
+                self._add_tokens(self._detokenizer, seq, new)
         except BaseException:  # an interrupt may leave anything half done: start over then
             self.reset()
             raise
@@ -85,12 +84,19 @@ class OutputText:
             else Detokenizer(self._tokenizer, self._skip_special_tokens)
         )
 
+    def _add_tokens(self, detokenizer: Detokenizer, seq: Sequence, new: range) -> None:
+        if not self._stops:
+            self.text += detokenizer.add_all(seq.token_ids[new.start : new.stop])
+            return
+        for index in new:
+            self._add(detokenizer.add(seq.token_ids[index]), index >= seq.min_num_tokens)
+
     def _add(self, piece: str, may_stop: bool) -> None:
         if self.stop is not None:
             return
         start = len(self.text)
         self.text += piece
-        if self._stops and piece and may_stop:
+        if piece and may_stop:
             self._find_stop(start)
 
     def _find_stop(self, start: int) -> None:

@@ -33,15 +33,16 @@ class TokenPieces(dict[int, "Piece | None"]):
     """The pieces of a tokenizer's tokens, by id; None for a token that needs its neighbours.
 
     A lookup decodes a token once. `cleans_up`: whether `decode` rewrites spaces before punctuation;
-    then every token needs its neighbours.
+    then every token needs its neighbours. `are_known`: whether there are pieces at all, as the
+    decoder is of a kind that has some.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         super().__init__()
         self.cleans_up = _cleans_up(tokenizer)
         self._skip_special_tokens = skip_special_tokens
-        has_pieces = not self.cleans_up and _is_separable(tokenizer)
-        self._backend = tokenizer.backend_tokenizer if has_pieces else None
+        self.are_known = not self.cleans_up and _is_separable(tokenizer)
+        self._backend = tokenizer.backend_tokenizer if self.are_known else None
 
     def __missing__(self, token_id: int) -> Piece | None:
         if self._backend is None:
