@@ -50,7 +50,7 @@ def processes_under(pid: int) -> dict[int, str]:
     return found
 
 
-def wait_until(what: str, holds: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(what: str, holds: Callable[[], bool], seconds: float = 120) -> None:
     """Wait until something holds; fails with `what` after some time."""
     deadline = time.monotonic() + seconds
     while not holds():

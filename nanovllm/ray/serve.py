@@ -35,10 +35,14 @@ from nanovllm.utils.option import options_of
 
 logger = logging.getLogger("nanovllm.server")
 
-# Options of `nanovllm serve` that Ray's proxies have, and who takes them there.
-OF_PROXIES = dict.fromkeys(
-    ("host", "port", "ssl_certfile", "ssl_keyfile"), "serve.start(http_options=...)"
-) | {"root_path": "serve.run(route_prefix=...)", "uds": "nothing"}
+# Options of `nanovllm serve` that Ray's proxies have, and what to use instead.
+OF_PROXIES = {
+    **dict.fromkeys(
+        ("host", "port", "ssl_certfile", "ssl_keyfile"), "serve.start(http_options={...}) sets it"
+    ),
+    "root_path": "serve.run(..., route_prefix=...) replaces it",
+    "uds": "they listen at no Unix sockets",
+}
 OF_DEPLOYMENTS = tuple(
     name
     for name in inspect.signature(serve.deployment).parameters
@@ -138,7 +142,7 @@ def _by_owner(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if name not in owners:
             raise TypeError(f"unknown option {name!r}{did_you_mean(name, owners)}")
         if name in OF_PROXIES:
-            raise ValueError(f"{name} is for Ray's proxies to decide: {OF_PROXIES[name]} sets it")
+            raise ValueError(f"{name} is an option of Ray's proxies: {OF_PROXIES[name]}")
         owner, own_name = owners[name]
         given[owner][own_name] = value
     _check_autoscaling(given["deployment"].get("autoscaling_config"))
