@@ -64,6 +64,10 @@ class Cluster(NamedTuple):
         files = self.folder.glob("session_2*/logs/serve/replica_*_nanovllm_*.log")
         return [file.read_text() for file in files]
 
+    def num_left(self) -> int:
+        """How many requests have ended because their clients left, as the logs say."""
+        return len(re.findall(r"/v1/completions \w+ 499 ", "".join(self.logs())))
+
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, headers=KEYS, timeout=60)
 
@@ -180,29 +184,28 @@ def test_all_of_the_server_is_behind_the_proxy(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_events_come_one_by_one(cluster: Cluster) -> None:
+    before = cluster.num_left()
     with cluster.stream(**LONG, max_tokens=16000) as events:
         texts = [next(events)["choices"][0]["text"] for _ in range(20)]
     assert all(len(text) < 100 for text in texts), "tokens were collected"
+    wait_until("all of the stream was computed", lambda: cluster.num_left() > before)
 
 
 @pytest.mark.slow
 def test_clients_that_leave_end_their_requests(cluster: Cluster) -> None:
     """Ray tells the application that they have left, or cancels it."""
-
-    def num_left() -> int:
-        log = "".join(cluster.logs())
-        return len(re.findall(r"/v1/completions \w+ 499 ", log))
-
-    wait_until("the stream of the last test goes on", lambda: num_left() >= 1)
-    before = num_left()
+    before = cluster.num_left()
+    body = {**LONG, "max_tokens": 16000}
+    timeout = httpx.Timeout(60, read=1)
     for _ in range(4):
-        with cluster.stream(**LONG, max_tokens=16000) as events:
+        with cluster.stream(**body) as events:
             next(events)
-        body = {**LONG, "stream": False, "max_tokens": 16000}
-        timeout = httpx.Timeout(60, read=1)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{cluster.url}/v1/completions", json=body, headers=KEYS, timeout=timeout)
-    wait_until("requests go on", lambda: num_left() - before == 8)
+            httpx.post(
+                f"{cluster.url}/v1/completions", json={**body, "stream": False}, headers=KEYS,
+                timeout=timeout,
+            )  # fmt: skip
+    wait_until("requests go on", lambda: cluster.num_left() - before == 8)
 
 
 def stream_all(cluster: Cluster, num_tokens: int, begun: threading.Semaphore) -> str:
@@ -397,6 +400,22 @@ def test_a_rank_may_have_a_part_of_a_gpu() -> None:
     deployment, made_with = options_of_app(serving_app(ray_actor_options={"num_gpus": 0.5}))
     assert deployment.ray_actor_options["num_gpus"] == 0.5
     assert made_with["engine"]["device"] == "cuda"
+
+
+def test_ray_is_started_where_the_device_depends_on_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
+    monkeypatch.setattr(ray, "init", lambda: started.append(True))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0 * len(started)})
+    assert options_of_app(serving_app(device="cpu"))[1]["engine"]["device"] == "cpu"
+    assert not started
+    for _ in range(2):
+        deployment, made_with = options_of_app(serving_app(tensor_parallel_size=2))
+        assert deployment.ray_actor_options == {"num_gpus": 2, "num_cpus": 1}
+        assert made_with["engine"]["device"] == "cuda"
+    assert started == [True]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,11 @@ def is_on_cuda(config: Config, cluster: Mapping[str, float] | None = None) -> bo
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with Ray, got {config.device!r}")
     if config.device != "auto":
         return bool(config.device == "cuda")
-    return (ray.cluster_resources() if cluster is None else cluster).get("GPU", 0) > 0
+    if cluster is None:
+        if not ray.is_initialized():
+            ray.init()
+        cluster = ray.cluster_resources()
+    return cluster.get("GPU", 0) > 0
 
 
 def check_gpus(config: Config, on_cuda: bool, num_gpus: Any) -> None:
