@@ -35,5 +35,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.testing: $(VENV)/.installed
-	$(INSTALL) -e '.[plot,ray,serve,test,lint]'
+	$(INSTALL) -e '.[plot,ray,ray-serve,serve,test,lint]'
 	@touch $@

@@ -57,7 +57,7 @@ SHAPE: dict[str, Any] = dict(
 # The fixtures of these files take long to make: one worker runs all tests of a file.
 FOR_ONE_WORKER = (
     "tests/kernels/test_ahead_of_time.py", "tests/test_exactness.py", "tests/test_ray.py",
-    "tests/test_tensor_parallel.py",
+    "tests/test_ray_serve.py", "tests/test_tensor_parallel.py",
 )  # fmt: skip
 
 

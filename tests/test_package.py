@@ -29,8 +29,8 @@ FLOORS = (
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "prompts", "outputs", "metrics", "embedded"),
     ("kernels",), ("layers",),
-    ("models",), ("engine",), ("chat",), ("llm", "async_llm"), ("openai",), ("batch",), ("ray",),
-    ("server",), ("bench",), ("command",),
+    ("models",), ("engine",), ("chat",), ("llm", "async_llm"), ("openai",), ("batch",),
+    ("server",), ("bench",), ("command",), ("ray",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -213,15 +213,30 @@ def test_no_module_imports_what_is_forbidden_to_it(file: Path) -> None:
     assert bad == []
 
 
-def test_only_the_ray_module_imports_ray() -> None:
+def test_only_the_ray_room_imports_ray() -> None:
     """Neither the engine nor the command needs it."""
-    users = [
+    users = {
         module_name(file)
         for file in FILES
         for name in imports(file)
         if any(is_under(name, other) for other in ("ray", "pyarrow", "nanovllm.ray"))
-    ]
-    assert set(users) == {"nanovllm.ray"}
+    }
+    assert "nanovllm.ray.serve" in users
+    assert [name for name in users if not is_under(name, "nanovllm.ray")] == []
+
+
+def test_batch_jobs_of_ray_need_no_web_server() -> None:
+    """Nor does a server need Arrow; and the package itself loads none of them."""
+    pytest.importorskip("ray.data")
+    assert loaded_by("import nanovllm.ray") & {*HEAVY, "ray", "starlette", "pyarrow"} == set()
+    servers = {"starlette", "uvicorn", "fastapi", "prometheus_client"}
+    assert loaded_by("from nanovllm.ray import answer") & servers == set()
+
+
+def test_servers_of_ray_need_no_arrow() -> None:
+    pytest.importorskip("ray.serve")
+    script = "import sys; sys.modules['pyarrow'] = None; from nanovllm.ray import serving_app"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_the_rules_name_existing_modules() -> None:

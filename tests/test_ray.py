@@ -10,13 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ray_clusters import local_cluster
 from reference import make_llm
 
 from nanovllm.batch.job import Job
@@ -30,7 +30,8 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 ray_data = pytest.importorskip("ray.data")
 
-from nanovllm.ray import ANSWER, EngineReplica, _resources, answer  # noqa: E402
+from nanovllm.ray import ANSWER, EngineReplica, answer  # noqa: E402
+from nanovllm.ray.data import _resources  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,24 +43,10 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_batch.py"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A local cluster. Ray does not check whether the machine has four cores."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(
-            prefix="ray-",
-            dir="/tmp",  # for its sockets, whose paths must be short
-            ignore_cleanup_errors=True,  # processes that are still ending may write
-        ) as path,
-    ):
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            "local", num_cpus=4, object_store_memory=1 << 27, include_dashboard=False,
-            log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
-            _temp_dir=path,
-        )  # fmt: skip
+    """A cluster with more cores than replicas."""
+    with local_cluster(num_cpus=4):
         ray_data.DataContext.get_current().enable_progress_bars = False
         yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +397,7 @@ def test_a_cluster_without_cores_is_refused() -> None:
 
 
 def test_without_ray_the_error_names_the_extra() -> None:
-    script = "import sys; sys.modules['ray'] = None; import nanovllm.ray"
+    script = "import sys; sys.modules['ray'] = None; from nanovllm.ray import answer"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert b"ImportError: nanovllm.ray needs nanovllm[ray]: import of ray halted" in done.stderr
 

@@ -7,8 +7,6 @@ that the model recommends do.
 
 import argparse
 import logging
-import os
-from typing import Any
 
 from nanovllm.command.field_options import add_field_options, given_fields
 from nanovllm.command.options import (
@@ -19,11 +17,10 @@ from nanovllm.command.options import (
     sampling_options,
     usage_errors,
 )
-from nanovllm.server.options import ServerOptions
+from nanovllm.server.options import ServerOptions, with_key
 
 NAME = "serve"
 SUMMARY = "serve a model over HTTP, as OpenAI's API"
-KEY = "NANOVLLM_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     engine, sampling = engine_options(args), sampling_options(args)
     with usage_errors():
-        options = ServerOptions(**_with_key(given_fields(args, ServerOptions)))
+        options = with_key(ServerOptions(**given_fields(args, ServerOptions)))
     try:
         from nanovllm.server.serve import serve
     except ImportError as error:
@@ -49,10 +46,3 @@ def run(args: argparse.Namespace) -> int:
 
     logging.getLogger("nanovllm.server").setLevel(logging.INFO)
     return serve(engine, options, sampling, announce)
-
-
-def _with_key(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with the key of the environment, if there is one."""
-    if key := os.environ.get(KEY):
-        return {**given, "api_key": [*(given.get("api_key") or ()), key]}
-    return given

@@ -65,6 +65,9 @@ class Answering:
             body = await _unless_gone(
                 request.receive, self._body(line, asked, prompts), self._options.timeout
             )
+        except asyncio.CancelledError:  # by what runs the application
+            line.write(CLIENT_LEFT)
+            raise
         except Exception as error:
             line.write(as_api_error(error).status)
             raise
@@ -185,6 +188,9 @@ class EventStream(Response):
         try:
             if not await _unless_gone(receive, self._pump(send), self._timeout):
                 status = CLIENT_LEFT
+        except asyncio.CancelledError:
+            status = CLIENT_LEFT
+            raise
         except Exception as error:
             status = as_api_error(error).status
             with contextlib.suppress(asyncio.TimeoutError):  # the client does not read

@@ -1,7 +1,8 @@
 """ServerOptions: what `nanovllm serve` takes beside the options of the engine."""
 
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import MAX_WAITING
 from nanovllm.utils.checks import check_texts
@@ -17,6 +18,7 @@ from nanovllm.utils.option import (
 )
 from nanovllm.utils.rules import SOME_TEXT
 
+KEY = "NANOVLLM_API_KEY"
 TEXTS = Rule(check_texts, "a list of texts")
 
 
@@ -73,3 +75,10 @@ class ServerOptions:
         check_options(self)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
+
+
+def with_key(options: ServerOptions) -> ServerOptions:
+    """The options with the key of the environment, if there is one."""
+    if key := os.environ.get(KEY):
+        return replace(options, api_key=[*(options.api_key or ()), key])
+    return options

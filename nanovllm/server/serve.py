@@ -40,13 +40,20 @@ def serve(
     """
     _check_certificate(options)
     with _listening(options) as listener:  # before the model is loaded, which takes long
-        llm = AsyncLLM(max_waiting=options.max_waiting, **engine)
+        llm = open_engine(engine, options)
         try:
-            if llm.tokenizer is None:
-                raise ValueError(f"{engine['model']} has no tokenizer; --tokenizer names one")
             return _run(_Life(llm, options, sampling).run(listener, announce))
         finally:
             llm.close()
+
+
+def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
+    """The engine of a server; a ValueError if its model has no tokenizer."""
+    llm = AsyncLLM(max_waiting=options.max_waiting, **engine)
+    if llm.tokenizer is None:
+        llm.close()
+        raise ValueError(f"{engine['model']} has no tokenizer; --tokenizer names one")
+    return llm
 
 
 def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

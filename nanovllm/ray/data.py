@@ -1,8 +1,7 @@
 """Batch jobs on many machines and GPUs, through Ray Data: `answer(dataset, model, replicas=8)`.
 
-A replica is an engine with all its ranks, in a process that Ray starts. A row is a request, like a
-line of `nanovllm run-batch`, and comes out with its answer. Ray moves the rows, and restarts a
-replica that has died. The engine knows nothing of Ray.
+A row is a request, like a line of `nanovllm run-batch`, and comes out with its answer. Ray moves
+the rows, and restarts a replica that has died.
 """
 
 import json
@@ -29,6 +28,7 @@ from nanovllm.llm import LLM
 from nanovllm.openai.request import APIRequest
 from nanovllm.openai.response import response_body
 from nanovllm.outputs import RequestOutput
+from nanovllm.ray.placement import is_on_cuda
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_float, check_int, check_texts
 
@@ -166,10 +166,8 @@ def _resources(
     config: Config, replicas: int, num_cpus: float | None, cluster: Mapping[str, float]
 ) -> tuple[dict[str, float], str]:
     """The resources that Ray reserves for a replica, and the replica's device."""
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with Ray, got {config.device!r}")
     ranks, num_there = config.tensor_parallel_size, cluster.get("CPU", 0)
-    on_cuda = config.device == "cuda" or (config.device == "auto" and cluster.get("GPU", 0) > 0)
+    on_cuda = is_on_cuda(config, cluster)
     if num_cpus is None:
         num_cpus = 0 if on_cuda else ranks
     check_float("num_cpus", num_cpus, 0.0, above=not on_cuda)

@@ -1,0 +1,446 @@
+"""Ray Serve on this machine: two replicas behind one address, one of which is killed."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from conftest import make_model
+from ray_clusters import local_cluster, processes_under, wait_until
+from reference import make_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.ranks.errors import RankError
+from nanovllm.server.options import KEY, ServerOptions
+
+ray = pytest.importorskip("ray")
+serve = pytest.importorskip("ray.serve")
+
+from nanovllm.ray import ServerReplica, build, serving_app  # noqa: E402
+from nanovllm.ray.serve import OF_DEPLOYMENTS, _by_owner  # noqa: E402
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_serve.py"
+OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", max_num_seqs=8, cpu_kvcache_gib=0.05)
+KEYS = {"Authorization": "Bearer secret"}
+HI = [{"role": "user", "content": "Hi"}]
+LONG: dict[str, Any] = dict(prompt=[1, 2], ignore_eos=True, temperature=0, stream=True)
+
+
+def processes(word: str) -> set[int]:
+    """The processes under this one with a word in their command."""
+    return {pid for pid, command in processes_under(os.getpid()).items() if word in command}
+
+
+class Cluster(NamedTuple):
+    """The served application."""
+
+    url: str
+    folder: Path
+
+    def replicas(self) -> set[int]:
+        """The processes of replicas."""
+        return processes("ServeReplica")
+
+    def engines(self) -> set[int]:
+        """The processes of engines."""
+        return processes("nanovllm.engine.remote")
+
+    def logs(self) -> list[str]:
+        """The log of each replica that there has been."""
+        files = self.folder.glob("session_2*/logs/serve/replica_*_nanovllm_*.log")
+        return [file.read_text() for file in files]
+
+    def num_left(self) -> int:
+        """How many requests have ended because their clients left, as the logs say."""
+        return len(re.findall(r"/v1/completions \w+ 499 ", "".join(self.logs())))
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, headers=KEYS, timeout=60)
+
+    @contextlib.contextmanager
+    def stream(self, **body: Any) -> Iterator[Iterator[Any]]:
+        """A request's events."""
+        with httpx.stream(
+            "POST", f"{self.url}/v1/completions", json=body, headers=KEYS, timeout=60
+        ) as response:
+            assert response.status_code == 200, response.read()
+            yield (json.loads(event) for event in _data(response.iter_lines()))
+
+
+def _data(lines: Iterator[str]) -> Iterator[str]:
+    """The data of events, until the last one."""
+    for line in lines:
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield line.removeprefix("data: ")
+    raise ConnectionError("the stream has no end")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can write for many seconds, with a chat template."""
+    path = make_model(tmp_path_factory.mktemp("long"), max_position_embeddings=16384)
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return make_llm(model, max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    """The example script as a module."""
+    spec = importlib.util.spec_from_file_location("ray_serve", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def cluster(example: Any, model: Path) -> Iterator[Cluster]:
+    """The example, with two replicas; no process may be left of it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    with local_cluster(num_cpus=2) as folder:
+        url = example.start(
+            [f"--model={model}", "--replicas=2", f"--port={port}", "--api-key=secret", *flags]
+        )
+        cluster = Cluster(url, folder)
+        assert len(cluster.replicas()) == len(cluster.engines()) == 2
+        yield cluster
+        serve.shutdown()
+        wait_until("replicas or engines are left", lambda: not cluster.replicas())
+        wait_until("engines are left", lambda: not cluster.engines(), 10)
+    wait_until("processes are left", lambda: not processes("raylet") | processes("ray::"))
+
+
+@pytest.mark.slow
+def test_replicas_answer_as_the_library_does(cluster: Cluster, llm: LLM) -> None:
+    """All at the same time, so that both replicas have something to do."""
+    asked = [
+        dict(max_tokens=12, seed=seed, temperature=1.1 * (seed % 2), top_k=20, n=2, ignore_eos=True)
+        for seed in range(12)
+    ]
+    params = [SamplingParams(**one) for one in asked]  # type: ignore[arg-type]
+    expected = llm.generate(["abc"] * 12, params, use_tqdm=False)
+    chats = llm.chat([HI] * 12, params, use_tqdm=False)
+    with ThreadPoolExecutor(24) as threads:
+        completed = [threads.submit(cluster.post, prompt="abc", **one) for one in asked]
+        chatted = [
+            threads.submit(cluster.post, "/v1/chat/completions", messages=HI, **one)
+            for one in asked
+        ]
+    for future, output in zip(completed, expected, strict=True):
+        choices = future.result().json()["choices"]
+        assert [c["token_ids"] for c in choices] == [o.token_ids for o in output.outputs]
+        assert [c["text"] for c in choices] == [o.text for o in output.outputs]
+    for future, output in zip(chatted, chats, strict=True):
+        choices = future.result().json()["choices"]
+        assert [c["token_ids"] for c in choices] == [o.token_ids for o in output.outputs]
+        assert [c["message"]["content"] for c in choices] == [o.text for o in output.outputs]
+    wait_until(
+        "a replica has got no requests, or has not logged them",
+        lambda: (
+            sum("/v1/completions" in log and " 3+24 tokens" in log for log in cluster.logs()) == 2
+        ),
+    )
+
+
+@pytest.mark.slow
+def test_all_of_the_server_is_behind_the_proxy(cluster: Cluster) -> None:
+    def get(path: str, **headers: str) -> httpx.Response:
+        return httpx.get(f"{cluster.url}{path}", headers=headers)
+
+    assert get("/health").status_code == 200
+    assert "<title>" in get("/").text and "vllm:num_requests_running" in get("/metrics").text
+    assert get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+    assert get("/v1/models", **KEYS).json()["data"][0]["max_model_len"] == 16384
+    assert cluster.post("/tokenize", prompt="abc").json()["tokens"] == [64, 65, 66]
+    bad = cluster.post(prompt="a", temprature=1)
+    assert bad.status_code == 400
+    assert "did you mean 'temperature'?" in bad.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_events_come_one_by_one(cluster: Cluster) -> None:
+    before = cluster.num_left()
+    with cluster.stream(**LONG, max_tokens=16000) as events:
+        texts = [next(events)["choices"][0]["text"] for _ in range(20)]
+    assert all(len(text) < 100 for text in texts), "tokens were collected"
+    wait_until("all of the stream was computed", lambda: cluster.num_left() > before)
+
+
+@pytest.mark.slow
+def test_clients_that_leave_end_their_requests(cluster: Cluster) -> None:
+    """Ray tells the application that they have left, or cancels it."""
+    before = cluster.num_left()
+    body = {**LONG, "max_tokens": 16000}
+    timeout = httpx.Timeout(60, read=1)
+    for _ in range(4):
+        with cluster.stream(**body) as events:
+            next(events)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{cluster.url}/v1/completions", json={**body, "stream": False}, headers=KEYS,
+                timeout=timeout,
+            )  # fmt: skip
+    wait_until("requests go on", lambda: cluster.num_left() - before == 8)
+
+
+def stream_all(cluster: Cluster, num_tokens: int, begun: threading.Semaphore) -> str:
+    """A stream's whole text; `begun` is released at the first event."""
+    texts = []
+    with cluster.stream(**LONG, max_tokens=num_tokens) as events:
+        for event in events:
+            if not texts:
+                begun.release()
+            if "error" in event:
+                raise ConnectionError(event["error"]["message"])
+            texts.append(event["choices"][0]["text"])
+    return "".join(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["replica", "engine"])
+def test_a_killed_replica_is_replaced_and_disturbs_no_other(
+    cluster: Cluster, llm: LLM, what: str
+) -> None:
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=1500)
+    (expected,) = llm.generate([[1, 2]], params, use_tqdm=False)
+    replicas, engines = cluster.replicas(), cluster.engines()
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(10) as threads:
+        streams = []
+        for _ in range(4):  # one after the other, so that each replica gets two
+            streams.append(threads.submit(stream_all, cluster, 1500, begun))
+            assert begun.acquire(timeout=60)
+        killed = min(replicas if what == "replica" else engines)
+        os.kill(killed, signal.SIGKILL)
+        if what == "replica":  # requests do not wait for the new one
+            answers = [cluster.post(prompt="abc", max_tokens=4) for _ in range(10)]
+            assert [answer.status_code for answer in answers] == [200] * 10
+        texts = [stream.result() for stream in streams if stream.exception() is None]
+        errors = [stream.exception() for stream in streams if stream.exception() is not None]
+    assert texts == [expected.text] * 2, "the streams of the other replica"
+    assert all(isinstance(error, ConnectionError | httpx.HTTPError) for error in errors)
+    wait_until(
+        "the replica is not replaced",
+        lambda: (
+            len(cluster.replicas()) == len(cluster.engines()) == 2
+            and len(replicas & cluster.replicas()) == 1
+        ),
+    )
+    assert len(engines & cluster.engines()) == 1, "the engine of a killed replica is left"
+    wait_until(
+        "no replica is ready", lambda: serve.status().applications["default"].status == "RUNNING"
+    )
+    answers = [cluster.post(prompt="abc", max_tokens=4) for _ in range(20)]
+    assert [answer.status_code for answer in answers] == [200] * 20
+
+
+@pytest.mark.slow
+def test_running_requests_finish_when_the_application_is_deleted(cluster: Cluster) -> None:
+    """It is the last test that needs the application."""
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(1) as threads:
+        stream = threads.submit(stream_all, cluster, 2000, begun)
+        assert begun.acquire(timeout=60)
+        serve.delete("default")
+        assert len(stream.result()) > 0
+    wait_until("engines are left", lambda: not cluster.engines(), 10)
+
+
+@pytest.mark.slow
+def test_a_replica_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its health check fails, and as Ray asks for that seldom, its process ends."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+
+    async def live(kills: bool) -> None:
+        engine = dict(model=EMBEDDED_MODEL, **OPTIONS)
+        before = processes("nanovllm.engine.remote")
+        replica = ServerReplica(engine, ServerOptions(), {})
+        await replica.__serve_build_asgi_app__()
+        replica.check_health()
+        (pid,) = processes("nanovllm.engine.remote") - before
+        if kills:
+            os.kill(pid, signal.SIGKILL)
+            while not statuses:
+                await asyncio.sleep(0.05)
+            with pytest.raises(RankError, match="was killed by SIGKILL"):
+                replica.check_health()
+        replica.__del__()
+        assert not Path(f"/proc/{pid}").exists()
+
+    for kills in (False, True):
+        asyncio.run(asyncio.wait_for(live(kills), 60))
+        assert statuses == [1] * kills
+
+
+def options_of_app(app: Any) -> tuple[Any, dict[str, Any]]:
+    """What Ray keeps of an application: its deployment, and what replicas are made with."""
+    deployment = app._bound_deployment
+    return deployment, deployment.init_kwargs
+
+
+def test_options_are_passed_through() -> None:
+    scaling = dict(min_replicas=1, max_replicas=4, target_ongoing_requests=20, upscale_delay_s=3)
+    app = serving_app(
+        "m", device="cuda", tensor_parallel_size=2, max_num_seqs=9, engine_seed=4, seed=3,
+        temperature=0.5, max_waiting=7, api_key=["a"], drain_seconds=5, autoscaling_config=scaling,
+        max_queued_requests=50,
+    )  # fmt: skip
+    deployment, made_with = options_of_app(app)
+    config = deployment._deployment_config
+    assert {name: getattr(config.autoscaling_config, name) for name in scaling} == scaling
+    assert (config.max_queued_requests, config.graceful_shutdown_timeout_s) == (50, 15)
+    assert deployment.ray_actor_options == {"num_gpus": 2, "num_cpus": 1}
+    assert made_with["engine"] == dict(
+        model="m", device="cuda", tensor_parallel_size=2, max_num_seqs=9, seed=4
+    )
+    assert made_with["sampling"] == dict(seed=3, temperature=0.5)
+    assert (made_with["server"].max_waiting, list(made_with["server"].api_key)) == (7, ["a"])
+
+
+def test_the_number_of_ongoing_requests_is_for_the_engine_to_limit() -> None:
+    """Ray's own default is five, of which an engine could make no batch."""
+    deployment, _ = options_of_app(serving_app(device="cpu"))
+    assert deployment.max_ongoing_requests > 10**6
+    deployment, _ = options_of_app(serving_app(device="cpu", max_ongoing_requests=8))
+    assert deployment.max_ongoing_requests == 8
+
+
+def test_the_key_of_the_environment_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "k")
+    _, made_with = options_of_app(serving_app(device="cpu"))
+    assert list(made_with["server"].api_key) == ["k"]
+
+
+def test_arguments_of_ray_are_read_as_json() -> None:
+    app = build(
+        {
+            "model": "m", "device": "cpu", "num_replicas": "3", "temperature": "0.5",
+            "autoscaling_config": "null", "ray_actor_options": '{"num_cpus": 4}',
+            "enable_prefix_caching": "false", "max_num_seqs": 7,
+        }
+    )  # fmt: skip
+    deployment, made_with = options_of_app(app)
+    assert (deployment.num_replicas, made_with["sampling"]) == (3, {"temperature": 0.5})
+    assert deployment.ray_actor_options == {"num_cpus": 4, "num_gpus": 0}
+    assert made_with["engine"] == dict(
+        model="m", device="cpu", enable_prefix_caching=False, max_num_seqs=7
+    )
+
+
+def test_no_two_options_share_a_name() -> None:
+    given = _by_owner(dict.fromkeys(OF_DEPLOYMENTS))
+    assert set(given["deployment"]) == set(OF_DEPLOYMENTS)
+    assert _by_owner(dict(seed=1, engine_seed=2))["engine"] == {"seed": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(num_replica=2), "unknown option 'num_replica'; did you mean 'num_replicas'?"),
+        (dict(max_num_sequences=2), "did you mean 'max_num_seqs'?"),
+        (dict(max_num_seqs=0), "max_num_seqs must be >= 1, got 0"),
+        (dict(temperature=-1), "temperature must be"),
+        (dict(max_waiting=-1), "max_waiting must be >= 0, got -1"),
+        (dict(api_key="k"), "api_key must be a list of texts, got 'k'"),
+        (dict(port=80), "port is an option of Ray's proxies: serve.start(http_options={...})"),
+        (dict(root_path="/x"), "serve.run(..., route_prefix=...)"),
+        (dict(user_config={}), "unknown option 'user_config'"),
+        (dict(device="cuda:1"), "device must be 'auto', 'cpu' or 'cuda' with Ray, got 'cuda:1'"),
+        (dict(num_replicas=-1), "num_replicas"),
+        (dict(autoscaling_config={"max_replica": 2}), "did you mean 'max_replicas'?"),
+        (dict(autoscaling_config={"min_replicas": 3, "max_replicas": 2}), "max_replicas (2)"),
+        (dict(ray_actor_options=5), "ray_actor_options must be a dict, got 5"),
+        (dict(ray_actor_options={"num_cpu": 5}), "num_cpu"),
+        (dict(ray_actor_options={"num_gpus": 1}), "num_gpus must be 0 for an engine on CPUs"),
+        (
+            dict(device="cuda", tensor_parallel_size=2, ray_actor_options={"num_gpus": 1}),
+            "num_gpus must be tensor_parallel_size, 2, got 1",
+        ),
+        (
+            dict(device="auto", ray_actor_options={"num_gpus": 2}),
+            "num_gpus must be tensor_parallel_size, 1, got 2",
+        ),
+        (dict(device="auto", ray_actor_options={"num_gpus": "1"}), "num_gpus must be a number"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_deployed(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        serving_app(**{"device": "cpu", **options})
+
+
+def test_a_rank_may_have_a_part_of_a_gpu() -> None:
+    deployment, made_with = options_of_app(serving_app(ray_actor_options={"num_gpus": 0.5}))
+    assert deployment.ray_actor_options["num_gpus"] == 0.5
+    assert made_with["engine"]["device"] == "cuda"
+
+
+def test_ray_is_started_where_the_device_depends_on_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
+    monkeypatch.setattr(ray, "init", lambda: started.append(True))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0 * len(started)})
+    assert options_of_app(serving_app(device="cpu"))[1]["engine"]["device"] == "cpu"
+    assert not started
+    for _ in range(2):
+        deployment, made_with = options_of_app(serving_app(tensor_parallel_size=2))
+        assert deployment.ray_actor_options == {"num_gpus": 2, "num_cpus": 1}
+        assert made_with["engine"]["device"] == "cuda"
+    assert started == [True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [(["--replicas=-1"], "num_replicas"), (["--max-num-seqs=0"], ">= 1")]
+)
+def test_the_example_reports_mistakes(
+    example: Any, flags: list[str], words: str, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit):
+        example.start(["--device=cpu", *flags])
+    assert words in capsys.readouterr().err
+
+
+def test_the_example_scales(example: Any) -> None:
+    args = example.make_parser().parse_args(
+        ["--device=cpu", "--max-replicas=4", "--max-num-seqs=10", "--num-cpus=2"]
+    )
+    deployment, _ = options_of_app(example.application(args))
+    scaling = deployment._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 4)
+    assert scaling.target_ongoing_requests == 5
+    assert deployment.ray_actor_options == {"num_cpus": 2, "num_gpus": 0}
+
+
+def test_without_ray_serve_the_error_names_the_extra() -> None:
+    script = "import sys; sys.modules['ray.serve'] = None; from nanovllm.ray import serving_app"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert b"ImportError: nanovllm.ray needs nanovllm[ray-serve]: " in done.stderr
