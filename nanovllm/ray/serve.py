@@ -16,6 +16,7 @@ from typing import Any
 try:
     from ray import serve
     from ray.serve.config import AutoscalingConfig
+    from starlette.types import ASGIApp
 except ImportError as error:
     hint = "pip install 'nanovllm[ray-serve]'"
     raise ImportError(f"nanovllm.ray needs nanovllm[ray-serve]: {error}; {hint}") from error
@@ -26,7 +27,6 @@ from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.ray.placement import check_gpus, is_on_cuda
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
-from nanovllm.server.guard import Guard
 from nanovllm.server.options import ServerOptions, with_key
 from nanovllm.server.serve import default_params, open_engine
 from nanovllm.utils.checks import check_float, check_name, did_you_mean, shorten
@@ -64,11 +64,12 @@ class ServerReplica:
         self._watch: asyncio.Task[None] | None = None
         self._llm = open_engine(engine, server)
 
-    async def __serve_build_asgi_app__(self) -> Guard:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application that Ray passes requests to."""
         await self._llm.stats()  # from here on the engine's end is noticed
         self._watch = asyncio.create_task(self._end_with_engine())
-        return make_app(self._llm, self._options, default_params(self._llm, self._sampling))
+        app, _ = make_app(self._llm, self._options, default_params(self._llm, self._sampling))
+        return app
 
     def check_health(self) -> None:
         """Raise if the engine has ended: Ray then replaces the replica."""
