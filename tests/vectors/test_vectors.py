@@ -1,5 +1,6 @@
 """Vectors equal those of transformers and sentence-transformers, however prompts are scheduled."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from reference import audit_at_rest, make_llm
 from transformers import AutoModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.requests.pool import Pool
+from nanovllm.engine.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -224,3 +227,60 @@ def test_an_interrupt_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert llm.is_finished() and not llm._begun
     audit_at_rest(llm)
     assert len(llm.embed("a", use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_walks_beside_requests_that_generate(
+    seed: int, model_dir: Path, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Priorities, aborts, restarts, and preemptions as if blocks had run out."""
+    rng, prompts = random.Random(seed), make_prompts()
+    options: dict[str, Any] = dict(
+        max_num_batched_tokens=rng.choice([11, 40]), kvcache_block_size=4, num_kvcache_blocks=60,
+        overlap=seed % 2 == 1, scheduling=rng.choice(["mixed", "prefill-first"]),
+        enable_prefix_caching=seed % 3 > 0,
+    )  # fmt: skip
+    with make_llm(model_dir, **options) as llm:
+        scheduler, schedule_prefill = llm.scheduler, llm.scheduler._schedule_prefill
+
+        def preempting(budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
+            if len(scheduler.running) > 1 and rng.random() < 0.15:
+                if decodes and decodes[-1] is scheduler.running[-1]:
+                    decodes.pop()
+                scheduler.preempt()
+            return schedule_prefill(budget, decodes)
+
+        monkeypatch.setattr(scheduler, "_schedule_prefill", preempting)
+        wanted: dict[int, tuple[int, str]] = {}
+        pools: dict[int, Pool] = {}
+        done = 0
+        for _ in range(250):
+            if rng.random() < 0.5 and len(llm.unfinished) < 16:
+                index, pooling = rng.randrange(len(prompts)), rng.choice(POOLINGS)
+                params = dataclasses.replace(
+                    GREEDY, priority=rng.randrange(3), max_tokens=rng.choice([5, 30])
+                )
+                accepted = llm.accept(prompts[index], params)
+                if rng.random() < 0.6:
+                    pool = Pool(pooling, len(prompts[index]))
+                    request_id = llm.enqueue(dataclasses.replace(accepted, pool=pool))
+                    wanted[request_id], pools[request_id] = (index, pooling), pool
+                else:
+                    llm.enqueue(accepted)
+            if llm.unfinished and rng.random() < 0.05:
+                llm.abort_request(rng.choice([*llm.unfinished]))
+            if rng.random() < 0.03:
+                llm._recover([*llm.unfinished.values(), *llm.finished.values()])
+            if llm.unfinished:
+                llm.run_step()
+            llm.scheduler.audit()
+            for request_id in [*llm.finished]:
+                if request_id in wanted:
+                    index, pooling = wanted[request_id]
+                    error = pools[request_id].result - pooled(expected[index], pooling)
+                    assert error.abs().max() < MAX_ERROR
+                    assert not llm.finished[request_id].seqs[0].output_token_ids
+                    done += 1
+                llm.drop_output(request_id)
+        assert done > 5
+        assert llm.stats().num_preemptions > 10
