@@ -17,15 +17,23 @@ if TYPE_CHECKING:
     from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
     from nanovllm.structured_outputs import StructuredOutputs
+    from nanovllm.vectors.outputs import (
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "PoolingRequestOutput",
     "RankError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputs",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -35,9 +43,12 @@ _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
+    "EmbeddingRequestOutput": "vectors.outputs",
+    "PoolingRequestOutput": "vectors.outputs",
     "RankError": "engine.ranks.errors",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "ScoringRequestOutput": "vectors.outputs",
     "StructuredOutputs": "structured_outputs",
     "StructuredOutputsParams": "sampling_params",
     "TextPrompt": "prompts",

@@ -1,27 +1,27 @@
 """LLM: the facade. Prompts in, texts out, in the order of the prompts."""
 
 import functools
-import numbers
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any
 
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
-from nanovllm.engine.llm_engine import LLMEngine, exclusive
-from nanovllm.engine.progress import progress_bar
+from nanovllm.engine.llm_engine import exclusive
+from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
-from nanovllm.prompts import Prompt
+from nanovllm.prompts import Prompt, prompt_list
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, check_bool, shorten
+from nanovllm.utils.checks import check_bool, shorten
+from nanovllm.vectors.calls import VectorCalls
 
 
-class LLM(LLMEngine):
+class LLM(VectorCalls):
     """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
 
     `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the
@@ -45,7 +45,7 @@ class LLM(LLMEngine):
         """
         self.check_open()
         check_bool("use_tqdm", use_tqdm)
-        return self._generate(self._accept_all(prompts, sampling_params), use_tqdm)
+        return self._generate(self._accept_prompts(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -160,7 +160,7 @@ class LLM(LLMEngine):
         unfinished requests.
         """
         self.check_open()
-        return self._stream(self._accept_all(prompts, sampling_params))
+        return self._stream(self._accept_prompts(prompts, sampling_params))
 
     def _stream(self, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
         self.check_open()
@@ -194,16 +194,16 @@ class LLM(LLMEngine):
     @exclusive
     def _generate(self, accepted: list[Accepted], use_tqdm: bool) -> list[RequestOutput]:
         ids = [self.enqueue(one) for one in accepted]
-        self._run_until_done(ids, use_tqdm)
+        run_until_done(self, ids, use_tqdm, "Generating")
         return self.claim(ids)
 
-    def _accept_all(self, prompts: Any, sampling_params: Any) -> list[Accepted]:
+    def _accept_prompts(self, prompts: Any, sampling_params: Any) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
-        prompt_list = _prompt_list(prompts)
-        params_list = _params_list(sampling_params, len(prompt_list))
+        items = prompt_list("prompts", prompts)
+        params_list = _params_list(sampling_params, len(items))
         return [
             self._accept_at(index, prompt, params)
-            for index, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True))
+            for index, (prompt, params) in enumerate(zip(items, params_list, strict=True))
         ]
 
     def _accept_turns(self, turns: list[Turn]) -> list[Accepted]:
@@ -216,17 +216,6 @@ class LLM(LLMEngine):
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompts[{index}]: {error}") from None
 
-    def _run_until_done(self, ids: list[int], use_tqdm: bool) -> None:
-        """Step until all of `ids` are finished; other requests' outputs are kept for `step()`."""
-        pending = set(ids)
-        shows = use_tqdm and bool(ids)
-        with progress_bar(self, len(ids), "Generating") if shows else nullcontext() as bar:
-            while pending:
-                self.advance()
-                pending -= pending & self.finished.keys()
-                if bar is not None:
-                    bar.n = len(ids) - len(pending)
-
     def __enter__(self) -> "LLM":
         return self
 
@@ -237,15 +226,6 @@ class LLM(LLMEngine):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _prompt_list(prompts: Any) -> list[Any]:
-    """A list of prompts from one or several."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    items = as_list("prompts", prompts)
-    is_one_prompt = bool(items) and isinstance(items[0], numbers.Number)
-    return [items] if is_one_prompt else items
 
 
 def _params_list(params: Any, num_prompts: int) -> list[Any]:

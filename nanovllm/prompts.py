@@ -1,9 +1,10 @@
 """Prompts: a text, token ids, or a dict of either, as in vLLM."""
 
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
-from nanovllm.utils.checks import shorten
+from nanovllm.utils.checks import as_list, shorten
 
 
 class TextPrompt(TypedDict):
@@ -49,3 +50,12 @@ def split_prompt(prompt: Any) -> tuple[Any, str | None]:
             f" {shorten(token_ids)}"
         )
     return text if token_ids is None else token_ids, text
+
+
+def prompt_list(name: str, prompts: Any) -> list[Any]:
+    """A list of prompts from one or several, which an error calls `name`."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = as_list(name, prompts)
+    is_one_prompt = bool(items) and isinstance(items[0], numbers.Number)
+    return [items] if is_one_prompt else items

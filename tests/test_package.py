@@ -29,7 +29,7 @@ FLOORS = (
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "prompts", "outputs", "metrics", "embedded"),
     ("kernels",), ("layers",),
-    ("models",), ("engine",), ("chat",), ("llm", "async_llm"), ("openai",), ("batch",),
+    ("models",), ("engine",), ("chat", "vectors"), ("llm", "async_llm"), ("openai",), ("batch",),
     ("server",), ("bench",), ("command",), ("ray",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -261,7 +261,8 @@ def test_imports_are_resolved(tmp_path: Path) -> None:
 def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
-        "LLM", "AsyncLLM", "CompletionOutput", "RankError", "RequestOutput", "SamplingParams",
+        "LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "PoolingRequestOutput",
+        "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
         "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
     }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)

@@ -19,9 +19,11 @@ class Batch:
     Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty.
 
     `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
-    tokens come between that and the sequence's last one: 0, and for drafts 1, 2, .... When the step
-    is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is computed by
-    it; when its tokens are known, how many drafts there were, and how many were right.
+    tokens come between that and the sequence's last one: 0, and for drafts 1, 2, ....
+    `pooled_seqs` compute prompts of which hidden states are wanted, and no next token.
+
+    When the step is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is
+    computed by it; when its tokens are known, how many drafts there were, and how many were right.
     """
 
     seqs: list[Sequence]
@@ -33,6 +35,7 @@ class Batch:
     all_seqs: list[Sequence] = field(init=False)
     sampling_seqs: list[Sequence] = field(init=False)
     offsets: list[int] = field(init=False)
+    pooled_seqs: list[Sequence] = field(init=False, default_factory=list)
     ends: list[int] = field(init=False, default_factory=list)
     num_drafted: int = field(init=False, default=0)
     num_accepted: int = field(init=False, default=0)
@@ -44,6 +47,7 @@ class Batch:
         else:
             self.all_seqs = [*self.seqs, *(sibling for _, sibling in self.forks)]
             self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]
+            self.pooled_seqs = [s for s in self.seqs[self.num_decodes :] if s.pool is not None]
         self.offsets = [0] * len(self.sampling_seqs)
         if self.drafts or self.num_drafts:
             drawn = [

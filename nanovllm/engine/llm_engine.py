@@ -273,6 +273,7 @@ class LLMEngine:
         if request.unfinished:
             return
         request.times.ended = end
+        self._begun.pop(request.request_id, None)  # without a first token
         self.counter.finished += 1
         self.finished[request.request_id] = request
         del self.unfinished[request.request_id]

@@ -14,6 +14,7 @@ from nanovllm.engine.step.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.engine.step.ledger import Ledger
+from nanovllm.engine.step.pooled import pooled_of
 from nanovllm.engine.step.reports import drawn_reports, prompt_reports
 from nanovllm.engine.workers import Workers
 
@@ -38,22 +39,23 @@ class ModelRunner:
         """
         shard, seqs = self.shard, batch.sampling_seqs
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
+        pooled = pooled_of(batch)
         whole = self.workers is None or needs_logits(seqs)
-        step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole)
+        step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole, pooled)
         *before, inputs = with_catch_ups(step, shard.block_size, self.config.max_num_batched_tokens)
         for catch_up in before:
             with self._on_others(catch_up), shard.computing():
                 shard.catch_up(catch_up)
         with self._on_others(inputs), shard.computing():
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-            return Begun(batch, num_tokens, shard.compute(inputs), prompts)
+            return Begun(batch, num_tokens, shard.compute(inputs), prompts, pooled)
 
     def draw(self, begun: Begun) -> Launched:
         """Draw a step's tokens. What that needs is prepared while the device computes the logits.
 
         Of sequences whose draws read tokens none may be in flight.
         """
-        (batch, _, computed, prompts), shard = begun, self.shard
+        (batch, _, computed, prompts, _), shard = begun, self.shard
         seqs, offsets = batch.sampling_seqs, batch.offsets
         with shard.computing():
             kind, drafts = shard.device.type, known_drafts(batch, shard.table)

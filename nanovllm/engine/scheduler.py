@@ -131,7 +131,7 @@ class Scheduler:
         is_full = len(self.running) >= self.max_num_running
         if self.waiting and self.waiting[0] is not self.refused and not is_full:
             return True
-        return any(seq.num_uncached_tokens > 1 or seq.siblings for seq in self.running)
+        return any(seq.is_prefilling for seq in self.running)
 
     def advance(self, batch: Batch) -> None:
         """Account for a launched step, so that the next one can be scheduled before it ends.
@@ -160,6 +160,7 @@ class Scheduler:
         Of a step with `num_drafts` they are what the device's `accept` returns. At most one later
         step may be in flight. The token of a sequence that has finished is dropped, and so is one
         that was drawn after a wrong draft; a sequence that was preempted meanwhile keeps its token.
+        A sequence with a pool, which the runner fills, finishes when the pool wants nothing more.
         Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
@@ -193,6 +194,10 @@ class Scheduler:
                 finished.append(seq)
         if self.speculator is not None and batch.drafts and not batch.num_drafts:
             self.speculator.settle(batch, self.block_manager)
+        for seq in batch.pooled_seqs:
+            if seq.status is not SequenceStatus.FINISHED and not seq.pool.wanted:
+                seq.finish("stop")
+                finished.append(seq)
         if finished:
             self._remove_finished(finished)
         return finished
@@ -248,7 +253,7 @@ class Scheduler:
         `decodes` too.
         """
         seqs: list[Sequence] = []
-        for seq in [seq for seq in self.running if seq.num_uncached_tokens > 1 or seq.siblings]:
+        for seq in [seq for seq in self.running if seq.is_prefilling]:
             if not budget:
                 break
             while not self._schedule_tokens(seq, budget):

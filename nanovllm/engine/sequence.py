@@ -48,7 +48,8 @@ class Sequence:
     so many more may come. Until then lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
-    the constraint, the text and the token counts that are kept, if any.
+    the constraint, the text and the token counts that are kept, if any. With a `pool` it samples
+    nothing, and ends when the pool has what it wants of the prompt's hidden states.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Sequence:
         "order",
         "pace",
         "params",
+        "pool",
         "reads_tokens",
         "request_id",
         "seed",
@@ -109,6 +111,7 @@ class Sequence:
         counts: Any = None,
         logprobs: Any = None,
         constraint: Any = None,
+        pool: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
@@ -127,6 +130,9 @@ class Sequence:
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
         self.constraint = constraint
+        self.pool = pool
+        if pool is not None:
+            self.max_num_tokens = self.num_prompt_tokens
         # Whether its draws depend on the tokens before; and whether these, or the reports of its
         # tokens, are prepared for its position.
         self.reads_tokens = params.penalizes or bool(bad_words) or constraint is not None
@@ -186,6 +192,12 @@ class Sequence:
         return len(self.token_ids) - self.num_cached_tokens
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether a prefill has to compute its next tokens: several, or for siblings or a pool."""
+        left = len(self.token_ids) - self.num_cached_tokens
+        return left > 1 or bool(self.siblings) or (left > 0 and self.pool is not None)
+
+    @property
     def held_blocks(self) -> list[int]:
         """The blocks of its table that it holds, alone or with others."""
         return self.block_table[self.num_passed_blocks :]
@@ -193,7 +205,8 @@ class Sequence:
     @property
     def samples(self) -> bool:
         """Whether the scheduled tokens reach the last one, so that the step yields the next."""
-        return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
+        reaches = self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
+        return reaches and self.pool is None
 
     @property
     def draw_waits(self) -> bool:
@@ -211,15 +224,23 @@ class Sequence:
     def num_skippable_tokens(self) -> int:
         """Leading tokens that need no computing where their KV is cached.
 
-        The last token's logits are needed, and so are those that prompt log-probabilities lack.
+        The last token's logits are needed, and so are those that prompt log-probabilities lack, or
+        the hidden states that a pool wants.
         """
+        if self.pool is not None:
+            return min(int(self.pool.wanted.start), len(self.token_ids) - 1)
         if self.num_reported_tokens == self.num_prompt_tokens:
             return len(self.token_ids) - 1
         return self.num_reported_tokens - 1
 
     @property
-    def unreported_indices(self) -> range:
-        """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens."""
+    def unreported_indices(self) -> range | list[int]:
+        """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens.
+
+        With a pool: the last one, once for each label.
+        """
+        if self.pool is not None:
+            return [*self.pool.scheduled(self)] * len(self.pool.labels)
         end = self.num_cached_tokens + self.num_scheduled_tokens
         start = max(self.num_cached_tokens, self.num_reported_tokens - 1)
         return range(start, min(end, self.num_prompt_tokens - 1))

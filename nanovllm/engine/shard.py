@@ -185,6 +185,7 @@ class Shard:
         if prefill.copied_blocks is not None:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self.pool.copy(source, target)
+        states, hidden = hidden[: prefill.num_pooled], hidden[prefill.num_pooled :]
         columns = self._report_prompts(hidden[: prefill.num_reported], report)
         hidden = hidden[prefill.num_reported :]
         if prefill.shared_samples is not None:
@@ -194,7 +195,7 @@ class Shard:
             logits = self.model.compute_logits(hidden)
             self._tokens_are_shared = False
         table_rows = upload(prefill.sample_table_rows, self.device)
-        return Computed(logits, table_rows, prompt_logprobs=columns)
+        return Computed(logits, table_rows, prompt_logprobs=columns, states=states)
 
     def _report_prompts(
         self, hidden: torch.Tensor, report: ReportInputs | None

@@ -8,14 +8,15 @@ size that no memory holds.
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES, MAX_RANKS
+from nanovllm.models.bare import causal_name, lacks_head
 from nanovllm.models.quantization.choice import choose_quantization
 from nanovllm.models.quantization.rules import NOT_QUANTIZED, Quantization
-from nanovllm.models.registry import DEFAULTS, get_architecture
+from nanovllm.models.registry import ARCHITECTURES, DEFAULTS, get_architecture
 from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
 from nanovllm.models.windows import longest, rotated_layers, sliding_windows
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
@@ -40,7 +41,8 @@ class ModelConfig:
     """The shape of a decoder; `rope_parameters` holds `rope_type`, `rope_theta` and its factors.
 
     `sliding_windows` has an entry for each layer: how many tokens a token attends to, including
-    itself, or None for all. `rotated_layers` says which layers rotate queries and keys.
+    itself, or None for all. `rotated_layers` says which layers rotate queries and keys. Without a
+    head, because the checkpoint has only the decoder, the embeddings' table takes its place.
     """
 
     architecture: str
@@ -65,6 +67,7 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...]
     experts: ExpertsConfig | None = None
     quantization: Quantization = NOT_QUANTIZED
+    has_head: bool = True
 
     @property
     def longest_window(self) -> int | None:
@@ -79,6 +82,8 @@ class ModelConfig:
         """
         with fields_of(path / "config.json") as raw:
             config = cls.parse(raw, quantization)
+        if not config.tie_word_embeddings and lacks_head(path):
+            config = replace(config, tie_word_embeddings=True, has_head=False)
         if (path / "generation_config.json").exists():
             with fields_of(path / "generation_config.json") as raw:
                 eos = config.eos_token_ids | _eos_ids(raw, config.vocab_size)
@@ -219,7 +224,7 @@ def _architecture_name(raw: Mapping[str, Any]) -> str:
         raise ValueError('this is an EAGLE-3 head; its method in speculative_config is "eagle3"')
     if not isinstance(names, list) or len(names) != 1:
         raise ValueError(f"architectures must be a list of one model class, got {shorten(names)}")
-    return str(names[0])
+    return causal_name(str(names[0]), ARCHITECTURES)
 
 
 def _heads(raw: Mapping[str, Any], default_head_dim: int | None) -> tuple[int, int, int]:
@@ -246,6 +251,8 @@ def _heads(raw: Mapping[str, Any], default_head_dim: int | None) -> tuple[int, i
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {shorten(raw['hidden_act'])}")
+    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        raise ValueError("attention to later tokens (is_causal is false) is not supported")
 
 
 def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:

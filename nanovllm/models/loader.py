@@ -13,13 +13,13 @@ from torch import nn
 
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.weights.format import tensor_of
+from nanovllm.models.bare import INDEX, full_name
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import Model
 from nanovllm.models.formats import checkpoint_name, hint_for, stored_name
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
 from nanovllm.utils.bar import make_bar
 
-INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
@@ -96,7 +96,8 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
 def read_types(path: Path) -> dict[str, str]:
     """The types of a checkpoint's tensors by their usual names. Reads no weights."""
     files = read_weights(path)
-    return {stored_name(name): tensor.dtype for file in files for name, tensor in file.items()}
+    items = (item for file in files for item in file.items())
+    return {full_name(stored_name(name)): tensor.dtype for name, tensor in items}
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def load_model(
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with errors_name(path), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in files or read_weights(path):
-            tensors = {stored_name(name): tensor for name, tensor in tensors.items()}
+            tensors = {full_name(stored_name(n), targets): t for n, t in tensors.items()}
             used = {n: t for n, t in tensors.items() if not _is_left_out(n, t, targets)}
             second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
             found |= tensors.keys()

@@ -10,9 +10,11 @@ from nanovllm.engine.requests.constraint import Constraint
 from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.pool import Pool
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
+from nanovllm.models.bare import NO_HEAD
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -25,7 +27,7 @@ class Accepted:
     """A prompt as token ids, its text if it has one, and its parameters: all fit the model.
 
     `constraint` is the compiled one of `structured_outputs`, which each sample has a copy of.
-    `bad_words` are token ids.
+    `bad_words` are token ids. With a `pool`, hidden states are wanted instead of tokens.
     """
 
     token_ids: list[int]
@@ -33,6 +35,7 @@ class Accepted:
     params: SamplingParams
     constraint: Constraint | None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    pool: Pool | None = None
 
 
 class Intake:
@@ -43,6 +46,7 @@ class Intake:
         self.vocab_size = model_config.vocab_size
         self.max_model_len = config.max_model_len
         self.seed = config.seed
+        self.has_head = model_config.has_head
         eos_token_ids = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos_token_ids.add(tokenizer.eos_token_id)
@@ -51,8 +55,13 @@ class Intake:
         self._num_requests = 0
         self._grammars = Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
 
-    def accept(self, prompt: Prompt, params: SamplingParams) -> Accepted:
-        """Encode the prompt, compile a constraint. What does not fit the model raises."""
+    def accept(self, prompt: Prompt, params: SamplingParams, head: bool = True) -> Accepted:
+        """Encode the prompt, compile a constraint. What does not fit the model raises.
+
+        `head`: whether logits are needed, as always but for hidden states.
+        """
+        if head and not self.has_head:
+            raise ValueError(NO_HEAD)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
         self._check_params(params)
@@ -96,6 +105,7 @@ class Intake:
                 counts=TokenCounts() if params.penalizes else None,
                 logprobs=Logprobs() if _reports(params) else None,
                 constraint=accepted.constraint and accepted.constraint.copy(),
+                pool=accepted.pool,
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]

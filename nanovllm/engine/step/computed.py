@@ -23,6 +23,7 @@ class Computed(NamedTuple):
     num_queries: int = 1  # of each sequence in a decode step
     decoding: Decoding | None = None
     outcome: torch.Tensor | None = None  # of `accept`
+    states: torch.Tensor | None = None  # [N, hidden]: those of a prefill that are pooled
 
     def results(self, num_samples: int) -> torch.Tensor:
         """What the host is sent: the token ids, or with drafts what was accepted."""

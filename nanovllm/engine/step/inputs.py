@@ -1,6 +1,6 @@
 """StepInputs: from a batch's sequences to host arrays with all that a rank must know of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.drafted_blocks import Lack
 from nanovllm.engine.step.ledger import Ledger
+from nanovllm.engine.step.pooled import Pooled, pooled_tokens
 from nanovllm.engine.step.reports import Report, ReportInputs, prompt_report_inputs
 from nanovllm.engine.step.transfer import Array
 
@@ -21,9 +22,9 @@ class PrefillInputs:
     `table_rows` are the sequences' rows in the device table, and `sample_table_rows` those that the
     samples go to. `sampled_tokens` are the tokens to sample from, None for all; where forks share
     them, `shared_samples` says which of them each sample takes. `reported_tokens` are the tokens
-    whose logits are reported. `copied_blocks` are pairs (from, to), copied after the T tokens are
-    computed. `next_tokens` are those after the sequences' last ones, 0 where they are not known;
-    None if nothing reads them.
+    whose logits are reported, and `pooled_tokens` those whose hidden states are pooled.
+    `copied_blocks` are pairs (from, to), copied after the T tokens are computed. `next_tokens` are
+    those after the sequences' last ones, 0 where they are not known; None if nothing reads them.
     """
 
     input_ids: Array
@@ -38,17 +39,24 @@ class PrefillInputs:
     reported_tokens: Array | None = None
     copied_blocks: Array | None = None
     next_tokens: Array | None = None
+    pooled_tokens: Array | None = None
 
     @property
     def num_reported(self) -> int:
         """How many tokens' logits are reported."""
         return 0 if self.reported_tokens is None else len(self.reported_tokens)
 
+    @property
+    def num_pooled(self) -> int:
+        """How many tokens' hidden states are pooled."""
+        return 0 if self.pooled_tokens is None else len(self.pooled_tokens)
+
     def needed_tokens(self) -> Array | None:
-        """The tokens whose hidden states are used, reported ones first; None for all."""
-        if self.sampled_tokens is None or self.reported_tokens is None:
+        """The tokens whose hidden states are used: pooled, reported, sampled ones; None for all."""
+        first = [part for part in (self.pooled_tokens, self.reported_tokens) if part is not None]
+        if self.sampled_tokens is None or not first:
             return self.sampled_tokens
-        return np.append(self.reported_tokens, self.sampled_tokens)
+        return np.concatenate([*first, self.sampled_tokens])
 
     def pending(self) -> tuple[Array, Array]:
         """The tokens that are in flight, and the table rows that will hold them."""
@@ -86,6 +94,7 @@ def step_inputs(
     ledger: Ledger,
     prompt_reports: list[Report],
     whole_logits: bool = True,
+    pooled: Iterable[Pooled] = (),
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
     seqs = batch.seqs
@@ -110,6 +119,7 @@ def step_inputs(
         reported_tokens=_reported_tokens(seqs, q_ends=tokens[3]),
         copied_blocks=_copied_blocks(batch, block_size),
         next_tokens=_next_tokens(seqs, ends) if ledger.layout.most_drafts else None,
+        pooled_tokens=pooled_tokens(batch, [*pooled], tokens[3]),
     )
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0

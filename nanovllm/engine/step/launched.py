@@ -6,21 +6,23 @@ import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.pooled import Pooled, deliver_states, states_in_flight
 from nanovllm.engine.step.reports import Columns, Report, deliver
 from nanovllm.engine.step.transfer import download
 
 
 class Begun(NamedTuple):
-    """A step whose logits the device computes, and the reports on its prompts."""
+    """A step whose logits the device computes, and what is reported of its prompts."""
 
     batch: Batch
     num_tokens: int
     computed: Computed
     prompts: list[Report]
+    pooled: list[Pooled]
 
 
 class Launched:
-    """The token ids of `batch.sampling_seqs`, and reports with their columns, in flight.
+    """The token ids of `batch.sampling_seqs`, reports with their columns, and states, in flight.
 
     It is made in the order of the device's work, and `wait` waits for an event: work that is
     launched later goes on meanwhile.
@@ -36,6 +38,7 @@ class Launched:
         self.batch, self.num_tokens = begun.batch, begun.num_tokens
         self._reports, self._columns = reports, columns
         self._host = download(token_ids)
+        self._pooled = states_in_flight(begun.pooled, begun.computed.states)
         self._copied: torch.cuda.Event | None = None
         if token_ids.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -47,8 +50,9 @@ class Launched:
             self._copied.synchronize()
 
     def wait(self) -> list[int]:
-        """Wait, give the sequences their log-probabilities, and return the token ids."""
+        """Wait, give the sequences their log-probabilities and states; return the token ids."""
         self.synchronize()
         deliver(self._reports, self._columns)
+        deliver_states(self._pooled)
         token_ids: list[int] = self._host.tolist()
         return token_ids

@@ -22,7 +22,7 @@ class Report(NamedTuple):
     """A sequence that waits for log-probabilities of a token and of `number` others."""
 
     seq: Sequence
-    position: int  # in `token_ids`
+    position: int  # in `token_ids`, or in its pool's labels
     number: int
 
 
@@ -41,9 +41,9 @@ class ReportInputs:
 def prompt_reports(seqs: list[Sequence]) -> list[Report]:
     """The prompt tokens that a prefill reports, in the order of `reported_tokens`."""
     return [
-        Report(seq, index + 1, seq.params.prompt_logprobs or 0)
+        Report(seq, place if seq.pool else index + 1, seq.params.prompt_logprobs or 0)
         for seq in seqs
-        for index in seq.unreported_indices
+        for place, index in enumerate(seq.unreported_indices)
     ]
 
 
@@ -51,7 +51,7 @@ def prompt_report_inputs(reports: list[Report]) -> ReportInputs | None:
     """What rank 0 needs to know of `reported_tokens`; None if there are none."""
     if not reports:
         return None
-    token_ids = np.array([seq.token_ids[position] for seq, position, _ in reports])
+    token_ids = np.array([(s.pool.labels if s.pool else s.token_ids)[i] for s, i, _ in reports])
     numbers = [number for _, _, number in reports]
     return ReportInputs(np.arange(len(reports)), numbers, token_ids)
 
@@ -87,4 +87,4 @@ def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
     for (seq, position, number), (ids, values, ranks) in zip(reports, rows, strict=True):
         own, *others = zip(ids, values, ranks, strict=True)
         likely = [own, *(token for token in others[:number] if token[0] != own[0])]
-        seq.logprobs.add(seq, position, likely)
+        (seq.pool or seq.logprobs).add(seq, position, likely)

@@ -1,0 +1,59 @@
+"""Pool: what a request keeps of its prompt's hidden states, instead of sampling tokens.
+
+They are those after the final norm. A request with labels keeps no states, but how likely each of
+these tokens is after the prompt.
+"""
+
+from typing import Literal
+
+import torch
+
+from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.sequence import Sequence
+
+Pooling = Literal["last", "cls", "mean", "all"]
+POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean", "all")
+
+
+class Pool:
+    """The states of the last, the first ("cls") or all tokens, or their mean, as they arrive.
+
+    `wanted` are the prompt's tokens whose states have not arrived; the request ends when there are
+    none. States arrive in order. What a preempted sequence has is not sent again.
+    """
+
+    def __init__(self, pooling: Pooling, num_tokens: int, labels: tuple[int, ...] = ()) -> None:
+        start = num_tokens - 1 if pooling == "last" else 0
+        self.pooling, self.num_tokens, self.labels = pooling, num_tokens, labels
+        self.wanted = range(start, 1 if pooling == "cls" else num_tokens)
+        self.logprobs: list[float] = []  # of the labels
+        self._parts: dict[int, torch.Tensor] = {}  # by first token: states, or their sum
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the sum of the states is enough."""
+        return self.pooling == "mean"
+
+    def scheduled(self, seq: Sequence) -> range:
+        """The wanted ones of the tokens that a step computes."""
+        start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
+        return range(max(start, self.wanted.start), min(end, self.wanted.stop))
+
+    def add_states(self, tokens: range, states: torch.Tensor) -> None:
+        """Keep a copy of the states of `tokens`, [tokens, hidden], or their sum, [1, hidden]."""
+        self._parts[tokens.start] = states.to(torch.float32, copy=True)
+        self.wanted = range(tokens.stop, self.wanted.stop)
+
+    def add(self, _seq: Sequence, index: int, entry: list[LikelyToken]) -> None:
+        """Keep the log-probability of the label at `index`. Labels come in order, in one step."""
+        self.logprobs[index:] = [entry[0][1]]
+        if len(self.logprobs) == len(self.labels):
+            self.wanted = range(self.num_tokens, self.num_tokens)
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The states [hidden] in float32, and [tokens, hidden] of "all"; nothing is wanted."""
+        states = torch.cat([self._parts[start] for start in sorted(self._parts)])
+        if self.pooling == "all":
+            return states
+        return states.sum(dim=0) / self.num_tokens if self.adds_up else states[0]

@@ -1,0 +1,9 @@
+"""Vectors: prompts that are computed for their hidden states, and generate nothing.
+
+calls.py        `embed`, `encode` and `score`, which `LLM` inherits
+conventions.py  how a model's vectors are made, by sentence-transformers' files
+rerank.py       the prompts of Qwen3-Embedding and Qwen3-Reranker
+outputs.py      what the calls return
+
+What a request keeps of its states is in engine/requests/pool.py.
+"""

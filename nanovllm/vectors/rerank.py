@@ -1,0 +1,40 @@
+"""The prompts of Qwen3-Embedding and Qwen3-Reranker, as their authors publish them."""
+
+from typing import Any
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
+    ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def query_prefix(instruction: str) -> str:
+    """What comes before a query that is embedded. Documents are embedded as they are."""
+    return f"Instruct: {instruction}\nQuery:"
+
+
+def rerank_prompt(tokenizer: Any, instruction: str, query: str, document: str) -> list[int]:
+    """The token ids of a prompt after which the model says yes or no.
+
+    Its three parts are encoded on their own, so that tokens do not cross from one to another.
+    """
+    content = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    parts = (
+        tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        for text in (BEFORE, content, AFTER)
+    )
+    return [token_id for part in parts for token_id in part]
+
+
+def yes_and_no(tokenizer: Any) -> tuple[int, int]:
+    """The tokens of the two answers; each must be a single token."""
+    yes, no = (tokenizer.encode(text, add_special_tokens=False) for text in ("yes", "no"))
+    if len(yes) != 1 or len(no) != 1:
+        raise ValueError(
+            "method='yes_no' needs a tokenizer with one token for each of 'yes' and 'no', this"
+            f" model's encodes them as {yes} and {no}"
+        )
+    return yes[0], no[0]
