@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from nanovllm.utils.checks import check_int, shorten
 
 T = TypeVar("T")
 READERS = 2  # threads that tokenize prompts and apply chat templates
+LARGE = 1 << 17  # characters of a prompt that waits for a thread of its own, not others for it
 
 
 class EngineFullError(RuntimeError):
@@ -68,6 +69,7 @@ class AsyncLLM:
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
         self._chat_format = ChatFormat(self.tokenizer, asked.tool_parser, asked.reasoning_parser)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="nanovllm-read")
+        self._large_reader = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-read-large")
         self._numbers = itertools.count()
 
     async def generate(
@@ -141,7 +143,8 @@ class AsyncLLM:
         """
         params = _params(sampling_params, priority)
         self._check_room(params.n)
-        accepted = await self._in_thread(self._intake.accept, prompt, _unconstrained(params))
+        accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
+        accepted = await self._in_thread(accept, num_characters(prompt))
         await self._connection.open()
         call = self._open(accepted, params, request_id, is_whole)
         try:
@@ -160,7 +163,7 @@ class AsyncLLM:
         turns = functools.partial(
             self._chat_format.turns, [messages], lambda number: [given] * number, **options
         )
-        (turn,) = await self._in_thread(turns)
+        (turn,) = await self._in_thread(turns, num_characters(messages))
         return turn
 
     @property
@@ -223,7 +226,8 @@ class AsyncLLM:
     def _disconnect(self) -> None:
         """End all calls, and listen no more."""
         self._connection.disconnect(RuntimeError("this AsyncLLM is closed; make a new one"))
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._large_reader):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -236,10 +240,11 @@ class AsyncLLM:
         self._disconnect()
         await asyncio.to_thread(self._connection.process.close)
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+    async def _in_thread(self, read: Callable[[], T], size: int) -> T:
         """Run what takes long for long prompts beside the event loop."""
         self.check()
-        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+        threads = self._readers if size < LARGE else self._large_reader
+        return await asyncio.get_running_loop().run_in_executor(threads, read)
 
     def _open(self, accepted: Accepted, params: SamplingParams, name: Any, is_whole: bool) -> Call:
         """Queue a request."""
@@ -314,6 +319,16 @@ class AsyncLLM:
         """No call goes on: the engine has ended."""
         for call in self._calls.values():
             call.end(failure)
+
+
+def num_characters(prompt: Any) -> int:
+    """The characters of a prompt's text, or of a conversation's messages; 0 for token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, Mapping):
+        return sum(num_characters(prompt.get(name)) for name in ("prompt", "content", "text"))
+    is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping)
+    return sum(map(num_characters, prompt)) if is_conversation else 0
 
 
 def _params(given: Any, priority: int | None) -> SamplingParams:

@@ -112,7 +112,7 @@ class RequestMeter:
         num_prompt_tokens: int,
         samples: Iterable[tuple[int, FinishReason]],
     ) -> None:
-        """Count the end of a request; `samples` are their numbers of tokens and their endings."""
+        """Count the end of a request: each of its `samples` has a number of tokens and an end."""
         self.queue.add(metrics.queue_time)
         self.each_token.add(metrics.time_per_output_token)
         self.whole.add(metrics.end_to_end_time)

@@ -26,6 +26,7 @@ def local_cluster(num_cpus: int) -> Iterator[Path]:
         ) as path,
     ):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "600")  # a slow machine may need it
         ray.init(
             "local", num_cpus=num_cpus, object_store_memory=1 << 27, include_dashboard=False,
             log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
@@ -48,6 +49,14 @@ def processes_under(pid: int) -> dict[int, str]:
                     found[child] = command.replace(b"\0", b" ").decode()
                 found |= processes_under(child)
     return found
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, whoever its parent is."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
 
 
 def wait_until(what: str, holds: Callable[[], bool], seconds: float = 120) -> None:

@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from reference import make_llm, make_prompts
 
 from nanovllm import LLM, RankError, SamplingParams
-from nanovllm.async_llm import AsyncLLM, EngineFullError
+from nanovllm.async_llm import LARGE, AsyncLLM, EngineFullError, num_characters
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.remote.loop import read_vocabulary
 
@@ -103,6 +104,43 @@ async def joined(events: Any) -> list[tuple[str, list[int], Any, Any, Any]]:
             event.stop_reason,
         )  # fmt: skip
     return [samples[index] for index in sorted(samples)]
+
+
+def test_large_prompts_do_not_hold_up_others(
+    engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three are being read, one after the other, while a small one is answered."""
+    let_go, accept = threading.Event(), engine._intake.accept
+
+    def slow(prompt: Any, params: SamplingParams) -> Any:
+        if len(prompt) >= LARGE:
+            assert let_go.wait(60)
+            raise ValueError("it is too long")
+        return accept(prompt, params)
+
+    monkeypatch.setattr(engine._intake, "accept", slow)
+
+    async def ask() -> None:
+        large = [asyncio.ensure_future(engine.complete("1" * LARGE)) for _ in range(3)]
+        try:
+            await engine.complete("1+1=")
+            assert not any(task.done() for task in large)
+        finally:
+            let_go.set()
+        for task in large:
+            with pytest.raises(ValueError, match="too long"):
+                await task
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "number"),
+    [("abc", 3), ({"prompt": "abc"}, 3), ([1, 2], 0), ({"prompt_token_ids": [1]}, 0), (None, 0),
+     ([{"role": "user", "content": "abc"}, {"content": [{"type": "text", "text": "de"}]}], 5)],
+)  # fmt: skip
+def test_characters_of_prompts_and_conversations(prompt: Any, number: int) -> None:
+    assert num_characters(prompt) == number
 
 
 def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:

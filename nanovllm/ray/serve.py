@@ -71,9 +71,9 @@ class ServerReplica:
         app, _ = make_app(self._llm, self._options, default_params(self._llm, self._sampling))
         return app
 
-    def check_health(self) -> None:
-        """Raise if the engine has ended: Ray then replaces the replica."""
-        self._llm.check()
+    async def check_health(self) -> None:
+        """Raise if the engine has ended, or does not answer: Ray then replaces the replica."""
+        await self._llm.ping(self._options.health_seconds)
 
     def __del__(self) -> None:
         """End the engine; Ray calls it when the last request has been answered."""
@@ -109,6 +109,7 @@ def serving_app(model: str = EMBEDDED_MODEL, **options: Any) -> "serve.Applicati
             "name": "nanovllm",
             "max_ongoing_requests": UNLIMITED,
             "graceful_shutdown_timeout_s": server.drain_seconds + CLOSE_SECONDS,
+            "health_check_timeout_s": server.health_seconds + CLOSE_SECONDS,
             **given["deployment"],
             "ray_actor_options": actor,
         }

@@ -1,8 +1,10 @@
 """ServerOptions: what `nanovllm serve` takes beside the options of the engine."""
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanovllm.config import MAX_WAITING
 from nanovllm.utils.checks import check_texts
@@ -19,7 +21,19 @@ from nanovllm.utils.option import (
 from nanovllm.utils.rules import SOME_TEXT
 
 KEY = "NANOVLLM_API_KEY"
+ORIGIN = re.compile(r"\*|https?://[^/\s]+")  # as browsers send it
+
+
+def _check_origins(name: str, value: Any) -> tuple[str, ...]:
+    origins = check_texts(name, value)
+    for origin in origins:
+        if not ORIGIN.fullmatch(origin):
+            raise ValueError(f"{name} must be * or like https://example.com, got {origin!r}")
+    return origins
+
+
 TEXTS = Rule(check_texts, "a list of texts")
+ORIGINS = Rule(_check_origins, "* or a list like https://example.com")
 
 
 @by_name("server option", {})
@@ -58,7 +72,7 @@ class ServerOptions:
         16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
     )
     cors_origin: Iterable[str] | None = option(
-        None, "web sites whose pages may use the server; `*` is all", TEXTS, none=NOTHING
+        None, "web sites whose pages may use the server; `*` is all", ORIGINS, none=NOTHING
     )
     trust_request_chat_template: bool = option(
         False,

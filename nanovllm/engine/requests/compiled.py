@@ -17,8 +17,8 @@ MOST_KEPT = 256
 # most about 100 MiB. It is the thread's own time, which other threads do not change.
 MOST_SECONDS = 3.0
 SHARING = 8  # constraints that share one matcher's states, one of which is used at a time
-MOST_MATCHERS = 8  # of a grammar that is compiled in less than
-CHEAP = 0.01  # seconds
+MOST_MATCHERS = 8  # of a grammar that is CHEAP
+CHEAP = 0.01  # less seconds than these to compile
 
 Compile = Callable[[StructuredOutputs], "LLMatcher"]
 

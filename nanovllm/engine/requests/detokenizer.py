@@ -5,6 +5,7 @@ Detokenizer, which knows nothing about requests, stop strings or streams.
 """
 
 import codecs
+from itertools import islice
 from typing import Any
 
 from nanovllm.engine.requests.token_pieces import REPLACEMENT, byte_of, token_pieces
@@ -64,7 +65,7 @@ class Detokenizer:
         number = 0
         while number < len(token_ids):
             if self._is_at_end:
-                number += self._look_up(token_ids[number:] if number else token_ids, texts)
+                number += self._look_up(token_ids, number, texts)
             if number < len(token_ids):
                 texts.append(self._add_to_window(token_ids[number]))
                 number += 1
@@ -77,18 +78,18 @@ class Detokenizer:
         """Whether the last token's text is whole, and all of it is emitted."""
         return bool(self._window) and not self._pending and not self._is_in_run
 
-    def _look_up(self, token_ids: list[int], texts: list[str]) -> int:
-        """Take the first tokens whose text depends on none before them; returns their number."""
-        pieces, piece, number = self._token_pieces, None, 0
-        for token_id in token_ids:
+    def _look_up(self, token_ids: list[int], start: int, texts: list[str]) -> int:
+        """Take the tokens from `start` on whose text is always the same; returns their number."""
+        pieces, piece, end = self._token_pieces, None, start
+        for token_id in islice(token_ids, start, None):
             found = pieces[token_id]
             if found is None:
                 break
             texts.append(found.text)
-            piece, number = found, number + 1
+            piece, end = found, end + 1
         if piece is not None:
-            self._window, self._num_emitted = [token_ids[number - 1]], piece.num_first
-        return number
+            self._window, self._num_emitted = [token_ids[end - 1]], piece.num_first
+        return end - start
 
     def _add_to_window(self, token_id: int) -> str:
         """Take a token whose text may depend on its neighbours; return the text that is now final.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ALONE = 4  # matchers with which one thread is done sooner than several
 
-Jobs = list[tuple["LLMatcher", int]]  # and rows
+Jobs = list[tuple["LLMatcher", int]]  # matchers, each with its row
 
 
 def take(batch: Batch, token_ids: list[int]) -> None:
@@ -29,7 +29,7 @@ def take(batch: Batch, token_ids: list[int]) -> None:
     if batch.drafts or batch.num_drafts:  # not all tokens are sure to come
         return
     given: list[Constraint] = []
-    jobs: Jobs = []
+    jobs: list[tuple[LLMatcher, int]] = []  # with their tokens
     for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True):
         constraint = seq.constraint
         if constraint is not None and seq.num_pending_tokens and constraint.may_take(seq):
@@ -57,8 +57,6 @@ class Masks:
         """Write all rows. Returns those that have failed, which allow nothing."""
         matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
         jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
-        if len({id(matcher) for matcher, _ in jobs}) < len(jobs):  # each is used by one thread
-            jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
         address, stride = self.array.ctypes.data, self.array.strides[0]
         if len(jobs) > ALONE:
             _executor().unsafe_compute_mask_ptr(jobs, address, stride, len(matchers))
