@@ -195,7 +195,9 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether a prefill has to compute its next tokens: several, or for siblings or a pool."""
         left = len(self.token_ids) - self.num_cached_tokens
-        return left > 1 or bool(self.siblings) or (left > 0 and self.pool is not None)
+        if left > 1 or self.siblings:
+            return True
+        return self.pool is not None and left > 0
 
     @property
     def held_blocks(self) -> list[int]:

@@ -57,6 +57,9 @@ class Masks:
         """Write all rows. Returns those that have failed, which allow nothing."""
         matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
         jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        # Rows after fewer drafts than others are alike. Each matcher is used by one thread.
+        if len({id(matcher) for matcher, _ in jobs}) < len(jobs):
+            jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
         address, stride = self.array.ctypes.data, self.array.strides[0]
         if len(jobs) > ALONE:
             _executor().unsafe_compute_mask_ptr(jobs, address, stride, len(matchers))

@@ -231,6 +231,13 @@ def test_tokens_that_were_taken_together_are_followed_once(seed: int, takes: lis
                 del seq.token_ids[1:]
 
 
+def test_rows_of_one_constraint_are_alike() -> None:
+    """As after drafts that are fewer than others have."""
+    constraint = constrain(words_grammars(), choice=["abc", "12"])
+    masks = masks_of([(constraint, [])] * 9)
+    assert (masks == masks[0]).all() and masks[0].any()
+
+
 def test_what_was_taken_before_an_interrupt_is_dropped() -> None:
     seqs = [Sequence([0], SamplingParams()) for _ in range(6)]
     for seq in seqs:
