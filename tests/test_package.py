@@ -27,7 +27,7 @@ SCHEDULER_SIDE = (
 FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
-     "prompts", "outputs", "metrics", "embedded"),
+     "prompts", "outputs", "metrics", "embedded", "option_names"),
     ("kernels",), ("layers",),
     ("models",), ("engine",), ("chat", "vectors"), ("llm", "async_llm"), ("openai",), ("batch",),
     ("server",), ("bench",), ("command",), ("ray",),
@@ -46,6 +46,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.metrics": HEAVY,
     "nanovllm.vllm_names": HEAVY,
     "nanovllm.embedded": HEAVY,
+    "nanovllm.option_names": HEAVY,
     "nanovllm.kernels": ("nanovllm.utils", "nanovllm.config", "transformers", "numpy"),
     "nanovllm.layers": ("nanovllm.config", "transformers"),
     "nanovllm.models": ("transformers",),

@@ -11,16 +11,13 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from nanovllm.config import Config
+from nanovllm.option_names import option_name
 from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import NOTHING, Option, options_of
 
-OTHER_NAMES: dict[tuple[type, str], str] = {
-    (Config, "seed"): "engine_seed"
-}  # `--seed` is a request's or a workload's
 # As a shell takes them.
 SPECULATE = """--speculative-config '{"method": "ngram"}'"""
 STRUCTURE = """--structured-outputs '{"choice": ["yes", "no"]}'"""
@@ -66,11 +63,6 @@ READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     SpeculativeConfig: (json_reader(SPECULATE), "JSON"),
     StructuredOutputs: (json_reader(STRUCTURE), "JSON"),
 }
-
-
-def option_name(kind: type, name: str) -> str:
-    """The name of a field's option in the namespace."""
-    return OTHER_NAMES.get((kind, name), name)
 
 
 def option_flag(kind: type, name: str) -> str:

@@ -21,9 +21,9 @@ except ImportError as error:
     hint = "pip install 'nanovllm[ray-serve]'"
     raise ImportError(f"nanovllm.ray needs nanovllm[ray-serve]: {error}; {hint}") from error
 
-from nanovllm.command.field_options import option_name
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.option_names import option_name
 from nanovllm.ray.placement import check_gpus, is_on_cuda
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app

@@ -23,11 +23,11 @@ import pytest
 
 from nanovllm import SamplingParams, __version__
 from nanovllm.command import generate, options
-from nanovllm.command.field_options import OTHER_NAMES, option_name
 from nanovllm.command.main import main
 from nanovllm.command.parser import make_parser
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.option_names import OTHER_NAMES, option_name
 from nanovllm.utils.option import options_of
 
 LIMIT = 60

@@ -1,0 +1,12 @@
+"""Names of options where those of several dataclasses stand beside each other."""
+
+from nanovllm.config import Config
+
+OTHER_NAMES: dict[tuple[type, str], str] = {
+    (Config, "seed"): "engine_seed"
+}  # `seed` is a request's or a workload's
+
+
+def option_name(kind: type, name: str) -> str:
+    """The name of a field's option: the field's, unless another class's field has that name."""
+    return OTHER_NAMES.get((kind, name), name)
