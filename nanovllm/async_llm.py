@@ -31,7 +31,9 @@ from nanovllm.utils.checks import check_int, shorten
 
 T = TypeVar("T")
 READERS = 2  # threads that tokenize prompts and apply chat templates
-LARGE = 1 << 17  # characters of a prompt that waits for a thread of its own, not others for it
+# Characters or token ids of a prompt. Changing threads takes longer than reading a small one; a
+# large one waits for a thread of its own, not others for it.
+SMALL, LARGE = 1 << 11, 1 << 17
 
 
 class EngineFullError(RuntimeError):
@@ -144,7 +146,7 @@ class AsyncLLM:
         params = _params(sampling_params, priority)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
-        accepted = await self._in_thread(accept, num_characters(prompt))
+        accepted = await self._read(accept, prompt_size(prompt))
         await self._connection.open()
         call = self._open(accepted, params, request_id, is_whole)
         try:
@@ -163,7 +165,8 @@ class AsyncLLM:
         turns = functools.partial(
             self._chat_format.turns, [messages], lambda number: [given] * number, **options
         )
-        (turn,) = await self._in_thread(turns, num_characters(messages))
+        size = prompt_size(messages) + SMALL * bool(options)  # such as tools
+        (turn,) = await self._read(turns, size)
         return turn
 
     @property
@@ -240,9 +243,11 @@ class AsyncLLM:
         self._disconnect()
         await asyncio.to_thread(self._connection.process.close)
 
-    async def _in_thread(self, read: Callable[[], T], size: int) -> T:
-        """Run what takes long for long prompts beside the event loop."""
+    async def _read(self, read: Callable[[], T], size: int) -> T:
+        """Run what takes long for long prompts, and for those beside the event loop."""
         self.check()
+        if size < SMALL:
+            return read()
         threads = self._readers if size < LARGE else self._large_reader
         return await asyncio.get_running_loop().run_in_executor(threads, read)
 
@@ -321,14 +326,14 @@ class AsyncLLM:
             call.end(failure)
 
 
-def num_characters(prompt: Any) -> int:
-    """The characters of a prompt's text, or of a conversation's messages; 0 for token ids."""
-    if isinstance(prompt, str):
-        return len(prompt)
+def prompt_size(prompt: Any) -> int:
+    """The token ids of a prompt, or the characters of its text or of a conversation's messages."""
     if isinstance(prompt, Mapping):
-        return sum(num_characters(prompt.get(name)) for name in ("prompt", "content", "text"))
-    is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping)
-    return sum(map(num_characters, prompt)) if is_conversation else 0
+        parts = ("prompt", "prompt_token_ids", "content", "text")
+        return sum(prompt_size(prompt.get(name)) for name in parts)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        return sum(map(prompt_size, prompt))
+    return len(prompt) if hasattr(prompt, "__len__") else 0
 
 
 def _params(given: Any, priority: int | None) -> SamplingParams:

@@ -16,7 +16,7 @@ import pytest
 from reference import make_llm, make_prompts
 
 from nanovllm import LLM, RankError, SamplingParams
-from nanovllm.async_llm import LARGE, AsyncLLM, EngineFullError, num_characters
+from nanovllm.async_llm import LARGE, AsyncLLM, EngineFullError, prompt_size
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.remote.loop import read_vocabulary
 
@@ -136,11 +136,11 @@ def test_large_prompts_do_not_hold_up_others(
 
 @pytest.mark.parametrize(
     ("prompt", "number"),
-    [("abc", 3), ({"prompt": "abc"}, 3), ([1, 2], 0), ({"prompt_token_ids": [1]}, 0), (None, 0),
+    [("abc", 3), ({"prompt": "abc"}, 3), ([1, 2], 2), ({"prompt_token_ids": [1]}, 1), (None, 0),
      ([{"role": "user", "content": "abc"}, {"content": [{"type": "text", "text": "de"}]}], 5)],
 )  # fmt: skip
-def test_characters_of_prompts_and_conversations(prompt: Any, number: int) -> None:
-    assert num_characters(prompt) == number
+def test_sizes_of_prompts_and_conversations(prompt: Any, number: int) -> None:
+    assert prompt_size(prompt) == number
 
 
 def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:

@@ -33,6 +33,10 @@ NOTES = (
 )  # fmt: skip
 # Fields with a single allowed value, which is what happens in any case.
 FIXED: dict[str, Any] = {"best_of": 1}
+KNOWN = {
+    url: dict.fromkeys((*names, *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED))
+    for url, names in INPUTS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _check_fields(url: str, body: Mapping[str, Any]) -> None:
-    known = (*INPUTS[url], *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED)
+    known = KNOWN[url]
     for name, value in body.items():
         if name in VLLM_NAMES and name not in known:
             why = VLLM_NAMES[name].why.replace("`", "")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -10,6 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -30,7 +30,7 @@ T = TypeVar("T")
 CLIENT_LEFT = 499  # for the log, as nginx writes it
 LAST_SECONDS = 1.0  # for an error to leave
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+Part = tuple[bytes, bool]  # of a streamed response: events, and whether they are the last
 
 
 class Answering:
@@ -48,22 +48,14 @@ class Answering:
 
     async def handle(self, request: Request) -> Response:
         """Answer a request."""
-        url = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        url = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         line = RequestLine(url, uuid.uuid4().hex)
         try:
-            asked = await self._parse(url, await read_object(request, self._options.max_body_mib))
-            prepared = await _unless_gone(
-                request.receive, self._prepare(asked), self._options.timeout
-            )
-            if prepared is None:
-                line.write(CLIENT_LEFT)
-                return Response(status_code=CLIENT_LEFT)
-            asked, prompts = prepared
+            asked = self._parse(url, await read_object(request, self._options.max_body_mib))
             if asked.streams:
-                chunks = self._chunks(line, asked, prompts)
-                return EventStream(chunks, self._options.timeout, line)
+                return EventStream(self._chunks(line, asked), self._options.timeout, line)
             body = await _unless_gone(
-                request.receive, self._body(line, asked, prompts), self._options.timeout
+                request.receive, self._body(line, asked), self._options.timeout
             )
         except asyncio.CancelledError:  # by what runs the application
             line.write(CLIENT_LEFT)
@@ -77,7 +69,7 @@ class Answering:
         line.write(200)
         return JSONResponse(body)
 
-    async def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
+    def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
         asked = parse_body(url, body, self._defaults[url])
         if asked.model is not None and asked.model not in self._names:
             raise APIError(
@@ -101,10 +93,9 @@ class Answering:
         turn = await self._llm.chat_turn(messages, asked.params, **asked.chat_options)
         return replace(asked, params=turn.params, answer=turn.answer), [turn.prompt]
 
-    async def _body(
-        self, line: RequestLine, asked: APIRequest, prompts: list[Any]
-    ) -> dict[str, Any]:
+    async def _body(self, line: RequestLine, asked: APIRequest) -> dict[str, Any]:
         """The body of a whole response."""
+        asked, prompts = await self._prepare(asked)
         outputs = await _all(self._llm.complete(prompt, asked.params) for prompt in prompts)
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
@@ -114,10 +105,9 @@ class Answering:
         line.first = outputs[0].metrics.time_to_first_token
         return body
 
-    async def _chunks(
-        self, line: RequestLine, asked: APIRequest, prompts: list[Any]
-    ) -> AsyncIterator[bytes]:
-        """The events of a streamed response. Requests end with the iterator."""
+    async def _chunks(self, line: RequestLine, asked: APIRequest) -> AsyncIterator[Part]:
+        """A streamed response. Requests end with the iterator."""
+        asked, prompts = await self._prepare(asked)
         async with AsyncExitStack() as stack:
             calls = [
                 await stack.enter_async_context(self._llm.request(prompt, asked.params))
@@ -125,16 +115,20 @@ class Answering:
             ]
             writers = self._writers(line.name, asked, calls)
             begun: set[int] = set()
+            num_open, last = len(writers), b""
             async for place, event in _merged(calls):
                 if event["finish_reason"] == "error" and not begun:
                     raise APIError(400, str(event["stop_reason"]))
                 index = place * asked.params.n + event["sample"]
                 if asked.echo and index not in begun:
-                    yield _sse(writers[index].echo(self._prompt_text(calls[place])))
+                    yield _sse(writers[index].echo(self._prompt_text(calls[place]))), False
                 begun.add(index)
                 chunk = writers[index].chunk(event)
-                if chunk is not None:
-                    yield _sse(chunk)
+                num_open -= event["finish_reason"] is not None
+                if not num_open and calls[place].is_over:  # the end leaves with the last event
+                    last = b"" if chunk is None else _sse(chunk)
+                elif chunk is not None:
+                    yield _sse(chunk), False
                 line.reason = event["finish_reason"]
             counts = (
                 sum(call.num_prompt_tokens for call in calls),
@@ -143,8 +137,7 @@ class Answering:
             )
         usage = writers[0].usage_chunk(*counts)
         line.count(usage["usage"], line.reason)
-        if asked.includes_usage:
-            yield _sse(usage)
+        yield last + (_sse(usage) if asked.includes_usage else b"") + DONE, True
 
     def _writers(self, name: str, asked: APIRequest, calls: Sequence[Call]) -> list[ChunkWriter]:
         """A writer for each sample of each prompt."""
@@ -176,7 +169,7 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, chunks: AsyncIterator[bytes], timeout: float | None, line: RequestLine
+        self, chunks: AsyncIterator[Part], timeout: float | None, line: RequestLine
     ) -> None:
         self._chunks, self._timeout, self._line = chunks, timeout, line
         self.background = None
@@ -201,14 +194,11 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> bool:
         """Send the events; True at the end."""
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
+            async for chunk, is_last in chunks:
                 if not self._begun:
                     self._line.first = time.perf_counter() - self._line.start
                     await self._begin(send)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        if not self._begun:
-            await self._begin(send)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
         return True
 
     async def _begin(self, send: Send) -> None:
@@ -234,7 +224,7 @@ class EventStream(Response):
 
 def _sse(value: Any) -> bytes:
     """A server-sent event."""
-    return b"data: " + _encode(value).encode() + b"\n\n"
+    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent]]:
@@ -287,15 +277,20 @@ async def _unless_gone(
     """What `work` returns; None, and it is cancelled, if the client leaves before."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
+    gone.add_done_callback(lambda _: task.cancel())
+    limit = timeout and asyncio.get_running_loop().call_later(timeout, task.cancel)
     try:
-        await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return await task
+        return await task
+    except asyncio.CancelledError:
         if gone.done():
             return None
-        raise asyncio.TimeoutError
+        if limit and limit.when() <= asyncio.get_running_loop().time():
+            raise asyncio.TimeoutError from None
+        raise
     finally:
-        await _cancel(task, gone)
+        gone.cancel()
+        if limit:
+            limit.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -37,6 +37,7 @@ from nanovllm.engine.remote.messages import (
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.utils.heap import keep_what_lives
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -240,6 +241,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
     engine = LLMEngine(model, **options)
     try:
         read_vocabulary(engine)
+        keep_what_lives()
         outbox.send(Ready(engine.config, engine.model_config))
         threading.Thread(target=_read, args=(link, commands), daemon=True).start()
         EngineLoop(engine, commands, outbox).run()
