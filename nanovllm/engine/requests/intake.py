@@ -10,7 +10,7 @@ from nanovllm.engine.requests.constraint import Constraint
 from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
-from nanovllm.engine.requests.pool import Pool
+from nanovllm.engine.requests.pool import Pool, Wanted
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
@@ -37,6 +37,11 @@ class Accepted:
     bad_words: tuple[tuple[int, ...], ...] = ()
     pool: Pool | None = None
 
+    @property
+    def wanted(self) -> Wanted | None:
+        """What the pool is for, if there is one."""
+        return None if self.pool is None else Wanted(self.pool.pooling, self.pool.labels)
+
 
 class Intake:
     """Knows the model's vocabulary and length, and its tokenizer if it has one."""
@@ -55,12 +60,14 @@ class Intake:
         self._num_requests = 0
         self._grammars = Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
 
-    def accept(self, prompt: Prompt, params: SamplingParams, head: bool = True) -> Accepted:
+    def accept(
+        self, prompt: Prompt, params: SamplingParams, wanted: Wanted | None = None
+    ) -> Accepted:
         """Encode the prompt, compile a constraint. What does not fit the model raises.
 
-        `head`: whether logits are needed, as always but for hidden states.
+        With `wanted`, the prompt is computed for that, and nothing is generated.
         """
-        if head and not self.has_head:
+        if not self.has_head and (wanted is None or wanted.labels):
             raise ValueError(NO_HEAD)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
@@ -83,7 +90,8 @@ class Intake:
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
         bad_words = self._bad_words(params)
-        return Accepted(token_ids, text, params, self._constraint(params), bad_words)
+        pool = None if wanted is None else Pool(wanted.pooling, len(token_ids), wanted.labels)
+        return Accepted(token_ids, text, params, self._constraint(params), bad_words, pool)
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
