@@ -183,12 +183,11 @@ class AsyncLLM:
         return await self._carry_out(plan, prompts)
 
     async def encode(
-        self, prompts: Prompts, pooling: Pooling | None = None
+        self, prompts: Prompts, pooling: Pooling | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
-        """The hidden states of prompts, as those of `LLM.encode`. Otherwise as `embed`."""
-        return await self._carry_out(
-            functools.partial(self._planner.encode, prompts, pooling), prompts
-        )
+        """The hidden states of prompts, by the options of `LLM.encode`. Otherwise as `embed`."""
+        plan = functools.partial(self._planner.encode, prompts, pooling, **options)
+        return await self._carry_out(plan, prompts)
 
     async def score(
         self, queries: Prompts, documents: Prompts, **options: Any

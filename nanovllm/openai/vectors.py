@@ -19,8 +19,10 @@ EMBEDDINGS = "/v1/embeddings"
 SCORE = ("/score", "/v1/score")
 RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
 FORMATS = ("float", "base64")
-EMBED_OPTIONS = ("dimensions", "normalize", "pooling", "prompt_name", "instruction")
-SCORE_OPTIONS = ("instruction", "method")
+EMBED_OPTIONS = (
+    "dimensions", "normalize", "pooling", "prompt_name", "instruction", "truncate_prompt_tokens",
+)  # fmt: skip
+SCORE_OPTIONS = ("instruction", "method", "truncate_prompt_tokens")
 OTHER_NAMES = {"text_1": "queries", "text_2": "documents"}  # vLLM's first ones
 
 

@@ -29,6 +29,7 @@ class VectorCalls(LLMEngine):
         pooling: Pooling | None = None,
         prompt_name: str | None = None,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of every prompt, in the order of the prompts.
 
@@ -36,24 +37,31 @@ class VectorCalls(LLMEngine):
         sentence-transformers' files in its directory say; without these the last token's state is
         normalized. `dimensions` keeps the first ones of a vector, which is then normalized.
         Texts get the model's prompt `prompt_name` in front, or an `instruction` for queries in the
-        form of Qwen3-Embedding.
+        form of Qwen3-Embedding. `truncate_prompt_tokens` is that of `SamplingParams`.
         """
         self._check(use_tqdm)
         plan = self.planner.embed(
             prompts, dimensions=dimensions, normalize=normalize, pooling=pooling,
             prompt_name=prompt_name, instruction=instruction,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )  # fmt: skip
         return self._carry_out(plan, use_tqdm)
 
     def encode(
-        self, prompts: Prompts, pooling: Pooling | None = None, *, use_tqdm: bool = True
+        self,
+        prompts: Prompts,
+        pooling: Pooling | None = None,
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput]:
         """The hidden states of every prompt after the final norm, in float32, as they are.
 
         `pooling` is "last", "cls" (the first token), "mean" or "all"; by default the model's.
         """
         self._check(use_tqdm)
-        return self._carry_out(self.planner.encode(prompts, pooling), use_tqdm)
+        plan = self.planner.encode(prompts, pooling, truncate_prompt_tokens)
+        return self._carry_out(plan, use_tqdm)
 
     def score(
         self,
@@ -63,16 +71,21 @@ class VectorCalls(LLMEngine):
         instruction: str | None = None,
         method: str | None = None,
         use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well documents fit queries, in the order of the documents.
 
         There is one query for all documents, or one for each. With `method` "yes_no", that of
         Qwen3-Reranker, a score is the probability of "yes" against "no"; with "cosine" it is the
         cosine of two embeddings. By default models that rank, by their files or their name, use the
-        first. `instruction` says what the queries ask for.
+        first. `instruction` says what the queries ask for. `truncate_prompt_tokens`, that of
+        `SamplingParams`, is for cosines.
         """
         self._check(use_tqdm)
-        plan = self.planner.score(queries, documents, instruction=instruction, method=method)
+        plan = self.planner.score(
+            queries, documents, instruction=instruction, method=method,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )  # fmt: skip
         return self._carry_out(plan, use_tqdm)
 
     @cached_property

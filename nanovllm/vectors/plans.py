@@ -4,6 +4,7 @@ It runs nothing: `LLM` and `AsyncLLM` compute the requests of a plan, each in it
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -84,6 +85,7 @@ class Planner:
         pooling: Pooling | None = None,
         prompt_name: str | None = None,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         name: str = "prompts",
     ) -> Plan[EmbeddingRequestOutput]:
         """Plan `LLM.embed`, whose options these are. `name` is what errors call the prompts."""
@@ -106,10 +108,14 @@ class Planner:
                 for request, vector in zip(requests, vectors, strict=True)
             ]
 
-        return Plan(self._accept_all(name, prompts, kind, prefix), outputs)
+        params = _params(truncate_prompt_tokens)
+        return Plan(self._accept_all(name, prompts, kind, prefix, params), outputs)
 
     def encode(
-        self, prompts: Prompts, pooling: Pooling | None = None
+        self,
+        prompts: Prompts,
+        pooling: Pooling | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Plan[PoolingRequestOutput]:
         """Plan `LLM.encode`, whose options these are."""
         kind = self._pooling(pooling, POOLINGS)
@@ -123,7 +129,8 @@ class Planner:
                 for request in requests
             ]
 
-        return Plan(self._accept_all("prompts", prompts, kind), outputs)
+        params = _params(truncate_prompt_tokens)
+        return Plan(self._accept_all("prompts", prompts, kind, params=params), outputs)
 
     def score(
         self,
@@ -132,8 +139,10 @@ class Planner:
         *,
         instruction: str | None = None,
         method: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Plan[ScoringRequestOutput]:
         """Plan `LLM.score`, whose options these are."""
+        params = _params(truncate_prompt_tokens)
         if method is None:
             method = "yes_no" if self._ranks_documents else "cosine"
         check_choice("method", method, METHODS)
@@ -147,8 +156,13 @@ class Planner:
                 f" {len(query_list)}"
             )
         if method == "yes_no":
+            if truncate_prompt_tokens is not None:
+                raise ValueError(
+                    "truncate_prompt_tokens must be None with method='yes_no', whose prompts begin"
+                    f" with the question, got {truncate_prompt_tokens}; cut the documents"
+                )
             return self._score_by_answer(query_list, document_list, instruction)
-        return self._score_by_cosine(query_list, document_list, instruction)
+        return self._score_by_cosine(query_list, document_list, instruction, params)
 
     @property
     def _ranks_documents(self) -> bool:
@@ -195,17 +209,17 @@ class Planner:
         return Plan(accepted, outputs)
 
     def _score_by_cosine(
-        self, queries: list[Any], documents: list[Any], instruction: Any
+        self, queries: list[Any], documents: list[Any], instruction: Any, params: SamplingParams
     ) -> Plan[ScoringRequestOutput]:
         known, kind = self.conventions.prompts, self._pooling(None, ())
         names = [name if name in known else None for name in ("query", "document")]
         prefix = self._prefix(None if instruction is not None else names[0], instruction)
         prefix = prefix._replace(is_asked=instruction is not None)
         shared = bool(queries) and all(query is queries[0] for query in queries)
-        asked = self._accept_all("queries", queries[:1] if shared else queries, kind, prefix)
-        found = self._accept_all(
-            "documents", documents, kind, self._prefix(names[1], None)._replace(is_asked=False)
-        )
+        queries = queries[:1] if shared else queries
+        asked = self._accept_all("queries", queries, kind, prefix, params)
+        prefix = self._prefix(names[1], None)._replace(is_asked=False)
+        found = self._accept_all("documents", documents, kind, prefix, params)
 
         def outputs(requests: list[Request]) -> list[ScoringRequestOutput]:
             vectors = _vectors(requests, None, True)
@@ -223,23 +237,40 @@ class Planner:
         return Plan(asked + found, outputs)
 
     def _accept_all(
-        self, name: str, prompts: Any, pooling: Pooling, prefix: Prefix | None = None
+        self,
+        name: str,
+        prompts: Any,
+        pooling: Pooling,
+        prefix: Prefix | None = None,
+        params: SamplingParams = PROMPT_ONLY,
     ) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
         return [
-            self._accept(f"{name}[{index}]", prompt, Wanted(pooling), prefix)
+            self._accept(f"{name}[{index}]", prompt, Wanted(pooling), prefix, params)
             for index, prompt in enumerate(prompt_list(name, prompts))
         ]
 
     def _accept(
-        self, name: str, prompt: Prompt, wanted: Wanted, prefix: Prefix | None = None
+        self,
+        name: str,
+        prompt: Prompt,
+        wanted: Wanted,
+        prefix: Prefix | None = None,
+        params: SamplingParams = PROMPT_ONLY,
     ) -> Accepted:
         """Check and encode a prompt, which an error calls `name`."""
         try:
             prompt = prefix.before(prompt) if prefix else prompt
-            return self._intake.accept(prompt, PROMPT_ONLY, wanted)
+            return self._intake.accept(prompt, params, wanted)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from None
+
+
+def _params(truncate_prompt_tokens: int | None) -> SamplingParams:
+    """The parameters of a request without generated tokens."""
+    if truncate_prompt_tokens is None:
+        return PROMPT_ONLY
+    return replace(PROMPT_ONLY, truncate_prompt_tokens=truncate_prompt_tokens)
 
 
 def _text(name: str, value: Any) -> str:

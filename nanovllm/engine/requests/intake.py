@@ -74,6 +74,8 @@ class Intake:
         self._check_params(params)
         source, text = split_prompt(prompt)
         token_ids = self._tokenize(source) if isinstance(source, str) else as_list("prompt", source)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._num_kept(params.truncate_prompt_tokens) :]
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
@@ -96,6 +98,7 @@ class Intake:
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
         params = accepted.params
+        tokenizer = self.tokenizer if params.detokenize else None
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
         seqs: list[Sequence] = []
@@ -109,7 +112,7 @@ class Intake:
                 max_model_len=self.max_model_len,
                 default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),
                 bad_words=accepted.bad_words,
-                text=OutputText(self.tokenizer, params) if streams or params.stop else None,
+                text=OutputText(tokenizer, params) if streams or params.stop else None,
                 counts=TokenCounts() if params.penalizes else None,
                 logprobs=Logprobs() if _reports(params) else None,
                 constraint=accepted.constraint and accepted.constraint.copy(),
@@ -136,6 +139,16 @@ class Intake:
                 )
         if params.allowed_token_ids is not None:
             self._check_allowed(params)
+
+    def _num_kept(self, asked: int) -> int:
+        """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
+        most = self.max_model_len - 1
+        if asked > most:
+            raise ValueError(
+                f"truncate_prompt_tokens must be at most {most} (max_model_len="
+                f"{self.max_model_len} less one to generate), got {asked}"
+            )
+        return most if asked == -1 else asked
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         """What `structured_outputs` ask for, if anything; raises if it is wrong."""
