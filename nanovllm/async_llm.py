@@ -20,6 +20,8 @@ from nanovllm.engine.remote.connection import Connection
 from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit, Tokens
 from nanovllm.engine.remote.mirror import Mirror
 from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.pool import Pooling
+from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
@@ -28,6 +30,13 @@ from nanovllm.outputs import EngineStats, RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
+from nanovllm.utils.tasks import all_of
+from nanovllm.vectors.outputs import (
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
 
 T = TypeVar("T")
 READERS = 2  # threads that tokenize prompts and apply chat templates
@@ -69,6 +78,7 @@ class AsyncLLM:
             self._connection.process.close()
             raise
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
+        self._planner = Planner(self._intake, self.model_config, path, str(asked.model))
         self._chat_format = ChatFormat(self.tokenizer, asked.tool_parser, asked.reasoning_parser)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="nanovllm-read")
         self._large_reader = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-read-large")
@@ -147,8 +157,16 @@ class AsyncLLM:
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
         accepted = await self._read(accept, prompt_size(prompt))
+        async with self._running(accepted, params, request_id, is_whole) as call:
+            yield call
+
+    @contextlib.asynccontextmanager
+    async def _running(
+        self, accepted: Accepted, params: SamplingParams, name: Any = None, is_whole: bool = True
+    ) -> AsyncIterator[Call]:
+        """Queue what was accepted for the time of the block."""
         await self._connection.open()
-        call = self._open(accepted, params, request_id, is_whole)
+        call = self._open(accepted, params, name, is_whole)
         try:
             yield call
         finally:
@@ -156,6 +174,41 @@ class AsyncLLM:
                 self._drop(call)
             del self._calls[call.number]
             self._count(call, 0)
+
+    async def embed(self, prompts: Prompts, **options: Any) -> list[EmbeddingRequestOutput]:
+        """The vectors of prompts; options are those of `LLM.embed`, without a progress bar.
+
+        As many prompts of a call are queued at once as sequences may run. A bad prompt raises
+        before any is queued. Leaving the call aborts its requests.
+        """
+        plan = functools.partial(self._planner.embed, prompts, **options)
+        return await self._carry_out(plan, prompts)
+
+    async def encode(
+        self, prompts: Prompts, pooling: Pooling | None = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """The hidden states of prompts, by the options of `LLM.encode`. Otherwise as `embed`."""
+        plan = functools.partial(self._planner.encode, prompts, pooling, **options)
+        return await self._carry_out(plan, prompts)
+
+    async def score(
+        self, queries: Prompts, documents: Prompts, **options: Any
+    ) -> list[ScoringRequestOutput]:
+        """How well documents fit queries, by the options of `LLM.score`. Otherwise as `embed`."""
+        plan = functools.partial(self._planner.score, queries, documents, **options)
+        return await self._carry_out(plan, documents)
+
+    async def _carry_out(self, make: Callable[[], Plan[Output]], prompts: Any) -> list[Output]:
+        """Make a plan, compute its requests, and return its outputs."""
+        texts = prompts if isinstance(prompts, list | tuple) else [prompts]
+        plan = await self._read(make, sum(map(prompt_size, texts)))
+        room = asyncio.Semaphore(self.config.max_num_seqs)
+
+        async def compute(accepted: Accepted) -> Request:
+            async with room, self._running(accepted, accepted.params) as call:
+                return await call.request()
+
+        return plan.outputs(await all_of(map(compute, plan.accepted)))
 
     async def chat_turn(
         self, messages: list[Any], params: SamplingParams | None = None, **options: Any
@@ -264,7 +317,7 @@ class AsyncLLM:
         token_ids = array("i", accepted.token_ids).tobytes()
         if params.stop is not None:  # stops are found here
             params = dataclasses.replace(params, stop=None)
-        self._connection.send(Submit(number, token_ids, params))
+        self._connection.send(Submit(number, token_ids, params, accepted.wanted))
         call = self._calls[number] = Call(number, name, mirror, is_whole)
         self.num_open += call.num_open
         return call

@@ -74,7 +74,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     streams = check_bool("stream", body.get("stream", False))
     return APIRequest(
         url=url,
-        prompts=[prompt] if url == CHAT else _prompts(prompt),
+        prompts=[prompt] if url == CHAT else prompts_of(prompt),
         chat_options=_chat_options(body, option_names),
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
@@ -103,7 +103,7 @@ def _chat_options(body: Mapping[str, Any], names: Collection[str]) -> dict[str, 
     return {"tool_choice": "auto", **given} if given.get("tools") else given
 
 
-def _prompts(prompt: Any) -> list[Any]:
+def prompts_of(prompt: Any) -> list[Any]:
     """The prompts in a text, a list of token ids, or a list of either."""
     if isinstance(prompt, list) and prompt and all(isinstance(p, str | list) for p in prompt):
         return prompt

@@ -25,6 +25,7 @@ from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import APIError, as_api_error, error_body, error_response
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
+from nanovllm.utils.tasks import all_of, cancel
 
 T = TypeVar("T")
 CLIENT_LEFT = 499  # for the log, as nginx writes it
@@ -54,7 +55,7 @@ class Answering:
             asked = self._parse(url, await read_object(request, self._options.max_body_mib))
             if asked.streams:
                 return EventStream(self._chunks(line, asked), self._options.timeout, line)
-            body = await _unless_gone(
+            body = await unless_gone(
                 request.receive, self._body(line, asked), self._options.timeout
             )
         except asyncio.CancelledError:  # by what runs the application
@@ -71,11 +72,7 @@ class Answering:
 
     def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
         asked = parse_body(url, body, self._defaults[url])
-        if asked.model is not None and asked.model not in self._names:
-            raise APIError(
-                404, f"there is no model {asked.model!r}, but {', '.join(self._names)}",
-                "model_not_found",
-            )  # fmt: skip
+        check_model(asked.model, self._names)
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
         most = self._llm.config.max_num_seqs + self._llm.max_waiting
@@ -96,7 +93,7 @@ class Answering:
     async def _body(self, line: RequestLine, asked: APIRequest) -> dict[str, Any]:
         """The body of a whole response."""
         asked, prompts = await self._prepare(asked)
-        outputs = await _all(self._llm.complete(prompt, asked.params) for prompt in prompts)
+        outputs = await all_of(self._llm.complete(prompt, asked.params) for prompt in prompts)
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise APIError(400, str(samples[0]["stop_reason"]))
@@ -154,6 +151,13 @@ class Answering:
         return echoed_text(request.prompt, ids, self._llm.tokenizer)
 
 
+def check_model(asked: str | None, names: Sequence[str]) -> None:
+    """Raise if a body asks for a model that has none of these `names`."""
+    if asked is not None and asked not in names:
+        message = f"there is no model {asked!r}, but {', '.join(names)}"
+        raise APIError(404, message, "model_not_found")
+
+
 def refuse_templates(asked: APIRequest) -> None:
     """Raise if a chat brings its own template."""
     if given_template(asked.chat_options) is not None:
@@ -179,7 +183,7 @@ class EventStream(Response):
         """Send the events."""
         status = 200
         try:
-            if not await _unless_gone(receive, self._pump(send), self._timeout):
+            if not await unless_gone(receive, self._pump(send), self._timeout):
                 status = CLIENT_LEFT
         except asyncio.CancelledError:
             status = CLIENT_LEFT
@@ -241,7 +245,7 @@ async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent
 
     async def follow_all() -> None:
         try:
-            await _all(follow(place, call) for place, call in enumerate(calls))
+            await all_of(follow(place, call) for place, call in enumerate(calls))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
@@ -253,25 +257,10 @@ async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent
                 raise item
             yield item
     finally:
-        await _cancel(task)
+        await cancel(task)
 
 
-async def _all(coroutines: Any) -> list[Any]:
-    """The results of all; if one raises, the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _cancel(*tasks)
-
-
-async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _unless_gone(
+async def unless_gone(
     receive: Receive, work: Coroutine[Any, Any, T], timeout: float | None
 ) -> T | None:
     """What `work` returns; None, and it is cancelled, if the client leaves before."""

@@ -88,9 +88,8 @@ class Followed:
         """The last event: all samples have ended."""
         first, times = self.request.seqs[0], self.request.times
         asked = first.params.prompt_logprobs is not None
-        return Ended(
-            self.number, times, first.num_hit_tokens or 0, first.logprobs.prompt if asked else None
-        )
+        likely = first.logprobs.prompt if asked else None
+        return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool)
 
 
 def _progress(number: int, seq: Sequence, start: int) -> Progress:
@@ -179,7 +178,8 @@ class EngineLoop:
     def _accept(self, command: Submit) -> "Accepted | Exception":
         """Check a request, and compile its constraint."""
         try:
-            return self._engine.accept(array("i", command.token_ids).tolist(), command.params)
+            token_ids = array("i", command.token_ids).tolist()
+            return self._engine.accept(token_ids, command.params, command.wanted)
         except (TypeError, ValueError) as error:
             return error
 
