@@ -30,6 +30,7 @@ from nanovllm.vllm_names import ENGINE
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
+MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_WAITING = 1024  # samples beside those that run; of AsyncLLM and of the server
 TOOL_PARSERS = (
     "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "none",
@@ -179,6 +180,25 @@ class Config:
         SPECULATION,
         none="one token a step, and on a CPU those that structured outputs force",
     )
+    enable_lora: bool = option(
+        False,
+        "requests may use LoRA adapters, as `lora_request`: docs/adapters.md",
+        TRUE_OR_FALSE,
+    )
+    max_loras: int = option(
+        8,
+        "most adapters that running requests use at once; each has a slot in the device's memory",
+        int_range(1, MAX_LORAS),
+    )
+    max_lora_rank: int = option(
+        64, "largest rank of an adapter, which a slot has room for", int_range(1, MAX_LORA_RANK)
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "most adapters that are kept in the host's memory, at least `max_loras`",
+        int_range(1),
+        none="four times `max_loras`",
+    )
     tool_parser: str | None = option(
         None,
         "how the model writes tool calls in chats: docs/tools.md; `none`: they are not read",
@@ -202,3 +222,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras must be at least max_loras={self.max_loras}, got"
+                f" {self.max_cpu_loras}"
+            )
