@@ -1,5 +1,6 @@
 """The messages between an engine's process and its caller."""
 
+import pickle
 from typing import Any, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
@@ -8,6 +9,8 @@ from nanovllm.engine.requests.timing import RequestTimes
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
+
+NO_ARGUMENTS = pickle.dumps(((), {}))
 
 
 class Submit(NamedTuple):
@@ -35,10 +38,14 @@ class Stop(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Ask for what a method of the engine returns: `stats` or `get_metrics`."""
+    """Ask for what a method of the engine returns, between two of its steps.
+
+    `arguments` are its positional and keyword arguments, pickled by value.
+    """
 
     number: int
     method: str
+    arguments: bytes = NO_ARGUMENTS
 
 
 class Quit(NamedTuple):
@@ -98,10 +105,11 @@ class Refused(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to `Ask`."""
+    """The answer to `Ask`: a value, or the error that the method has raised."""
 
     number: int
     value: Any
+    error: Exception | None = None
 
 
 Command = Submit | Drop | Stop | Ask | Quit
