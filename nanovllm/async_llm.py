@@ -21,6 +21,7 @@ from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop
 from nanovllm.engine.remote.mirror import Mirror
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
@@ -79,14 +80,16 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """Complete a prompt, and yield what is new whenever the caller asks for more.
 
         A slow caller gets several tokens in an event. Leaving the loop, or cancelling the task,
         aborts the request. `request_id` names it for `abort`, and `priority` replaces that of the
-        parameters. A bad prompt raises at the first event.
+        parameters. `lora_request` is an adapter, which is read beside the engine's steps. A bad
+        prompt or adapter raises at the first event.
         """
-        asked = dict(request_id=request_id, priority=priority)
+        asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
         async with self.request(prompt, sampling_params, **asked) as call:
             async for event in call.events():
                 yield event
@@ -98,6 +101,7 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncIterator[StreamEvent]:
         """Answer a conversation; each event has a `delta`, as those of `LLM.stream_chat`.
@@ -107,7 +111,8 @@ class AsyncLLM:
         params = _params(sampling_params, priority)
         turn = await self.chat_turn(messages, params, **options)
         readers = [AnswerReader(turn.answer) for _ in range(params.n)]
-        events = self.generate(turn.prompt, turn.params, request_id=request_id)
+        asked: Any = dict(request_id=request_id, lora_request=lora_request)
+        events = self.generate(turn.prompt, turn.params, **asked)
         async with contextlib.aclosing(events):  # type: ignore[type-var]
             async for event in events:
                 ended = event["finish_reason"] is not None
@@ -121,9 +126,10 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Complete a prompt, and return the whole output. Otherwise as `generate`."""
-        asked = dict(request_id=request_id, priority=priority)
+        asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
         async with self.request(prompt, sampling_params, **asked, is_whole=True) as call:
             return await call.output()
 
@@ -135,6 +141,7 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
         is_whole: bool = False,
     ) -> AsyncIterator[Call]:
         """Queue a request for the time of the block; what is not finished then is aborted.
@@ -142,11 +149,12 @@ class AsyncLLM:
         Of one that `is_whole` only the output is asked for, at the end.
         """
         params = _params(sampling_params, priority)
+        self._check_adapter(lora_request)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
         accepted = await self._in_thread(accept, num_characters(prompt))
         await self._connection.open()
-        call = self._open(accepted, params, request_id, is_whole)
+        call = self._open(accepted, params, request_id, is_whole, lora_request)
         try:
             yield call
         finally:
@@ -199,6 +207,15 @@ class AsyncLLM:
         """The parameters that the model's `generation_config.json` recommends."""
         return recommended_params(self.model_path)
 
+    async def check_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter for requests to come; raises if it does not fit the model."""
+        self._check_adapter(lora_request)
+        await self._connection.ask("check_adapter", lora_request, beside=True)
+
+    def _check_adapter(self, lora_request: Any) -> None:
+        if check_lora_request(lora_request) is not None and not self.config.enable_lora:
+            raise ValueError(NOT_ENABLED)
+
     async def wait_for_failure(self) -> BaseException:
         """Wait until the engine has ended; returns why."""
         return await self._connection.wait_for_end()
@@ -246,7 +263,14 @@ class AsyncLLM:
         threads = self._readers if size < LARGE else self._large_reader
         return await asyncio.get_running_loop().run_in_executor(threads, read)
 
-    def _open(self, accepted: Accepted, params: SamplingParams, name: Any, is_whole: bool) -> Call:
+    def _open(
+        self,
+        accepted: Accepted,
+        params: SamplingParams,
+        name: Any,
+        is_whole: bool,
+        lora_request: LoRARequest | None,
+    ) -> Call:
         """Queue a request."""
         self.check()
         self._check_room(params.n)
@@ -259,7 +283,7 @@ class AsyncLLM:
         token_ids = array("i", accepted.token_ids).tobytes()
         if params.stop is not None:  # stops are found here
             params = dataclasses.replace(params, stop=None)
-        self._connection.send(Submit(number, token_ids, params))
+        self._connection.send(Submit(number, token_ids, params, lora_request))
         call = self._calls[number] = Call(number, name, mirror, is_whole)
         self.num_open += call.num_open
         return call

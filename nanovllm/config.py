@@ -6,12 +6,16 @@ length, the pool's size) is settled by the engine.
 
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.lora_request import named_adapters
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import SPECULATION, SpeculativeConfig
+from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
+    NOTHING,
     TRUE_OR_FALSE,
     OtherName,
     Rule,
@@ -46,6 +50,13 @@ def _check_device(name: str, value: Any) -> str:
     return str(value)
 
 
+def _check_modules(name: str, value: Any) -> tuple[str, ...]:
+    modules = check_texts(name, value)
+    named_adapters(modules)
+    return modules
+
+
+LORA_MODULES = Rule(_check_modules, "a list of texts like NAME=PATH")
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
 KV_DTYPE = type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
@@ -199,6 +210,13 @@ class Config:
         int_range(1),
         none="four times `max_loras`",
     )
+    lora_modules: Iterable[str] | None = option(
+        None,
+        "an adapter as NAME=PATH, which requests of the server and of batch jobs use if NAME is"
+        " their `model`",
+        LORA_MODULES,
+        none=NOTHING,
+    )
     tool_parser: str | None = option(
         None,
         "how the model writes tool calls in chats: docs/tools.md; `none`: they are not read",
@@ -227,3 +245,5 @@ class Config:
                 f"max_cpu_loras must be at least max_loras={self.max_loras}, got"
                 f" {self.max_cpu_loras}"
             )
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("lora_modules need enable_lora=True (--enable-lora), got False")

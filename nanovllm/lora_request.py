@@ -1,7 +1,7 @@
 """LoRARequest: which adapter a request uses. It knows no files: the engine reads and checks them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,31 @@ class LoRARequest:
         return self.lora_int_id
 
 
+NOT_ENABLED = (
+    "lora_request needs enable_lora=True (--enable-lora) when the engine is made, got an engine"
+    " without it"
+)
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for one or several prompts
+
+
 def check_lora_request(value: Any) -> LoRARequest | None:
     """The value, if it is an adapter or None."""
     if value is not None and not isinstance(value, LoRARequest):
         raise TypeError(f"lora_request must be a LoRARequest or None, got {shorten(value)}")
     return value
+
+
+def named_adapters(modules: Iterable[str]) -> dict[str, LoRARequest]:
+    """Adapters that are written as NAME=PATH, by name."""
+    named: dict[str, LoRARequest] = {}
+    for module in modules:
+        name, _, path = module.partition("=")
+        if not name or not path:
+            raise ValueError(f"lora_modules must be like NAME=PATH, got {module!r}")
+        if name in named:
+            raise ValueError(f"lora_modules must have different names, got {name!r} twice")
+        named[name] = LoRARequest(name, path)
+    return named
 
 
 def lora_requests(given: Any, num_prompts: int) -> list[LoRARequest | None]:

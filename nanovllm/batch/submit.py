@@ -34,4 +34,4 @@ def submit(
         (turn,) = llm.chat_turns([prompt], request.params, **request.chat_options)
         prompt = turn.prompt
         request = replace(request, params=turn.params, answer=turn.answer)
-    return llm.add_request(prompt, request.params), request
+    return llm.add_request(prompt, request.params, llm.named_adapter(request.model)), request

@@ -34,12 +34,13 @@ class EngineConfig:
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int
+    lora_modules: tuple[str, ...]
 
     @classmethod
     def settle(cls, config: Config, num_kvcache_blocks: int, max_model_len: int) -> "EngineConfig":
         """Complete a Config of which only the pool's size and the longest sequence are open."""
         values = {field.name: getattr(config, field.name) for field in fields(cls)}
-        values |= dict(max_cpu_loras=most_kept(config))
+        values |= dict(max_cpu_loras=most_kept(config), lora_modules=config.lora_modules or ())
         values |= dict(num_kvcache_blocks=num_kvcache_blocks, max_model_len=max_model_len)
         missing = [name for name, value in values.items() if value is None]
         assert not missing, missing

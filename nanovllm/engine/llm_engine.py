@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
-from nanovllm.engine.adapters.calls import NOT_ENABLED, AdapterCalls
+from nanovllm.engine.adapters.calls import AdapterCalls
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
@@ -22,7 +22,7 @@ from nanovllm.engine.speculative.speculator import speculator_of
 from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.engine.step_counter import StepCounter
-from nanovllm.lora_request import LoRARequest, check_lora_request
+from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric, RequestMeter
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
@@ -377,6 +377,16 @@ class LLMEngine:
         if self.adapters is None:
             raise ValueError(NOT_ENABLED)
         return replace(accepted, adapter=self.adapters.store.accept(lora_request))
+
+    def named_adapter(self, name: str | None) -> LoRARequest | None:
+        """The adapter of `lora_modules` with this name, if there is one."""
+        return self.adapters.named.get(name or "") if self.adapters is not None else None
+
+    def check_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter for requests to come; raises if it does not fit the model."""
+        if self.adapters is None:
+            raise ValueError(NOT_ENABLED)
+        self.adapters.store.accept(lora_request)
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
         """Queue what `accept` returned and return its id.

@@ -13,6 +13,12 @@ from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.pool import POOLINGS, Pool, Pooling
 from nanovllm.engine.requests.request import Request
+from nanovllm.lora_request import (
+    LoRARequest,
+    LoRARequests,
+    check_lora_request,
+    lora_requests,
+)
 from nanovllm.models.bare import NO_HEAD
 from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -63,6 +69,7 @@ class VectorCalls(LLMEngine):
         pooling: Pooling | None = None,
         prompt_name: str | None = None,
         instruction: str | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of every prompt, in the order of the prompts.
 
@@ -70,7 +77,7 @@ class VectorCalls(LLMEngine):
         sentence-transformers' files in its directory say; without these the last token's state is
         normalized. `dimensions` keeps the first ones of a vector, which is then normalized.
         Texts get the model's prompt `prompt_name` in front, or an `instruction` for queries in the
-        form of Qwen3-Embedding.
+        form of Qwen3-Embedding. Adapters are those of `generate`.
         """
         self._check(use_tqdm)
         conventions = self.conventions
@@ -81,7 +88,8 @@ class VectorCalls(LLMEngine):
             check_bool("normalize", normalize)
         normalizes = conventions.normalize if normalize is None else normalize
         prefix = self._prefix(prompt_name, instruction)
-        requests = self._pool(self._accept_all("prompts", prompts, kind, prefix), use_tqdm)
+        accepted = self._accept_all("prompts", prompts, kind, prefix, lora_request)
+        requests = self._pool(accepted, use_tqdm)
         vectors = _vectors(requests, dimensions, normalizes).tolist()
         return [
             EmbeddingRequestOutput(
@@ -93,7 +101,12 @@ class VectorCalls(LLMEngine):
         ]
 
     def encode(
-        self, prompts: Prompts, pooling: Pooling | None = None, *, use_tqdm: bool = True
+        self,
+        prompts: Prompts,
+        pooling: Pooling | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """The hidden states of every prompt after the final norm, in float32, as they are.
 
@@ -101,7 +114,8 @@ class VectorCalls(LLMEngine):
         """
         self._check(use_tqdm)
         kind = self._pooling(pooling, POOLINGS)
-        requests = self._pool(self._accept_all("prompts", prompts, kind), use_tqdm)
+        accepted = self._accept_all("prompts", prompts, kind, None, lora_request)
+        requests = self._pool(accepted, use_tqdm)
         return [
             PoolingRequestOutput(
                 **common_fields(request), outputs=PoolingOutput(data=request.seqs[0].pool.result)
@@ -117,13 +131,14 @@ class VectorCalls(LLMEngine):
         instruction: str | None = None,
         method: str | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well documents fit queries, in the order of the documents.
 
         There is one query for all documents, or one for each. With `method` "yes_no", that of
         Qwen3-Reranker, a score is the probability of "yes" against "no"; with "cosine" it is the
         cosine of two embeddings. By default models that rank, by their files or their name, use the
-        first. `instruction` says what the queries ask for.
+        first. `instruction` says what the queries ask for. An adapter is used for all of them.
         """
         self._check(use_tqdm)
         if method is None:
@@ -138,9 +153,9 @@ class VectorCalls(LLMEngine):
                 f"queries must be one or as many as documents ({len(document_list)}), got"
                 f" {len(query_list)}"
             )
-        if method == "yes_no":
-            return self._score_by_answer(query_list, document_list, instruction, use_tqdm)
-        return self._score_by_cosine(query_list, document_list, instruction, use_tqdm)
+        by_method = self._score_by_answer if method == "yes_no" else self._score_by_cosine
+        adapter = check_lora_request(lora_request)
+        return by_method(query_list, document_list, instruction, use_tqdm, adapter)
 
     @cached_property
     def conventions(self) -> Conventions:
@@ -171,7 +186,12 @@ class VectorCalls(LLMEngine):
         return Prefix(query_prefix(_text("instruction", instruction)), True)
 
     def _score_by_answer(
-        self, queries: list[Any], documents: list[Any], instruction: Any, use_tqdm: bool
+        self,
+        queries: list[Any],
+        documents: list[Any],
+        instruction: Any,
+        use_tqdm: bool,
+        adapter: LoRARequest | None,
     ) -> list[ScoringRequestOutput]:
         if self.tokenizer is None:
             raise ValueError("method='yes_no' needs a tokenizer, and the model directory has none")
@@ -185,7 +205,8 @@ class VectorCalls(LLMEngine):
         for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
             texts = _text(f"queries[{index}]", query), _text(f"documents[{index}]", document)
             prompt = rerank_prompt(self.tokenizer, task, *texts)
-            accepted.append(self._accept(f"documents[{index}]", prompt, "last", labels))
+            name = f"documents[{index}]"
+            accepted.append(self._accept(name, prompt, "last", labels, adapter=adapter))
         outputs = []
         for request in self._pool(accepted, use_tqdm):
             score = torch.tensor(request.seqs[0].pool.logprobs).softmax(0)[0].item()
@@ -193,17 +214,23 @@ class VectorCalls(LLMEngine):
         return outputs
 
     def _score_by_cosine(
-        self, queries: list[Any], documents: list[Any], instruction: Any, use_tqdm: bool
+        self,
+        queries: list[Any],
+        documents: list[Any],
+        instruction: Any,
+        use_tqdm: bool,
+        adapter: LoRARequest | None,
     ) -> list[ScoringRequestOutput]:
         known, kind = self.conventions.prompts, self._pooling(None, ())
         names = [name if name in known else None for name in ("query", "document")]
         prefix = self._prefix(None if instruction is not None else names[0], instruction)
         prefix = prefix._replace(is_asked=instruction is not None)
         shared = bool(queries) and all(query is queries[0] for query in queries)
-        asked = self._accept_all("queries", queries[:1] if shared else queries, kind, prefix)
-        found = self._accept_all(
-            "documents", documents, kind, self._prefix(names[1], None)._replace(is_asked=False)
+        asked = self._accept_all(
+            "queries", queries[:1] if shared else queries, kind, prefix, adapter
         )
+        prefix = self._prefix(names[1], None)._replace(is_asked=False)
+        found = self._accept_all("documents", documents, kind, prefix, adapter)
         requests = self._pool(asked + found, use_tqdm)
         vectors = _vectors(requests, None, True)
         scores = (vectors[: len(asked)] * vectors[len(asked) :]).sum(dim=-1).tolist()
@@ -218,12 +245,14 @@ class VectorCalls(LLMEngine):
         return outputs
 
     def _accept_all(
-        self, name: str, prompts: Any, pooling: Pooling, prefix: Prefix | None = None
+        self, name: str, prompts: Any, pooling: Pooling, prefix: Prefix | None, adapter: Any
     ) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
+        items = prompt_list(name, prompts)
+        adapters = lora_requests(adapter, len(items))
         return [
-            self._accept(f"{name}[{index}]", prompt, pooling, prefix=prefix)
-            for index, prompt in enumerate(prompt_list(name, prompts))
+            self._accept(f"{name}[{index}]", prompt, pooling, prefix=prefix, adapter=one)
+            for index, (prompt, one) in enumerate(zip(items, adapters, strict=True))
         ]
 
     def _accept(
@@ -233,11 +262,13 @@ class VectorCalls(LLMEngine):
         pooling: Pooling,
         labels: tuple[int, ...] = (),
         prefix: Prefix | None = None,
+        adapter: LoRARequest | None = None,
     ) -> Accepted:
         """Check and encode a prompt, which an error calls `name`."""
         try:
             prompt = prefix.before(prompt) if prefix else prompt
             accepted = self._intake.accept(prompt, PROMPT_ONLY, head=bool(labels))
+            accepted = self.adapted(accepted, adapter)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from None
         return replace(accepted, pool=Pool(pooling, len(accepted.token_ids), labels))

@@ -6,16 +6,13 @@ from nanovllm.engine.adapters.residents import Residents
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.lora_request import named_adapters
 
 WAIT_SECONDS = 0.01
-NOT_ENABLED = (
-    "lora_request needs enable_lora=True (--enable-lora) when the engine is made, got an engine"
-    " without it"
-)
 
 
 class AdapterCalls:
-    """The host's store, and the slots on the devices."""
+    """The host's store, and the slots on the devices. `named` are those of `lora_modules`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         parts, config = runner.shard.adapters, runner.config
@@ -24,6 +21,8 @@ class AdapterCalls:
         self.store = AdapterStore(parts.read, config.max_cpu_loras)
         parts.tensors = self.store.tensors
         self.residents = Residents(config.max_loras, self.store, self._place)
+        self.named = named_adapters(config.lora_modules)
+        self._kept = [self.store.accept(request) for request in self.named.values()]
 
     def _place(self, adapter: Adapter, slot: int) -> None:
         self._runner.everywhere(Place(slot, adapter.number, adapter.path))

@@ -65,14 +65,19 @@ class Connection:
         assert self._writer is not None
         self._writer.write(frame(command))
 
-    async def ask(self, method: str, *args: Any, **options: Any) -> Any:
-        """What a method of the engine returns, or raises, between two of its steps."""
+    async def ask(
+        self, method: str, *args: Any, beside: bool = False, **options: Any
+    ) -> Any:
+        """What a method of the engine returns, or raises, between two of its steps.
+
+        Or if it is asked `beside`, while they go on.
+        """
         arguments = by_value((args, options))
         await self.open()
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Ask(number, method, arguments))
+            self.send(Ask(number, method, arguments, beside))
             return await answer
         finally:
             del self._questions[number]

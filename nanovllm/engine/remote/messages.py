@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.requests.timing import RequestTimes
+from nanovllm.lora_request import LoRARequest
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ class Submit(NamedTuple):
     number: int
     token_ids: bytes
     params: SamplingParams
+    lora_request: LoRARequest | None = None
 
 
 class Drop(NamedTuple):
@@ -40,12 +42,14 @@ class Stop(NamedTuple):
 class Ask(NamedTuple):
     """Ask for what a method of the engine returns, between two of its steps.
 
-    `arguments` are its positional and keyword arguments, pickled by value.
+    `arguments` are its positional and keyword arguments, pickled by value. A method that is asked
+    `beside` is called in a thread, while steps go on.
     """
 
     number: int
     method: str
     arguments: bytes = NO_ARGUMENTS
+    beside: bool = False
 
 
 class Quit(NamedTuple):
