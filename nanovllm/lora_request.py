@@ -1,4 +1,4 @@
-"""LoRARequest: which adapter a request uses. It knows no files: the engine reads and checks them."""
+"""LoRARequest: which adapter a request uses. It knows no files; the engine reads them."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.adapters.calls import AdapterCalls
+from nanovllm.engine.adapters.loaded import Adapter
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
@@ -372,11 +373,9 @@ class LLMEngine:
 
     def adapted(self, accepted: Accepted, lora_request: LoRARequest | None) -> Accepted:
         """A prompt with the adapter that it is computed with, which is read and checked."""
-        if check_lora_request(lora_request) is None:
+        if (asked := check_lora_request(lora_request)) is None:
             return accepted
-        if self.adapters is None:
-            raise ValueError(NOT_ENABLED)
-        return replace(accepted, adapter=self.adapters.store.accept(lora_request))
+        return replace(accepted, adapter=self.read_adapter(asked))
 
     def named_adapter(self, name: str | None) -> LoRARequest | None:
         """The adapter of `lora_modules` with this name, if there is one."""
@@ -384,9 +383,13 @@ class LLMEngine:
 
     def check_adapter(self, lora_request: LoRARequest) -> None:
         """Read an adapter for requests to come; raises if it does not fit the model."""
+        self.read_adapter(lora_request)
+
+    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
+        """The adapter, read and checked unless it has been."""
         if self.adapters is None:
             raise ValueError(NOT_ENABLED)
-        self.adapters.store.accept(lora_request)
+        return self.adapters.store.accept(lora_request)
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
         """Queue what `accept` returned and return its id.

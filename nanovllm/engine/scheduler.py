@@ -302,9 +302,10 @@ class Scheduler:
         )
         candidates = self._candidates()
         while budget and num_running < self.max_num_running:
-            seq = next(candidates, None)
-            if seq is None or seq is self.refused:
+            candidate = next(candidates, None)
+            if candidate is None or candidate is self.refused:
                 return
+            seq = candidate
             if not manager.allocate(seq, in_progress, forecast.admits):
                 self.refused = None if seqs else seq
                 return

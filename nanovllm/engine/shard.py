@@ -271,9 +271,7 @@ class Shard:
             return None
         return self.adapters.rows(upload_ahead(self.device, slots)[0], self.backend.kernels)
 
-    def _decode(
-        self, size: Size, width: int
-    ) -> tuple[torch.Tensor, Decoding, AdapterRows | None]:
+    def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding, AdapterRows | None]:
         """The hidden states of the table's batch, what was read from the table, and adapters."""
         if size.num_queries > 1 or self.guesser.reads_residuals:
             self.guesser.guess(self.table.state, size)

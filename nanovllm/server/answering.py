@@ -36,7 +36,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Answering:
-    """Answers bodies by an engine and its adapters. `defaults` are sampling parameters for each URL."""
+    """Answers bodies by an engine. `defaults` are sampling parameters for each URL."""
 
     def __init__(
         self,
@@ -123,8 +123,7 @@ class Answering:
         request = functools.partial(self._llm.request, lora_request=adapter)
         async with AsyncExitStack() as stack:
             calls = [
-                await stack.enter_async_context(request(prompt, asked.params))
-                for prompt in prompts
+                await stack.enter_async_context(request(prompt, asked.params)) for prompt in prompts
             ]
             writers = self._writers(line.name, asked, calls)
             begun: set[int] = set()

@@ -48,7 +48,10 @@ class AdapterStore:
             if (adapter := self._find(number, path)) is not None:  # by another thread
                 return adapter
             adapter = Adapter(number, path)
-            tensors = self._read_unchanged(adapter)
+            try:
+                tensors = self._read_unchanged(adapter)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"lora_request {request.lora_name!r}: {error}") from error
             with self._lock:
                 self._known[number] = adapter
                 self._keep(number, tensors)

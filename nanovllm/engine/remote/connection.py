@@ -65,9 +65,7 @@ class Connection:
         assert self._writer is not None
         self._writer.write(frame(command))
 
-    async def ask(
-        self, method: str, *args: Any, beside: bool = False, **options: Any
-    ) -> Any:
+    async def ask(self, method: str, *args: Any, beside: bool = False, **options: Any) -> Any:
         """What a method of the engine returns, or raises, between two of its steps.
 
         Or if it is asked `beside`, while they go on.
