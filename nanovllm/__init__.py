@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.engine.ranks.errors import RankError
     from nanovllm.llm import LLM
+    from nanovllm.lora_request import LoRARequest
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -29,6 +30,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "PoolingRequestOutput",
     "RankError",
     "RequestOutput",
@@ -44,6 +46,7 @@ _MODULES = {
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "vectors.outputs",
+    "LoRARequest": "lora_request",
     "PoolingRequestOutput": "vectors.outputs",
     "RankError": "engine.ranks.errors",
     "RequestOutput": "outputs",

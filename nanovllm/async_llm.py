@@ -23,6 +23,7 @@ from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
@@ -91,14 +92,16 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """Complete a prompt, and yield what is new whenever the caller asks for more.
 
         A slow caller gets several tokens in an event. Leaving the loop, or cancelling the task,
         aborts the request. `request_id` names it for `abort`, and `priority` replaces that of the
-        parameters. A bad prompt raises at the first event.
+        parameters. `lora_request` is an adapter, which is read beside the engine's steps. A bad
+        prompt or adapter raises at the first event.
         """
-        asked = dict(request_id=request_id, priority=priority)
+        asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
         async with self.request(prompt, sampling_params, **asked) as call:
             async for event in call.events():
                 yield event
@@ -110,6 +113,7 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncIterator[StreamEvent]:
         """Answer a conversation; each event has a `delta`, as those of `LLM.stream_chat`.
@@ -119,7 +123,8 @@ class AsyncLLM:
         params = _params(sampling_params, priority)
         turn = await self.chat_turn(messages, params, **options)
         readers = [AnswerReader(turn.answer) for _ in range(params.n)]
-        events = self.generate(turn.prompt, turn.params, request_id=request_id)
+        asked: Any = dict(request_id=request_id, lora_request=lora_request)
+        events = self.generate(turn.prompt, turn.params, **asked)
         async with contextlib.aclosing(events):  # type: ignore[type-var]
             async for event in events:
                 ended = event["finish_reason"] is not None
@@ -133,9 +138,10 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Complete a prompt, and return the whole output. Otherwise as `generate`."""
-        asked = dict(request_id=request_id, priority=priority)
+        asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
         async with self.request(prompt, sampling_params, **asked, is_whole=True) as call:
             return await call.output()
 
@@ -147,6 +153,7 @@ class AsyncLLM:
         *,
         request_id: Any = None,
         priority: int | None = None,
+        lora_request: LoRARequest | None = None,
         is_whole: bool = False,
     ) -> AsyncIterator[Call]:
         """Queue a request for the time of the block; what is not finished then is aborted.
@@ -154,19 +161,25 @@ class AsyncLLM:
         Of one that `is_whole` only the output is asked for, at the end.
         """
         params = _params(sampling_params, priority)
+        self._check_adapter(lora_request)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
         accepted = await self._read(accept, prompt_size(prompt))
-        async with self._running(accepted, params, request_id, is_whole) as call:
+        async with self._running(accepted, params, request_id, is_whole, lora_request) as call:
             yield call
 
     @contextlib.asynccontextmanager
     async def _running(
-        self, accepted: Accepted, params: SamplingParams, name: Any = None, is_whole: bool = True
+        self,
+        accepted: Accepted,
+        params: SamplingParams,
+        name: Any = None,
+        is_whole: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[Call]:
         """Queue what was accepted for the time of the block."""
         await self._connection.open()
-        call = self._open(accepted, params, name, is_whole)
+        call = self._open(accepted, params, name, is_whole, lora_request)
         try:
             yield call
         finally:
@@ -175,37 +188,53 @@ class AsyncLLM:
             del self._calls[call.number]
             self._count(call, 0)
 
-    async def embed(self, prompts: Prompts, **options: Any) -> list[EmbeddingRequestOutput]:
+    async def embed(
+        self, prompts: Prompts, *, lora_request: LoRARequest | None = None, **options: Any
+    ) -> list[EmbeddingRequestOutput]:
         """The vectors of prompts; options are those of `LLM.embed`, without a progress bar.
 
         As many prompts of a call are queued at once as sequences may run. A bad prompt raises
         before any is queued. Leaving the call aborts its requests.
         """
         plan = functools.partial(self._planner.embed, prompts, **options)
-        return await self._carry_out(plan, prompts)
+        return await self._carry_out(plan, prompts, lora_request)
 
     async def encode(
-        self, prompts: Prompts, pooling: Pooling | None = None, **options: Any
+        self,
+        prompts: Prompts,
+        pooling: Pooling | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> list[PoolingRequestOutput]:
         """The hidden states of prompts, by the options of `LLM.encode`. Otherwise as `embed`."""
         plan = functools.partial(self._planner.encode, prompts, pooling, **options)
-        return await self._carry_out(plan, prompts)
+        return await self._carry_out(plan, prompts, lora_request)
 
     async def score(
-        self, queries: Prompts, documents: Prompts, **options: Any
+        self,
+        queries: Prompts,
+        documents: Prompts,
+        *,
+        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> list[ScoringRequestOutput]:
         """How well documents fit queries, by the options of `LLM.score`. Otherwise as `embed`."""
         plan = functools.partial(self._planner.score, queries, documents, **options)
-        return await self._carry_out(plan, documents)
+        return await self._carry_out(plan, documents, lora_request)
 
-    async def _carry_out(self, make: Callable[[], Plan[Output]], prompts: Any) -> list[Output]:
+    async def _carry_out(
+        self, make: Callable[[], Plan[Output]], prompts: Any, lora_request: LoRARequest | None
+    ) -> list[Output]:
         """Make a plan, compute its requests, and return its outputs."""
+        self._check_adapter(lora_request)
         texts = prompts if isinstance(prompts, list | tuple) else [prompts]
         plan = await self._read(make, sum(map(prompt_size, texts)))
         room = asyncio.Semaphore(self.config.max_num_seqs)
 
         async def compute(accepted: Accepted) -> Request:
-            async with room, self._running(accepted, accepted.params) as call:
+            asked = self._running(accepted, accepted.params, lora_request=lora_request)
+            async with room, asked as call:
                 return await call.request()
 
         return plan.outputs(await all_of(map(compute, plan.accepted)))
@@ -254,6 +283,15 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends."""
         return recommended_params(self.model_path)
+
+    async def check_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter for requests to come; raises if it does not fit the model."""
+        self._check_adapter(lora_request)
+        await self._connection.ask("check_adapter", lora_request, beside=True)
+
+    def _check_adapter(self, lora_request: Any) -> None:
+        if check_lora_request(lora_request) is not None and not self.config.enable_lora:
+            raise ValueError(NOT_ENABLED)
 
     async def wait_for_failure(self) -> BaseException:
         """Wait until the engine has ended; returns why."""
@@ -304,7 +342,14 @@ class AsyncLLM:
         threads = self._readers if size < LARGE else self._large_reader
         return await asyncio.get_running_loop().run_in_executor(threads, read)
 
-    def _open(self, accepted: Accepted, params: SamplingParams, name: Any, is_whole: bool) -> Call:
+    def _open(
+        self,
+        accepted: Accepted,
+        params: SamplingParams,
+        name: Any,
+        is_whole: bool,
+        lora_request: LoRARequest | None,
+    ) -> Call:
         """Queue a request."""
         self.check()
         self._check_room(params.n)
@@ -317,7 +362,8 @@ class AsyncLLM:
         token_ids = array("i", accepted.token_ids).tobytes()
         if params.stop is not None:  # stops are found here
             params = dataclasses.replace(params, stop=None)
-        self._connection.send(Submit(number, token_ids, params, accepted.wanted))
+        message = Submit(number, token_ids, params, accepted.wanted, lora_request)
+        self._connection.send(message)
         call = self._calls[number] = Call(number, name, mirror, is_whole)
         self.num_open += call.num_open
         return call

@@ -6,12 +6,16 @@ length, the pool's size) is settled by the engine.
 
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.lora_request import named_adapters
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import SPECULATION, SpeculativeConfig
+from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
+    NOTHING,
     TRUE_OR_FALSE,
     OtherName,
     Rule,
@@ -30,6 +34,7 @@ from nanovllm.vllm_names import ENGINE
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
+MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_WAITING = 1024  # samples beside those that run; of AsyncLLM and of the server
 TOOL_PARSERS = (
     "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "none",
@@ -45,6 +50,13 @@ def _check_device(name: str, value: Any) -> str:
     return str(value)
 
 
+def _check_modules(name: str, value: Any) -> tuple[str, ...]:
+    modules = check_texts(name, value)
+    named_adapters(modules)
+    return modules
+
+
+LORA_MODULES = Rule(_check_modules, "a list of texts like NAME=PATH")
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
 KV_DTYPE = type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
@@ -179,6 +191,32 @@ class Config:
         SPECULATION,
         none="one token a step, and on a CPU those that structured outputs force",
     )
+    enable_lora: bool = option(
+        False,
+        "requests may use LoRA adapters, as `lora_request`: docs/adapters.md",
+        TRUE_OR_FALSE,
+    )
+    max_loras: int = option(
+        8,
+        "most adapters that running requests use at once; each has a slot in the device's memory",
+        int_range(1, MAX_LORAS),
+    )
+    max_lora_rank: int = option(
+        64, "largest rank of an adapter, which a slot has room for", int_range(1, MAX_LORA_RANK)
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "most adapters that are kept in the host's memory, at least `max_loras`",
+        int_range(1),
+        none="four times `max_loras`",
+    )
+    lora_modules: Iterable[str] | None = option(
+        None,
+        "an adapter as NAME=PATH, which requests of the server and of batch jobs use if NAME is"
+        " their `model`",
+        LORA_MODULES,
+        none=NOTHING,
+    )
     tool_parser: str | None = option(
         None,
         "how the model writes tool calls in chats: docs/tools.md; `none`: they are not read",
@@ -202,3 +240,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras must be at least max_loras={self.max_loras}, got"
+                f" {self.max_cpu_loras}"
+            )
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("lora_modules need enable_lora=True (--enable-lora), got False")

@@ -13,6 +13,7 @@ from nanovllm.engine.llm_engine import exclusive
 from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
+from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt, prompt_list
@@ -33,6 +34,7 @@ class LLM(VectorCalls):
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; return the outputs in the order of the prompts.
 
@@ -41,17 +43,20 @@ class LLM(VectorCalls):
         `sampling_params` is None, one for all prompts, or a list with one for each. Everything is
         checked before anything is queued: a bad prompt or parameter raises an error that names its
         index, and changes nothing. If the call is interrupted, its requests are aborted and the
-        engine can be used again.
+        engine can be used again. `lora_request` is an adapter for all prompts, or a list with one
+        or None for each: docs/adapters.md.
         """
         self.check_open()
         check_bool("use_tqdm", use_tqdm)
-        return self._generate(self._accept_prompts(prompts, sampling_params), use_tqdm)
+        accepted = self._accept_prompts(prompts, sampling_params, lora_request)
+        return self._generate(accepted, use_tqdm)
 
     def chat(
         self,
         messages: Iterable[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         *,
         tools: list[Any] | None = None,
         tool_choice: Any = None,
@@ -77,7 +82,7 @@ class LLM(VectorCalls):
             parallel_tool_calls=parallel_tool_calls, add_generation_prompt=add_generation_prompt,
             **chat_template_kwargs,
         )  # fmt: skip
-        outputs = self._generate(self._accept_turns(turns), use_tqdm)
+        outputs = self._generate(self._accept_turns(turns, lora_request), use_tqdm)
         for turn, output in zip(turns, outputs, strict=True):
             turn.answer.add_messages(output)
         return outputs
@@ -86,6 +91,8 @@ class LLM(VectorCalls):
         self,
         messages: Iterable[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequests = None,
         **options: Any,
     ) -> Iterator[StreamEvent]:
         """Answer conversations, and yield new text and tokens as they come.
@@ -96,7 +103,7 @@ class LLM(VectorCalls):
         """
         self.check_open()
         turns = self.chat_turns(messages, sampling_params, **options)
-        return self._stream_turns(turns, self._accept_turns(turns))
+        return self._stream_turns(turns, self._accept_turns(turns, lora_request))
 
     def _stream_turns(
         self, turns: list[Turn], accepted: list[Accepted]
@@ -152,6 +159,7 @@ class LLM(VectorCalls):
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequests = None,
     ) -> Iterator[StreamEvent]:
         """Complete every prompt, and yield new text and tokens as they come.
 
@@ -160,7 +168,7 @@ class LLM(VectorCalls):
         unfinished requests.
         """
         self.check_open()
-        return self._stream(self._accept_prompts(prompts, sampling_params))
+        return self._stream(self._accept_prompts(prompts, sampling_params, lora_request))
 
     def _stream(self, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
         self.check_open()
@@ -197,22 +205,33 @@ class LLM(VectorCalls):
         run_until_done(self, ids, use_tqdm, "Generating")
         return self.claim(ids)
 
-    def _accept_prompts(self, prompts: Any, sampling_params: Any) -> list[Accepted]:
+    def _accept_prompts(
+        self, prompts: Any, sampling_params: Any, lora_request: Any
+    ) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
         items = prompt_list("prompts", prompts)
         params_list = _params_list(sampling_params, len(items))
+        return self._accept_all_of(zip(items, params_list, strict=True), len(items), lora_request)
+
+    def _accept_turns(self, turns: list[Turn], lora_request: Any) -> list[Accepted]:
+        asked = ((turn.prompt, turn.params) for turn in turns)
+        return self._accept_all_of(asked, len(turns), lora_request)
+
+    def _accept_all_of(
+        self, asked: Iterable[tuple[Prompt, SamplingParams]], number: int, lora_request: Any
+    ) -> list[Accepted]:
+        adapters = lora_requests(lora_request, number)
         return [
-            self._accept_at(index, prompt, params)
-            for index, (prompt, params) in enumerate(zip(items, params_list, strict=True))
+            self._accept_at(index, *one, adapter)
+            for index, (one, adapter) in enumerate(zip(asked, adapters, strict=True))
         ]
 
-    def _accept_turns(self, turns: list[Turn]) -> list[Accepted]:
-        return [self._accept_at(i, turn.prompt, turn.params) for i, turn in enumerate(turns)]
-
-    def _accept_at(self, index: int, prompt: Prompt, params: SamplingParams) -> Accepted:
+    def _accept_at(
+        self, index: int, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None
+    ) -> Accepted:
         """Check and encode prompt `index`, which an error names."""
         try:
-            return self.accept(prompt, params)
+            return self.accept(prompt, params, lora_request=adapter)
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompts[{index}]: {error}") from None
 

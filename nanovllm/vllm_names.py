@@ -35,7 +35,8 @@ ENGINE = {
     "calculate_kv_scales": OtherName(
         (False, True), "an fp8 cache has the checkpoint's scales, or one for each token and head"
     ),
-    "enable_lora": OtherName((False,), NOT_HERE),
+    "lora_dtype": OtherName(("auto", None), "adapters have the model's `dtype`"),
+    "fully_sharded_loras": OtherName((False, True), "ranks hold the parts of their layers"),
     "enable_sleep_mode": OtherName((False,), NOT_HERE),
     "structured_outputs_config": OtherName((None,), NOT_HERE),
     "limit_mm_per_prompt": OtherName((None, {}), "models are text only"),

@@ -29,7 +29,8 @@ FLOORS = (
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "prompts", "outputs", "metrics", "embedded", "option_names"),
     ("kernels",), ("layers",),
-    ("models",), ("engine",), ("chat", "vectors"), ("llm", "async_llm"), ("openai",), ("batch",),
+    ("models",), ("adapters",), ("engine",), ("chat", "vectors"), ("llm", "async_llm"),
+    ("openai",), ("batch",),
     ("server",), ("bench",), ("command",), ("ray",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}

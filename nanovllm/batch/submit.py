@@ -50,7 +50,7 @@ def submit(
         (turn,) = llm.chat_turns([prompt], request.params, **request.chat_options)
         prompt = turn.prompt
         request = replace(request, params=turn.params, answer=turn.answer)
-    request_id = llm.add_request(prompt, request.params)
+    request_id = llm.add_request(prompt, request.params, llm.named_adapter(request.model))
 
     def body(name: str, outputs: list[RequestOutput]) -> dict[str, Any]:
         return response_body(name, request, outputs, llm.config.model, llm.tokenizer)

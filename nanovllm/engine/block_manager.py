@@ -47,7 +47,7 @@ def block_hashes(seq: Sequence, num_blocks: int, block_size: int) -> list[int]:
     """The hashes of the first blocks of `seq`, or of more; each is computed once."""
     hashes = seq.block_hashes
     for index in range(len(hashes), num_blocks):
-        parent = hashes[index - 1] if index else 0
+        parent = hashes[index - 1] if index else seq.root % (1 << 64)
         tokens = seq.token_ids[index * block_size : (index + 1) * block_size]
         hashes.append(hash_block(parent, tokens))
     return hashes
@@ -89,6 +89,7 @@ class BlockManager:
         self.token_ids: list[list[int]] = [[]] * num_blocks  # replaced, never changed in place
         # A number for each prefix (a block and all before it), and the parent's number: blocks with
         # equal tokens whose parents' hashes collide have equal hashes, and differ in this alone.
+        # The parent of a first block is its sequence's root: 0, or below it for an adapter.
         self.prefixes = [0] * num_blocks
         self.parents = [0] * num_blocks
         self.prefix_numbers = count(1)
@@ -206,7 +207,7 @@ class BlockManager:
             before = seq.block_table[index - 1]
             if index and self.hashes[before] is None:
                 break
-            parent = self.prefixes[before] if index else 0
+            parent = self.prefixes[before] if index else seq.root
             twin = self._find_block(value, parent, tokens)
             number = next(self.prefix_numbers) if twin is None else self.prefixes[twin]
             self.hashes[block], self.token_ids[block] = value, tokens
@@ -244,8 +245,9 @@ class BlockManager:
         assert published == [b for b, value in enumerate(self.hashes) if value is not None]
         for value, group in self.blocks_by_hash.items():
             assert group and all(self.hashes[block] == value for block in group)
-        prefixes = {0, *(self.prefixes[block] for block in published)}
-        assert prefixes.issuperset(self.parents[block] for block in published), "a lost parent"
+        prefixes = {self.prefixes[block] for block in published}
+        parents = {self.parents[block] for block in published}
+        assert all(parent <= 0 or parent in prefixes for parent in parents), "a lost parent"
         order = [self.hashes[block] is not None for block in self.free_queue]
         assert order == sorted(order), "a cached block comes before one that cannot be found"
         free = [self.prefixes[block] for block in published if block in self.free_queue]
@@ -315,7 +317,7 @@ class BlockManager:
     def _find_prefix(self, seq: Sequence, num_blocks: int) -> list[int]:
         """The cached blocks among the first `num_blocks` of `seq`; hashes one more, if there is."""
         hits: list[int] = []
-        parent = 0
+        parent = seq.root
         for index in range(num_blocks if self.enable_prefix_caching else 0):
             value = block_hashes(seq, index + 1, self.block_size)[index]
             block = self._find_block(value, parent, self._tokens(seq, index))

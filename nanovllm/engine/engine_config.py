@@ -30,11 +30,17 @@ class EngineConfig:
     scheduling: str
     overlap: bool
     seed: int
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
+    lora_modules: tuple[str, ...]
 
     @classmethod
     def settle(cls, config: Config, num_kvcache_blocks: int, max_model_len: int) -> "EngineConfig":
         """Complete a Config of which only the pool's size and the longest sequence are open."""
         values = {field.name: getattr(config, field.name) for field in fields(cls)}
+        values |= dict(max_cpu_loras=most_kept(config), lora_modules=config.lora_modules or ())
         values |= dict(num_kvcache_blocks=num_kvcache_blocks, max_model_len=max_model_len)
         missing = [name for name, value in values.items() if value is None]
         assert not missing, missing
@@ -49,3 +55,8 @@ class EngineConfig:
 def most_running(config: Config | EngineConfig) -> int:
     """Sequences that can decode at once in a KV pool of any size."""
     return min(config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def most_kept(config: Config) -> int:
+    """Adapters that the host's memory has room for."""
+    return config.max_cpu_loras or 4 * config.max_loras

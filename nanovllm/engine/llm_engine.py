@@ -5,9 +5,12 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
+from nanovllm.engine.adapters.calls import AdapterCalls
+from nanovllm.engine.adapters.loaded import Adapter
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
@@ -21,6 +24,7 @@ from nanovllm.engine.speculative.speculator import speculator_of
 from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.engine.step_counter import StepCounter
+from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric, RequestMeter
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
@@ -90,7 +94,9 @@ class LLMEngine:
             in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
             forces=shard.backend.attention.packs_few_queries,
         )  # fmt: skip
-        self.scheduler = Scheduler(self.config, shard.longest_window, speculator)
+        self.adapters = AdapterCalls(runner) if self.config.enable_lora else None
+        residents = self.adapters.residents if self.adapters else None
+        self.scheduler = Scheduler(self.config, shard.longest_window, speculator, residents)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
@@ -104,11 +110,16 @@ class LLMEngine:
         self._begun: dict[int, Request] = {}  # scheduled, without a first token yet
         self._launched: Launched | None = None  # a step in flight
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> int:
         """Queue one request and return its id. A bad prompt raises and changes nothing."""
         self.check_open()
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self.enqueue(self.accept(prompt, params))
+        return self.enqueue(self.accept(prompt, params, lora_request=lora_request))
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it finished."""
@@ -248,6 +259,8 @@ class LLMEngine:
         launched = self._launched or self._draw(self._begin())
         self._launched = following = None
         if launched is None:
+            if self.adapters is not None:
+                self.adapters.wait()
             return
         batch = launched.batch
         if self.config.overlap and not self.scheduler.must_wait(batch):
@@ -284,11 +297,24 @@ class LLMEngine:
         """Begin the next step, if there is one."""
         now = time.perf_counter()
         batch = self.scheduler.schedule()
+        if self.adapters is not None:
+            self._end_failed()
         if batch is None:
             return None
         if batch.is_prefill:
             self._note_admissions(batch, now)
         return self.model_runner.begin(batch)
+
+    def _end_failed(self) -> None:
+        """End requests whose adapters cannot be read again, each with an error."""
+        assert self.adapters is not None
+        for request_id, error in self.adapters.failures().items():
+            request = self.unfinished[request_id]
+            unfinished = request.unfinished
+            self.scheduler.abort(*unfinished)
+            for seq in unfinished:
+                seq.finish_reason, seq.stop_reason = "error", str(error)
+            self._finish(request, time.perf_counter())
 
     def _draw(self, begun: Begun | None) -> Launched | None:
         """Draw the tokens of a step that was begun, if there is one."""
@@ -329,6 +355,8 @@ class LLMEngine:
             for follower in seq.followers:
                 follower.reset()
         self.model_runner.recover()
+        if self.adapters is not None:
+            self.adapters.residents.reset()
         self.scheduler.restart(seq for r in self.unfinished.values() for seq in r.unfinished)
 
     def claim(self, request_ids: list[int]) -> list[RequestOutput]:
@@ -339,10 +367,34 @@ class LLMEngine:
         return outputs
 
     def accept(
-        self, prompt: Prompt, params: SamplingParams, wanted: Wanted | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        wanted: Wanted | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Accepted:
-        """Encode a prompt; raises if it or its parameters do not fit the model."""
-        return self._intake.accept(prompt, params, wanted)
+        """Encode a prompt, read its adapter; raises if one of them does not fit the model."""
+        return self.adapted(self._intake.accept(prompt, params, wanted), lora_request)
+
+    def adapted(self, accepted: Accepted, lora_request: LoRARequest | None) -> Accepted:
+        """A prompt with the adapter that it is computed with, which is read and checked."""
+        if (asked := check_lora_request(lora_request)) is None:
+            return accepted
+        return replace(accepted, adapter=self.read_adapter(asked))
+
+    def named_adapter(self, name: str | None) -> LoRARequest | None:
+        """The adapter of `lora_modules` with this name, if there is one."""
+        return self.adapters.named.get(name or "") if self.adapters is not None else None
+
+    def check_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter for requests to come; raises if it does not fit the model."""
+        self.read_adapter(lora_request)
+
+    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
+        """The adapter, read and checked unless it has been."""
+        if self.adapters is None:
+            raise ValueError(NOT_ENABLED)
+        return self.adapters.store.accept(lora_request)
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
         """Queue what `accept` returned and return its id.

@@ -6,7 +6,8 @@ Plain Python over integers: it knows no tensors and no text.
 import bisect
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager, most_held
@@ -14,6 +15,18 @@ from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.speculative.speculator import Speculator
+
+
+class Adapters(Protocol):
+    """Which adapters are on the device. Running sequences hold theirs there."""
+
+    def admissible(
+        self, waiting: Iterable[Sequence], running: Iterable[Sequence]
+    ) -> Iterator[Sequence]:
+        """The waiting sequences whose adapters have slots or can get one, in order.
+
+        A sequence that runs when the next one is asked for holds its adapter's slot.
+        """
 
 
 class Scheduler:
@@ -26,6 +39,8 @@ class Scheduler:
 
     A `speculator` adds drafts to steps, which verify them. They take what the step leaves of budget
     and blocks: no other sequence waits for them, and wrong ones leave nothing behind.
+
+    With `adapters`, a sequence whose adapter has no slot yet lets others pass.
     """
 
     def __init__(
@@ -33,6 +48,7 @@ class Scheduler:
         config: EngineConfig,
         window: int | None = None,
         speculator: Speculator | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
@@ -44,6 +60,7 @@ class Scheduler:
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.speculator = speculator
+        self.adapters = adapters
         self.num_preemptions = 0
         self.restart([])
 
@@ -283,18 +300,30 @@ class Scheduler:
         forecast = Forecast(
             self.lengths, self.running, manager.num_free_blocks, self.block_size, self.most_blocks
         )
-        while budget and self.waiting and num_running < self.max_num_running:
-            seq = self.waiting[0]
+        candidates = self._candidates()
+        while budget and num_running < self.max_num_running:
+            candidate = next(candidates, None)
+            if candidate is None or candidate is self.refused:
+                return
+            seq = candidate
             if not manager.allocate(seq, in_progress, forecast.admits):
                 self.refused = None if seqs else seq
                 return
             in_progress.update(manager.full_block_hashes(seq))
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             seq.status = SequenceStatus.RUNNING
             _enter(self.running, seq)
             num_running += 1 + len(seq.siblings)
             budget -= self._schedule_tokens(seq, budget)
             seqs.append(seq)
+
+    def _candidates(self) -> Iterator[Sequence]:
+        """The sequences to admit, each when the one before has been admitted."""
+        if self.adapters is not None:
+            yield from self.adapters.admissible([*self.waiting], self.running)
+            return
+        while self.waiting:
+            yield self.waiting[0]
 
     def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
         """Fork the siblings of sequences that complete their prompts in this step.

@@ -49,11 +49,13 @@ class Sequence:
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
     the constraint, the text and the token counts that are kept, if any. With a `pool` it samples
-    nothing, and ends when the pool has what it wants of the prompt's hidden states.
+    nothing, and ends when the pool has what it wants of the prompt's hidden states. Its `adapter`
+    has a `number`, and while it runs a slot on the device; prefixes begin from the number.
     """
 
     __slots__ = (
         "__weakref__",
+        "adapter",
         "bad_words",
         "block_hashes",
         "block_table",
@@ -84,6 +86,7 @@ class Sequence:
         "pool",
         "reads_tokens",
         "request_id",
+        "root",
         "seed",
         "seq_id",
         "siblings",
@@ -112,6 +115,7 @@ class Sequence:
         logprobs: Any = None,
         constraint: Any = None,
         pool: Any = None,
+        adapter: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
@@ -130,6 +134,8 @@ class Sequence:
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
         self.constraint = constraint
+        self.adapter = adapter
+        self.root = 0 if adapter is None else -adapter.number  # of its prefixes
         self.pool = pool
         if pool is not None:
             self.max_num_tokens = self.num_prompt_tokens

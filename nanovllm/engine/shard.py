@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 import numpy as np
 import torch
 
+from nanovllm.engine.adapters.parts import AdapterParts
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.guess.guesser import Guesser, guesser_of
@@ -21,9 +22,10 @@ from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
 from nanovllm.engine.step.logprobs import drawn_columns, prompt_columns, rows_at_a_time
 from nanovllm.engine.step.reports import Columns, ReportInputs
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
-from nanovllm.engine.step_size import Size, batch_ladder, draft_sizes
+from nanovllm.engine.step_size import Size, adapter_sizes, batch_ladder, draft_sizes
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.context import Context, attending
+from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
@@ -47,6 +49,7 @@ class Shard:
         placement: Placement,
         num_threads: int | None = None,
         guesser: Guesser | None = None,
+        adapters: AdapterParts | None = None,
     ) -> None:
         self.model = model
         self.model_config = model_config
@@ -60,6 +63,7 @@ class Shard:
         self.sampler = Sampler(self.backend.kernels)
         self.guesser = guesser or guesser_of(placement.drafting, self.backend.kernels)
         self.pool.beside = self.guesser.pools
+        self.adapters = adapters
         self.graphs: DecodeGraphs | None = None
         self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
@@ -91,8 +95,9 @@ class Shard:
         max_blocks = -(-max_model_len // self.block_size)
         longest = max_model_len if self.guesser.reads_history else 0
         layout = TableLayout(
-            num_running, max_blocks, self.block_size, self.placement.most_drafts, longest
-        )
+            num_running, max_blocks, self.block_size, self.placement.most_drafts, longest,
+            self.adapters is not None,
+        )  # fmt: skip
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
         self.guesser.make_rows(layout.num_rows)
@@ -107,12 +112,13 @@ class Shard:
         if inputs.prefill is not None:
             return self._compute_prefill(inputs.prefill, inputs.width, inputs.report)
         self.share_tokens()
-        batch = Size(inputs.num_seqs, inputs.num_queries)
+        batch = Size(inputs.num_seqs, inputs.num_queries, inputs.adapts)
         if self.graphs and (size := self.graphs.fitting(batch)):
             return self._replay(self.graphs, size, inputs.whole_logits)
         self._tokens_are_shared = False
-        hidden, decoding = self._decode(batch, inputs.width)
-        return _computed(batch, decoding, self.model.compute_logits(hidden))
+        hidden, decoding, adapters = self._decode(batch, inputs.width)
+        logits = self.model.compute_logits(hidden, adapters=adapters)
+        return _computed(batch, decoding, logits)
 
     def _replay(self, graphs: DecodeGraphs, size: Size, whole_logits: bool) -> Computed:
         """A decode graph's step. If ranks draw together, rank 0 has all logits where it needs them.
@@ -186,25 +192,28 @@ class Shard:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self.pool.copy(source, target)
         states, hidden = hidden[: prefill.num_pooled], hidden[prefill.num_pooled :]
-        columns = self._report_prompts(hidden[: prefill.num_reported], report)
+        columns = self._report_prompts(hidden[: prefill.num_reported], prefill, report)
         hidden = hidden[prefill.num_reported :]
         if prefill.shared_samples is not None:
             hidden = hidden.index_select(0, upload(prefill.shared_samples, self.device))
         logits = hidden
         if len(hidden):
-            logits = self.model.compute_logits(hidden)
+            adapters = self._adapter_rows(prefill.sample_slots())
+            logits = self.model.compute_logits(hidden, adapters=adapters)
             self._tokens_are_shared = False
         table_rows = upload(prefill.sample_table_rows, self.device)
         return Computed(logits, table_rows, prompt_logprobs=columns, states=states)
 
     def _report_prompts(
-        self, hidden: torch.Tensor, report: ReportInputs | None
+        self, hidden: torch.Tensor, prefill: PrefillInputs, report: ReportInputs | None
     ) -> tuple[Columns, ...]:
         """The reports on prompts. All ranks compute the logits, a few rows at a time."""
         columns = []
-        size = rows_at_a_time(self.vocab_size)
+        size, slots = rows_at_a_time(self.vocab_size), prefill.reported_slots()
         for start in range(0, len(hidden), size):
-            logits = self.model.compute_logits(hidden[start : start + size])
+            part = slice(start, start + size)
+            adapters = self._adapter_rows(None if slots is None else slots[part])
+            logits = self.model.compute_logits(hidden[part], adapters=adapters)
             if report is not None:
                 columns.append(prompt_columns(logits, report, start))
         return tuple(columns)
@@ -252,26 +261,37 @@ class Shard:
             max_seqlen_q=int(np.diff(prefill.cu_seqlens_q).max()),
             max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
             block_tables=tables,
+            adapters=self._adapter_rows(prefill.adapter_slots),
         )
         return input_ids, positions, context
 
-    def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding]:
-        """The hidden states of the table's batch, and what was read from the table."""
+    def _adapter_rows(self, slots: Array | None) -> AdapterRows | None:
+        """The adapters of rows with these slots; None if no row has one."""
+        if slots is None or self.adapters is None:
+            return None
+        return self.adapters.rows(upload_ahead(self.device, slots)[0], self.backend.kernels)
+
+    def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding, AdapterRows | None]:
+        """The hidden states of the table's batch, what was read from the table, and adapters."""
         if size.num_queries > 1 or self.guesser.reads_residuals:
             self.guesser.guess(self.table.state, size)
         decoding = self.backend.kernels.read_table(
             self.table.state, size.num_seqs, width, self.block_size, size.num_queries
         )
+        adapters = None
+        if size.adapts and self.adapters is not None:
+            adapters = self.adapters.rows(self.table.adapter_slots(size), self.backend.kernels)
         context = Context(
             is_prefill=False,
             slot_mapping=decoding.slot_mapping,
             context_lens=decoding.context_lens,
             block_tables=decoding.block_tables,
             num_queries=size.num_queries,
+            adapters=adapters,
         )
         hidden, residuals = self._forward(decoding.input_ids, decoding.positions, context)
         self.guesser.keep(self.table.state, size, residuals)
-        return hidden, decoding
+        return hidden, decoding, adapters
 
     def _decode_and_draw(self, size: Size, out: torch.Tensor) -> Computed:
         """A decode graph's step: logits go to `out`, and the tokens are drawn and kept.
@@ -279,17 +299,17 @@ class Shard:
         Ranks draw together if they have kernels for it, each from its part of the logits. Else rank
         0 draws alone.
         """
-        hidden, decoding = self._decode(size, self.table.layout.max_blocks)
+        hidden, decoding, adapters = self._decode(size, self.table.layout.max_blocks)
         head, together = self.model.lm_head, self.ranks.peer_kernels
         if together:
-            logits = head.part(hidden, out)
+            logits = head.part(hidden, out, adapters)
             keys = decoding.temperatures, decoding.keys
             token_ids = together.sample(logits, *keys, head.shard.start)
         elif self.ranks.rank > 0:
-            self.model.compute_logits(hidden)
+            self.model.compute_logits(hidden, adapters=adapters)
             return _computed(size, decoding, out)
         else:
-            logits = self.model.compute_logits(hidden, out)
+            logits = self.model.compute_logits(hidden, out, adapters)
             token_ids = self.sampler(logits, decoding.temperatures, decoding.keys)
         return self._keep(_computed(size, decoding, logits), token_ids)
 
@@ -308,7 +328,10 @@ class Shard:
     def decode_graphs(self, num_running: int) -> DecodeGraphs:
         """The decode steps of a ladder, not captured; they run on any device."""
         top = min(num_running, MAX_GRAPH_BATCH)
-        sizes = [*map(Size, batch_ladder(top)), *draft_sizes(self.placement.most_drafts, top)]
+        most_drafts = self.placement.most_drafts
+        sizes = [*map(Size, batch_ladder(top)), *draft_sizes(most_drafts, top)]
+        if self.adapters is not None:
+            sizes += adapter_sizes(most_drafts, top)
         num_rows = max(size.num_rows for size in sizes)
         columns = self.vocab_size if self.ranks.rank == 0 else 0
         if self.ranks.peer_kernels:
@@ -328,15 +351,20 @@ class Shard:
             self.graphs.release()
         self.graphs = None
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def close(self, device_works: bool = True) -> None:
         """Free what it holds; the shard cannot be used afterwards.
 
         Graphs go first: they hold exchanges with other ranks. `return_memory` comes last, when the
         other ranks have ended.
         """
-        if self.device.type == "cuda" and device_works:
+        if device_works:
             with suppress(RuntimeError):  # a device that has failed is left all the same
-                torch.cuda.synchronize(self.device)  # a step may be in flight
+                self.synchronize()  # a step may be in flight
         self.drop_graphs()
         del self.model, self.pool
         self.guesser = Guesser()

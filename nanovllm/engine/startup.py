@@ -6,6 +6,7 @@ Settle the options, load this rank's part of the model, size the KV pool, warm u
 from pathlib import Path
 
 from nanovllm.config import Config
+from nanovllm.engine.adapters.parts import adapter_parts
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.guess.source import Source
 from nanovllm.engine.kv_pool import settle_length
@@ -56,7 +57,8 @@ def load_shard(
     """Load this rank's part of the model, and of what guesses its tokens if that has weights."""
     model = load_part(config, model_config, path, placement)
     guesser = source.load(config, model, placement) if source else None
-    return Shard(model, model_config, placement, num_threads, guesser)
+    adapters = adapter_parts(config, model)
+    return Shard(model, model_config, placement, num_threads, guesser, adapters)
 
 
 def start_shard(shard: Shard, config: Config) -> EngineConfig:

@@ -6,10 +6,14 @@ MOST_DRAFTS = 256  # of a step: with more, even right ones take longer than they
 
 
 class Size(NamedTuple):
-    """A decode step's sequences, and queries of each: its last token, and drafts."""
+    """A decode step's sequences, and queries of each: its last token, and drafts.
+
+    If it `adapts`, some sequences may have adapters.
+    """
 
     num_seqs: int
     num_queries: int = 1
+    adapts: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -18,7 +22,7 @@ class Size(NamedTuple):
 
     def holds(self, other: "Size") -> bool:
         """Whether a graph of this size computes a step of the other."""
-        return self.num_seqs >= other.num_seqs and self.num_queries == other.num_queries
+        return self.num_seqs >= other.num_seqs and self[1:] == other[1:]
 
 
 def batch_ladder(largest: int) -> list[int]:
@@ -32,6 +36,14 @@ def batch_ladder(largest: int) -> list[int]:
         *range(256, largest, 16),
     )  # fmt: skip
     return [size for size in sizes if size < largest] + [largest]
+
+
+def adapter_sizes(most_drafts: int, largest: int) -> list[Size]:
+    """Sizes to capture for steps with adapters: fewer, as they are for some engines' steps only."""
+    powers = (1 << exponent for exponent in range(largest.bit_length()))
+    numbers = {n for power in powers for n in (power, power * 3 // 2) if power != 1}
+    plain = [Size(number) for number in sorted({1, *numbers, largest}) if number <= largest]
+    return [size._replace(adapts=True) for size in [*plain, *draft_sizes(most_drafts, largest)]]
 
 
 def numbers_of_drafts(most_drafts: int) -> list[int]:

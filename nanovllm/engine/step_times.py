@@ -41,7 +41,8 @@ def time_graphs(shard: Shard) -> dict[Size, float]:
     state.batch.copy_(some[: layout.num_rows])
     start = time.perf_counter()
     most = max(size.num_seqs for size in graphs.sizes if size.num_queries > 1)
-    sizes = [s for s in graphs.sizes if s.num_seqs <= most and s.num_queries <= most_tokens]
+    plain = (size for size in graphs.sizes if not size.adapts)
+    sizes = [s for s in plain if s.num_seqs <= most and s.num_queries <= most_tokens]
     rounds = [[_seconds(shard, size, length) for size in sizes] for _ in range(ROUNDS)]
     seconds = dict(zip(sizes, map(min, *rounds), strict=True))
     shard.table.clear()

@@ -109,9 +109,15 @@ def _run_prefills(shard: Shard, num_tokens: int) -> None:
 
 
 def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tensor:
-    """The hidden states of a prefill, which a draft model computes, too."""
+    """The hidden states of a prefill, which a draft model computes, too.
+
+    Where requests may have adapters, it is computed with one before.
+    """
     if shard.guesser.longest:
         shard.catch_up(catch_up_inputs(prefill, shard, width))
+    if shard.adapters is not None:
+        slots = np.zeros(len(prefill.input_ids), np.int32)
+        shard.prefill_hidden(replace(prefill, adapter_slots=slots), width)
     return shard.prefill_hidden(prefill, width)
 
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, dtype
 
 from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain import (
     accept,
     draw,
     experts,
     guess_inputs,
     guess_ngrams,
+    lora,
     mask,
     norm_rope_store,
     quantized_linear,
@@ -69,6 +71,9 @@ class Kernels:
     accept: Callable[[TableState, Decoding, Tensor, int], Tensor]
     arrange: Callable[[QuantizedMatrix], Any]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
+    group_rows: Callable[[Tensor, int], Any] = lora.group_rows
+    lora_down: Callable[[Tensor, LowRank, Any], Tensor] = lora.lora_down
+    lora_up: Callable[[Tensor, LowRank, Any, Tensor, Tensor | None], None] = lora.lora_up
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None

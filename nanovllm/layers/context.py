@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.layers.lora import AdapterRows
+
 
 @dataclass(slots=True)
 class Context:
@@ -21,7 +23,7 @@ class Context:
     are in the cache, and `block_tables` is set. Decode: `num_queries` rows for each sequence, at
     consecutive positions; a row's `context_lens` includes its own token, and is 0 for one that is
     not used: the last ones of a sequence, or all. `slot_mapping` [T] is the cache
-    slot for each token's KV, or -1 if it is not stored.
+    slot for each token's KV, or -1 if it is not stored. `adapters` is None if no row has one.
     """
 
     is_prefill: bool
@@ -34,6 +36,7 @@ class Context:
     block_tables: torch.Tensor | None = None
     num_queries: int = 1
     plan: Any = None  # what the attention backend computes once for all layers
+    adapters: AdapterRows | None = None
 
 
 _current = threading.local()
@@ -43,14 +46,26 @@ _current = threading.local()
 def attending(context: Context, backend: Any) -> Iterator[None]:
     """A block whose layers attend by this metadata, which the attention backend plans for."""
     backend.plan(context)
-    _current.context = context
+    _current.context, _current.adapters = context, context.adapters
     try:
         yield
     finally:
-        del _current.context
+        del _current.context, _current.adapters
 
 
 def get_context() -> Context:
     """The current step's metadata."""
     context: Context = _current.context
     return context
+
+
+def adapter_rows() -> AdapterRows | None:
+    """The adapters of the rows that layers compute now; None outside a step, too."""
+    adapters: AdapterRows | None = getattr(_current, "adapters", None)
+    return adapters
+
+
+def keep_adapters_of(rows: torch.Tensor) -> None:
+    """From now on the step's layers compute only these of its rows."""
+    if adapters := adapter_rows():
+        _current.adapters = adapters.at(rows)

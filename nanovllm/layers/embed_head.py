@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.low_rank import LowRank
+from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer, Loaded, copy_into
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.format import DENSE, WeightFormat
 from nanovllm.layers.weights.stored import Held
@@ -45,6 +48,9 @@ class VocabParallelEmbedding(Layer):
         self.weight = nn.Parameter(
             torch.empty(self.shard.num_rows, hidden_size), requires_grad=False
         )
+        # Every rank has adapters for all tokens, and adds them to the sum of all ranks.
+        self.held = Held.whole(hidden_size, vocab_size)
+        self.low_rank: LowRank | None = None
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill `param` with this rank's rows."""
@@ -52,6 +58,12 @@ class VocabParallelEmbedding(Layer):
         self.shard.load(param, loaded)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self._look_up(token_ids)
+        if self.low_rank and (adapters := adapter_rows()):
+            adapters.add_embedding(token_ids, self.low_rank, x)
+        return x
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.ranks.size == 1:
             return F.embedding(token_ids, self.weight)
         if kernels := self.ranks.few(len(token_ids), self.weight):
@@ -95,15 +107,27 @@ class ParallelLMHead(LinearBase):
         quantize = self.weight_format.quantize
         return quantize(table) if quantize else {"weight": table}
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits, written to `out` if given."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> torch.Tensor:
+        """The logits, written to `out` if given. `adapters` are those of the rows x."""
         if self.ranks.size == 1:
-            return self.part(x, out)
-        logits = self.gather(self.part(x))
+            return self.part(x, out, adapters)
+        logits = self.gather(self.part(x, adapters=adapters))
         return logits if out is None else out.copy_(logits)
 
-    def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def part(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> torch.Tensor:
         """The logits of this rank's tokens, written to `out` if given."""
+        if adapters and self.low_rank:
+            return adapters.add(x, self.low_rank, lambda: self.linear(x, None, out))
         return self.linear(x, None, out)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:

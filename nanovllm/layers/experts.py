@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.experts import experts as plain_experts
 from nanovllm.kernels.quantized import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
@@ -84,6 +85,7 @@ class Experts(Layer):
         }
         self.matrices: tuple[list[Matrix], list[Matrix]] | None = None
         self.operands: tuple[Any, Any] | None = None
+        self.low_ranks: dict[str, LowRank] = {}  # of adapters, by matrix, if there is room for some
 
     @property
     def num_held(self) -> int:

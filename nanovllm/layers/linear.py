@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.dummy import constant
@@ -40,6 +42,7 @@ class LinearBase(Layer):
         if self.bias is not None:
             self.bias.data.zero_()
         self.matrix: Matrix | None = None
+        self.low_rank: LowRank | None = None  # of adapters, if the layer has room for some
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill the part of projection `shard_id`, or all if the checkpoint has them fused."""
@@ -77,10 +80,17 @@ class LinearBase(Layer):
         return self.bias
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
-        """How this layer rounds as many rows as x has: `forward` takes those, too."""
-        return None if self.matrix is None else self.matrix.rounding(x)
+        """How this layer rounds as many rows as x has: `forward` takes those, too.
+
+        None in steps with adapters, which multiply rows that are not rounded.
+        """
+        if self.matrix is None or (self.low_rank and adapter_rows()):
+            return None
+        return self.matrix.rounding(x)
 
     def forward(self, x: Any) -> torch.Tensor:
+        if self.low_rank and (adapters := adapter_rows()):
+            return adapters.add(x, self.low_rank, lambda: self.linear(x, self.added_bias))
         return self.linear(x, self.added_bias)
 
     def linear(

@@ -17,7 +17,7 @@ from nanovllm.kernels.table import Kernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.backend import Backend
-from nanovllm.layers.context import get_context
+from nanovllm.layers.context import adapter_rows, get_context, keep_adapters_of
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.layer import Layer
@@ -27,6 +27,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.layers.router import Router
@@ -203,6 +204,7 @@ class DecoderLayer(nn.Module):
             x, residual = x.index_select(0, rows), residual.index_select(0, rows)
             if not len(rows):  # no sequence samples: their prompts end in later steps
                 return residual, residual
+            keep_adapters_of(rows)
         x = attention.o_proj(x)
         x, residual = self.post_attention_layernorm.add(x, residual, mlp.rounding(x))
         return mlp(x), residual
@@ -302,7 +304,7 @@ class Decoder(nn.Module):
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         rope = self.rotary_emb(positions)
-        few_rows = self.few_rows
+        few_rows = None if adapter_rows() else self.few_rows
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
             return self._forward_few(few_rows, x, rope)
@@ -398,7 +400,15 @@ class CausalLM(Model):
         if few_rows:
             self.model.bind_few_rows(backend.kernels)
 
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [T, vocab] of the rows that sample, written to `out` if given."""
-        logits: torch.Tensor = self.lm_head(hidden, out)
+    def compute_logits(
+        self,
+        hidden: torch.Tensor,
+        out: torch.Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> torch.Tensor:
+        """Logits [T, vocab] of the rows that sample, written to `out` if given.
+
+        `adapters` are those of these rows, if the head may have some.
+        """
+        logits: torch.Tensor = self.lm_head(hidden, out, adapters)
         return logits

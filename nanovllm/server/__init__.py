@@ -2,6 +2,7 @@
 
 options.py   what the command line can set
 app.py       the routes, and what holds for all of them
+adapters.py  the names that a body's model may have: the model's, and those of adapters
 answering.py chats and completions, whole and streamed
 bodies.py    reading a request's body
 errors.py    errors as OpenAI's API writes them

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -21,6 +22,7 @@ from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.openai.response import echoed_text, response_body
 from nanovllm.outputs import StreamEvent
+from nanovllm.server.adapters import ServedModels
 from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import APIError, as_api_error, error_body, error_response
 from nanovllm.server.log import RequestLine
@@ -40,11 +42,11 @@ class Answering:
     def __init__(
         self,
         llm: AsyncLLM,
-        names: Sequence[str],
+        models: ServedModels,
         options: ServerOptions,
         defaults: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._llm, self._names, self._options = llm, names, options
+        self._llm, self._models, self._options = llm, models, options
         self._defaults = defaults
 
     async def handle(self, request: Request) -> Response:
@@ -72,7 +74,7 @@ class Answering:
 
     def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
         asked = parse_body(url, body, self._defaults[url])
-        check_model(asked.model, self._names)
+        self._models.adapter(asked.model)  # an error, if there is no such model
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
         most = self._llm.config.max_num_seqs + self._llm.max_waiting
@@ -93,11 +95,14 @@ class Answering:
     async def _body(self, line: RequestLine, asked: APIRequest) -> dict[str, Any]:
         """The body of a whole response."""
         asked, prompts = await self._prepare(asked)
-        outputs = await all_of(self._llm.complete(prompt, asked.params) for prompt in prompts)
+        adapter = self._models.adapter(asked.model)
+        complete = functools.partial(self._llm.complete, lora_request=adapter)
+        outputs = await all_of(complete(prompt, asked.params) for prompt in prompts)
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise APIError(400, str(samples[0]["stop_reason"]))
-        body = response_body(line.name, asked, outputs, self._names[0], self._llm.tokenizer)
+        name = self._models.names[0]
+        body = response_body(line.name, asked, outputs, name, self._llm.tokenizer)
         line.count(body["usage"], samples[0]["finish_reason"])
         line.first = outputs[0].metrics.time_to_first_token
         return body
@@ -105,10 +110,11 @@ class Answering:
     async def _chunks(self, line: RequestLine, asked: APIRequest) -> AsyncIterator[Part]:
         """A streamed response. Requests end with the iterator."""
         asked, prompts = await self._prepare(asked)
+        adapter = self._models.adapter(asked.model)
+        request = functools.partial(self._llm.request, lora_request=adapter)
         async with AsyncExitStack() as stack:
             calls = [
-                await stack.enter_async_context(self._llm.request(prompt, asked.params))
-                for prompt in prompts
+                await stack.enter_async_context(request(prompt, asked.params)) for prompt in prompts
             ]
             writers = self._writers(line.name, asked, calls)
             begun: set[int] = set()
@@ -138,7 +144,7 @@ class Answering:
 
     def _writers(self, name: str, asked: APIRequest, calls: Sequence[Call]) -> list[ChunkWriter]:
         """A writer for each sample of each prompt."""
-        n, model, tokenizer = asked.params.n, self._names[0], self._llm.tokenizer
+        n, model, tokenizer = asked.params.n, self._models.names[0], self._llm.tokenizer
         return [
             ChunkWriter(name, asked, place * n + sample, model, tokenizer, call.first_token_id)
             for place, call in enumerate(calls)
@@ -149,13 +155,6 @@ class Answering:
         request = call.mirror.request
         ids = request.seqs[0].token_ids[: call.num_prompt_tokens]
         return echoed_text(request.prompt, ids, self._llm.tokenizer)
-
-
-def check_model(asked: str | None, names: Sequence[str]) -> None:
-    """Raise if a body asks for a model that has none of these `names`."""
-    if asked is not None and asked not in names:
-        message = f"there is no model {asked!r}, but {', '.join(names)}"
-        raise APIError(404, message, "model_not_found")
 
 
 def refuse_templates(asked: APIRequest) -> None:

@@ -1,7 +1,6 @@
 """The application: its routes, and what holds for all of them."""
 
 import asyncio
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
+from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import Answering
 from nanovllm.server.errors import APIError, handle_error
 from nanovllm.server.guard import Guard
@@ -38,14 +38,17 @@ def make_app(
     `defaults` are sampling parameters, by URL, for bodies without them.
     """
     names = tuple(options.served_model_name or (llm.config.model,))
-    answering = Answering(llm, names, options, defaults)
-    vectors = Vectors(llm, names, options)
+    models = ServedModels(llm, names, options)
+    answering = Answering(llm, models, options, defaults)
+    vectors = Vectors(llm, models, options)
     tokens = Tokens(llm, options)
-    server = Server(llm, names, options.health_seconds)
+    server = Server(llm, models, options.health_seconds)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
         Route(COMPLETIONS, answering.handle, methods=["POST"]),
         *(Route(url, vectors.handle, methods=["POST"]) for url in (EMBEDDINGS, *SCORE, *RERANK)),
+        Route("/v1/load_lora_adapter", models.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", models.unload, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -72,33 +75,16 @@ def make_app(
 class Server:
     """The endpoints that describe the server."""
 
-    def __init__(self, llm: AsyncLLM, names: tuple[str, ...], health_seconds: float) -> None:
-        self._llm, self._names, self._health_seconds = llm, names, health_seconds
-        self._created = int(time.time())
+    def __init__(self, llm: AsyncLLM, models: ServedModels, health_seconds: float) -> None:
+        self._llm, self._models, self._health_seconds = llm, models, health_seconds
 
     async def models(self, _: Request) -> JSONResponse:
-        """The model by all its names."""
-        return JSONResponse({"object": "list", "data": [self._model(n) for n in self._names]})
+        """The model by all its names, and its adapters."""
+        return JSONResponse({"object": "list", "data": self._models.descriptions()})
 
     async def model(self, request: Request) -> JSONResponse:
-        """The model by one of its names."""
-        name = request.path_params["name"]
-        if name not in self._names:
-            raise APIError(
-                404, f"there is no model {name!r}, but {', '.join(self._names)}", "model_not_found"
-            )
-        return JSONResponse(self._model(name))
-
-    def _model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "nanovllm",
-            "root": self._llm.config.model,
-            "parent": None,
-            "max_model_len": self._llm.config.max_model_len,
-        }
+        """The model, or an adapter, by one of its names."""
+        return JSONResponse(self._models.description(request.path_params["name"]))
 
     async def health(self, _: Request) -> Response:
         """Status 200 as long as the engine answers."""

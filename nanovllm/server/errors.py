@@ -15,8 +15,9 @@ from nanovllm.engine.ranks.errors import RankError
 logger = logging.getLogger("nanovllm.server")
 RETRY_SECONDS = "1"
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error",
+    413: "invalid_request_error",
     429: "rate_limit_error", 501: "not_implemented_error", 503: "service_unavailable_error",
 }  # fmt: skip
 

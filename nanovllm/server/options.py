@@ -79,6 +79,11 @@ class ServerOptions:
         "let requests bring a chat template of their own: a program, which may never end",
         TRUE_OR_FALSE,
     )
+    allow_lora_updates: bool = option(
+        False,
+        "let clients load and unload adapters; they name directories of the server",
+        TRUE_OR_FALSE,
+    )
     root_path: str | None = option(
         None, "path that a proxy in front removes", SOME_TEXT, none=NOTHING
     )

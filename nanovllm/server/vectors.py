@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +18,8 @@ from nanovllm.openai.vectors import (
     parse_score,
     score_body,
 )
-from nanovllm.server.answering import CLIENT_LEFT, check_model, unless_gone
+from nanovllm.server.adapters import ServedModels
+from nanovllm.server.answering import CLIENT_LEFT, unless_gone
 from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import as_api_error
 from nanovllm.server.log import RequestLine
@@ -26,10 +27,10 @@ from nanovllm.server.options import ServerOptions
 
 
 class Vectors:
-    """Answers bodies by an engine that has these names."""
+    """Answers bodies by an engine, which offers these models."""
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str], options: ServerOptions) -> None:
-        self._llm, self._names, self._options = llm, names, options
+    def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
+        self._llm, self._models, self._options = llm, models, options
 
     async def handle(self, request: Request) -> Response:
         """Answer a request."""
@@ -54,13 +55,13 @@ class Vectors:
 
     async def _body(self, name: str, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The body of the response."""
-        model = self._names[0]
+        model, adapter = self._models.names[0], self._models.adapter
         if url == EMBEDDINGS:
             asked = parse_embeddings(body)
-            check_model(asked.model, self._names)
-            vectors = await self._llm.embed(*asked.arguments, **asked.options)
+            using = dict(asked.options, lora_request=adapter(asked.model))
+            vectors = await self._llm.embed(*asked.arguments, **using)
             return embeddings_body(asked, vectors, model)
         asked = parse_rerank(body) if url in RERANK else parse_score(body)
-        check_model(asked.model, self._names)
-        scores = await self._llm.score(*asked.arguments, **asked.options)
+        using = dict(asked.options, lora_request=adapter(asked.model))
+        scores = await self._llm.score(*asked.arguments, **using)
         return score_body(name, asked, scores, model)

@@ -7,6 +7,7 @@ from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
+from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
 from nanovllm.utils.checks import check_bool
 from nanovllm.vectors.outputs import (
     EmbeddingRequestOutput,
@@ -30,6 +31,7 @@ class VectorCalls(LLMEngine):
         prompt_name: str | None = None,
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of every prompt, in the order of the prompts.
 
@@ -37,7 +39,8 @@ class VectorCalls(LLMEngine):
         sentence-transformers' files in its directory say; without these the last token's state is
         normalized. `dimensions` keeps the first ones of a vector, which is then normalized.
         Texts get the model's prompt `prompt_name` in front, or an `instruction` for queries in the
-        form of Qwen3-Embedding. `truncate_prompt_tokens` is that of `SamplingParams`.
+        form of Qwen3-Embedding. `truncate_prompt_tokens` is that of `SamplingParams`,
+        and adapters are those of `generate`.
         """
         self._check(use_tqdm)
         plan = self.planner.embed(
@@ -45,7 +48,7 @@ class VectorCalls(LLMEngine):
             prompt_name=prompt_name, instruction=instruction,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )  # fmt: skip
-        return self._carry_out(plan, use_tqdm)
+        return self._carry_out(plan, use_tqdm, lora_request)
 
     def encode(
         self,
@@ -54,6 +57,7 @@ class VectorCalls(LLMEngine):
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """The hidden states of every prompt after the final norm, in float32, as they are.
 
@@ -61,7 +65,7 @@ class VectorCalls(LLMEngine):
         """
         self._check(use_tqdm)
         plan = self.planner.encode(prompts, pooling, truncate_prompt_tokens)
-        return self._carry_out(plan, use_tqdm)
+        return self._carry_out(plan, use_tqdm, lora_request)
 
     def score(
         self,
@@ -72,6 +76,7 @@ class VectorCalls(LLMEngine):
         method: str | None = None,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well documents fit queries, in the order of the documents.
 
@@ -79,14 +84,14 @@ class VectorCalls(LLMEngine):
         Qwen3-Reranker, a score is the probability of "yes" against "no"; with "cosine" it is the
         cosine of two embeddings. By default models that rank, by their files or their name, use the
         first. `instruction` says what the queries ask for. `truncate_prompt_tokens`, that of
-        `SamplingParams`, is for cosines.
+        `SamplingParams`, is for cosines. An adapter is used for all of them.
         """
         self._check(use_tqdm)
         plan = self.planner.score(
             queries, documents, instruction=instruction, method=method,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )  # fmt: skip
-        return self._carry_out(plan, use_tqdm)
+        return self._carry_out(plan, use_tqdm, lora_request)
 
     @cached_property
     def planner(self) -> Planner:
@@ -98,8 +103,12 @@ class VectorCalls(LLMEngine):
         self.check_open()
         check_bool("use_tqdm", use_tqdm)
 
-    def _carry_out(self, plan: Plan[Output], use_tqdm: bool) -> list[Output]:
-        return plan.outputs(self._compute(plan.accepted, use_tqdm))
+    def _carry_out(
+        self, plan: Plan[Output], use_tqdm: bool, lora_request: LoRARequests
+    ) -> list[Output]:
+        adapters = lora_requests(lora_request, len(plan.accepted))
+        accepted = [self.adapted(*one) for one in zip(plan.accepted, adapters, strict=True)]
+        return plan.outputs(self._compute(accepted, use_tqdm))
 
     @exclusive
     def _compute(self, accepted: list[Accepted], use_tqdm: bool) -> list[Request]:

@@ -52,7 +52,7 @@ class ModelGuesser(Guesser):
         Each draft has the temperature of its sequence, and the key with which the large model will
         draw there.
         """
-        num_seqs, num_queries = size
+        num_seqs, num_queries = size[:2]
         inputs = self.backend.kernels.guess_inputs(
             table, self.kept, num_seqs, num_queries, self.pool.block_size
         )

@@ -21,10 +21,11 @@ LAYOUT: dict[str, Any] = {
     "sampled_tokens": np.int64, "shared_samples": np.int64, "reported_tokens": np.int64,
     "next_tokens": np.int64, "pooled_tokens": np.int64,
     "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "copied_blocks": np.int32,
+    "adapter_slots": np.int32,
     "words": np.int32,
 }  # fmt: skip
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
-NUMBERS = ("num_seqs", "width", "num_queries", "whole_logits", "catches_up")
+NUMBERS = ("num_seqs", "width", "num_queries", "whole_logits", "adapts", "catches_up")
 HEADER = struct.Struct(f"{len(LAYOUT) + len(NUMBERS)}q")  # the arrays' lengths, then these
 NONE = -1  # the length of an array that is None
 
@@ -57,5 +58,6 @@ def decode(message: bytearray) -> StepInputs:
         prefill = PrefillInputs(**{name: arrays[name] for name in PREFILL})
     changes = TableChanges(arrays["offsets"], arrays["words"])
     step = StepInputs(changes=changes, prefill=prefill, **dict(zip(NUMBERS, numbers, strict=True)))
-    step.whole_logits, step.catches_up = bool(step.whole_logits), bool(step.catches_up)
+    for name in ("whole_logits", "adapts", "catches_up"):
+        setattr(step, name, bool(getattr(step, name)))
     return step

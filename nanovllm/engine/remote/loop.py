@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.life_line import end_with
+from nanovllm.engine.ranks.answers import sendable
 from nanovllm.engine.remote.frames import Outbox, receive
 from nanovllm.engine.remote.messages import (
     Answer,
@@ -103,11 +104,14 @@ def _progress(number: int, seq: Sequence, start: int) -> Progress:
 class EngineLoop:
     """Steps an engine as long as it has requests; between steps it takes commands.
 
-    Constraints are compiled, and bad words tokenized, by other threads meanwhile.
+    Constraints are compiled, bad words tokenized and adapters read by other threads meanwhile.
     """
 
     def __init__(
-        self, engine: "LLMEngine", commands: "queue.SimpleQueue[Command | Compiled]", outbox: Outbox
+        self,
+        engine: "LLMEngine",
+        commands: "queue.SimpleQueue[Command | Compiled | Answer]",
+        outbox: Outbox,
     ) -> None:
         self._engine, self._commands, self._outbox = engine, commands, outbox
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="nanovllm-compile")
@@ -138,7 +142,7 @@ class EngineLoop:
                 return False
             self._do(command)
 
-    def _do(self, command: "Command | Compiled") -> None:
+    def _do(self, command: "Command | Compiled | Answer") -> None:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Compiled):
@@ -152,12 +156,28 @@ class EngineLoop:
                 self._engine.discard_requests([followed.request.request_id])
         elif isinstance(command, Stop):
             self._stop(command)
+        elif isinstance(command, Answer):
+            self._outbox.send([command])
+        elif isinstance(command, Ask) and command.beside:
+            future = self._compilers.submit(self._answer, command)
+            future.add_done_callback(lambda done: self._commands.put(done.result()))
         elif isinstance(command, Ask):
-            value = getattr(self._engine, command.method)()
-            self._outbox.send([Answer(command.number, value)])
+            self._outbox.send([self._answer(command)])
+            self._report()  # it may have ended requests
+
+    def _answer(self, command: Ask) -> Answer:
+        """Call a method of the engine. What it raises ends the engine only if a rank has ended."""
+        try:
+            args, options = pickle.loads(command.arguments)
+            return Answer(command.number, getattr(self._engine, command.method)(*args, **options))
+        except Exception as error:
+            self._engine.model_runner.check()
+            return Answer(command.number, None, sendable(error))
 
     def _submit(self, command: Submit) -> None:
-        if command.params.structured_outputs is None and not command.params.bad_words:
+        params = command.params
+        is_quick = params.structured_outputs is None and not params.bad_words
+        if is_quick and command.lora_request is None:
             self._enqueue(command.number, self._accept(command))
             return
         self._compiling.add(command.number)
@@ -179,7 +199,8 @@ class EngineLoop:
         """Check a request, and compile its constraint."""
         try:
             token_ids = array("i", command.token_ids).tolist()
-            return self._engine.accept(token_ids, command.params, command.wanted)
+            asked = command.wanted, command.lora_request
+            return self._engine.accept(token_ids, command.params, *asked)
         except (TypeError, ValueError) as error:
             return error
 

@@ -1,16 +1,20 @@
 """The messages between an engine's process and its caller."""
 
+import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.requests.timing import RequestTimes
+from nanovllm.lora_request import LoRARequest
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports PyTorch
     from nanovllm.engine.requests.pool import Pool, Wanted
+
+NO_ARGUMENTS = pickle.dumps(((), {}))
 
 
 class Submit(NamedTuple):
@@ -24,6 +28,7 @@ class Submit(NamedTuple):
     token_ids: bytes
     params: SamplingParams
     wanted: "Wanted | None" = None
+    lora_request: LoRARequest | None = None
 
 
 class Drop(NamedTuple):
@@ -40,10 +45,16 @@ class Stop(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Ask for what a method of the engine returns: `stats` or `get_metrics`."""
+    """Ask for what a method of the engine returns, between two of its steps.
+
+    `arguments` are its positional and keyword arguments, pickled by value. A method that is asked
+    `beside` is called in a thread, while steps go on.
+    """
 
     number: int
     method: str
+    arguments: bytes = NO_ARGUMENTS
+    beside: bool = False
 
 
 class Quit(NamedTuple):
@@ -107,10 +118,11 @@ class Refused(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to `Ask`."""
+    """The answer to `Ask`: a value, or the error that the method has raised."""
 
     number: int
     value: Any
+    error: Exception | None = None
 
 
 Command = Submit | Drop | Stop | Ask | Quit

@@ -5,6 +5,7 @@ from typing import Any
 
 import xxhash
 
+from nanovllm.engine.adapters.loaded import Adapter
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.constraint import Constraint
 from nanovllm.engine.requests.grammars import Grammars
@@ -27,7 +28,8 @@ class Accepted:
     """A prompt as token ids, its text if it has one, and its parameters: all fit the model.
 
     `constraint` is the compiled one of `structured_outputs`, which each sample has a copy of.
-    `bad_words` are token ids. With a `pool`, hidden states are wanted instead of tokens.
+    `bad_words` are token ids. With a `pool`, hidden states are wanted instead of tokens. An
+    `adapter` changes the model's weights.
     """
 
     token_ids: list[int]
@@ -36,6 +38,7 @@ class Accepted:
     constraint: Constraint | None
     bad_words: tuple[tuple[int, ...], ...] = ()
     pool: Pool | None = None
+    adapter: Adapter | None = None
 
     @property
     def wanted(self) -> Wanted | None:
@@ -117,6 +120,7 @@ class Intake:
                 logprobs=Logprobs() if _reports(params) else None,
                 constraint=accepted.constraint and accepted.constraint.copy(),
                 pool=accepted.pool,
+                adapter=accepted.adapter,
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]

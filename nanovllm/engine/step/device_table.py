@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from nanovllm.engine.step.transfer import Array, upload_ahead
+from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
 
 FEW = 1024  # changes that a device reads from the host's memory
+NO_ADAPTER = -1
 BUFFERS = 3  # two steps are in flight at most, and one is launched
 
 
@@ -23,7 +25,7 @@ class TableLayout:
 
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
     has room for `max_blocks` of `block_size` tokens, for `most_drafts`, and for a history of
-    `longest` tokens.
+    `longest` tokens. Only with `adapters` is there a column for their slots.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class TableLayout:
         block_size: int,
         most_drafts: int = 0,
         longest: int = 0,
+        adapters: bool = False,
     ) -> None:
+        self.has_adapters = adapters
         self.block_size = block_size
         self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
         self.max_blocks, self.most_drafts, self.longest = max_blocks, most_drafts, longest
@@ -52,6 +56,7 @@ class TableLayout:
         self.drafts = self._add(most_drafts)
         self.limits = self._add(has_drafts)
         self.history = self._add(longest)
+        self.adapters = self._add(adapters)
         self.chance = self.size
         self.size += 1
         assert self.size < 1 << 31, "offsets have 32 bits"
@@ -124,12 +129,14 @@ class DeviceTable:
         )
         # What a step leaves for the next one, in the ranks that have drawn its tokens.
         self.results = words[: layout.seeds] if most else self.state.tokens
+        self.adapters = column(layout.adapters, layout.has_adapters)  # slots; NO_ADAPTER for none
         self.clear()
 
     def clear(self) -> None:
         """No row has an owner, and the batch is empty."""
         self.state.lengths.fill_(UNUSED_LENGTH)
         self.state.batch.fill_(self.layout.unused_row)
+        self.adapters.fill_(NO_ADAPTER)
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""
@@ -150,6 +157,13 @@ class DeviceTable:
     def keep_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store token ids [B] in their rows [B], for the next step to read."""
         self.state.tokens.index_copy_(0, rows, token_ids)
+
+    def adapter_slots(self, size: Size) -> torch.Tensor:
+        """The slots of the queries of a decode step, in int32."""
+        slots = self.adapters.index_select(0, self.state.batch[: size.num_seqs])
+        if size.num_queries == 1:
+            return slots
+        return slots[:, None].expand(-1, size.num_queries).flatten()
 
     def fill_pending(
         self, input_ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor

@@ -9,7 +9,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.drafted_blocks import Lack
-from nanovllm.engine.step.ledger import Ledger
+from nanovllm.engine.step.ledger import Ledger, adapter_slot
 from nanovllm.engine.step.pooled import Pooled, pooled_tokens
 from nanovllm.engine.step.reports import Report, ReportInputs, prompt_report_inputs
 from nanovllm.engine.step.transfer import Array
@@ -25,6 +25,7 @@ class PrefillInputs:
     whose logits are reported, and `pooled_tokens` those whose hidden states are pooled.
     `copied_blocks` are pairs (from, to), copied after the T tokens are computed. `next_tokens` are
     those after the sequences' last ones, 0 where they are not known; None if nothing reads them.
+    `adapter_slots` [T] are the slots of the tokens' adapters; None if there are no adapters.
     """
 
     input_ids: Array
@@ -40,6 +41,7 @@ class PrefillInputs:
     copied_blocks: Array | None = None
     next_tokens: Array | None = None
     pooled_tokens: Array | None = None
+    adapter_slots: Array | None = None
 
     @property
     def num_reported(self) -> int:
@@ -58,10 +60,23 @@ class PrefillInputs:
             return self.sampled_tokens
         return np.concatenate([*first, self.sampled_tokens])
 
+    def sample_slots(self) -> Array | None:
+        """The slots of the samples' adapters; None if there are no adapters."""
+        slots = _at(self.adapter_slots, self.sampled_tokens)
+        return slots if self.shared_samples is None else _at(slots, self.shared_samples)
+
+    def reported_slots(self) -> Array | None:
+        """The slots of the reported tokens' adapters; None if there are no adapters."""
+        return _at(self.adapter_slots, self.reported_tokens)
+
     def pending(self) -> tuple[Array, Array]:
         """The tokens that are in flight, and the table rows that will hold them."""
         tokens = np.flatnonzero(self.input_ids == PENDING)
         return tokens, self.table_rows[np.searchsorted(self.cu_seqlens_q, tokens, side="right") - 1]
+
+
+def _at(slots: Array | None, tokens: Array | None) -> Array | None:
+    return slots if slots is None or tokens is None else slots[tokens]
 
 
 @dataclass(slots=True)
@@ -71,7 +86,8 @@ class StepInputs:
     A decode step of `num_seqs` sequences reads everything else from the table: for each of them
     `num_queries` tokens, the last one and drafts. `width` is the number of columns of its block
     tables, 0 for a prefill that reads none. `whole_logits`: whether rank 0 needs the logits of a
-    decode step, and not only the tokens that the ranks draw together.
+    decode step, and not only the tokens that the ranks draw together. If a decode step `adapts`,
+    some of its sequences have adapters.
     If it `catches_up`, the draft model computes the prefill's tokens, and nothing else is done.
     Rank 0 alone has these: `report` says what is reported of the prompts, and `lacks` what the
     draft model has to compute before.
@@ -83,6 +99,7 @@ class StepInputs:
     prefill: PrefillInputs | None = None
     num_queries: int = 1
     whole_logits: bool = True
+    adapts: bool = False
     lacks: list[Lack] = field(default_factory=list)
     report: ReportInputs | None = None
     catches_up: bool = False
@@ -101,7 +118,8 @@ def step_inputs(
     if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
         width, changes, lacks = ledger.decode(seqs, batch.num_drafts)
         queries = 1 + batch.num_drafts
-        return StepInputs(len(seqs), width, changes, None, queries, whole_logits, lacks)
+        adapts = ledger.adapts
+        return StepInputs(len(seqs), width, changes, None, queries, whole_logits, adapts, lacks)
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(
         batch.all_seqs, batch.sampling_seqs, batch.drafts
@@ -120,6 +138,7 @@ def step_inputs(
         copied_blocks=_copied_blocks(batch, block_size),
         next_tokens=_next_tokens(seqs, ends) if ledger.layout.most_drafts else None,
         pooled_tokens=pooled_tokens(batch, [*pooled], tokens[3]),
+        adapter_slots=_adapter_slots(seqs, tokens[3]) if ledger.adapts else None,
     )
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0
@@ -190,6 +209,12 @@ def _next_tokens(seqs: list[Sequence], ends: list[int]) -> Array:
         for seq, end in zip(seqs, ends, strict=True)
     )  # fmt: skip
     return np.fromiter(known, np.int64, len(seqs))
+
+
+def _adapter_slots(seqs: list[Sequence], q_ends: Array) -> Array:
+    """The slots of the tokens' adapters."""
+    slots = np.fromiter(map(adapter_slot, seqs), np.int32, len(seqs))
+    return np.repeat(slots, np.diff(q_ends))
 
 
 def _copied_blocks(batch: Batch, block_size: int) -> Array | None:

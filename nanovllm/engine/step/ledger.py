@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator
 import numpy as np
 
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
-from nanovllm.engine.step.device_table import TableChanges, TableLayout
+from nanovllm.engine.step.device_table import NO_ADAPTER, TableChanges, TableLayout
 from nanovllm.engine.step.drafted_blocks import DraftedBlocks, Lack
 from nanovllm.engine.step.draw_inputs import temperature_of
 from nanovllm.engine.step.transfer import Array
@@ -58,6 +58,7 @@ class Ledger:
         self._drafted = DraftedBlocks(self.layout.block_size, longest) if longest else None
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
+        self._slots = np.full(num_rows, NO_ADAPTER)  # of adapters
         self._last_tables: list[list[int]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
@@ -121,6 +122,11 @@ class Ledger:
             sample_table_rows[lost] = self.layout.unused_row
         return rows, sample_table_rows, width, self._take_changes()
 
+    @property
+    def adapts(self) -> bool:
+        """Whether a sequence of the last step has an adapter."""
+        return self.layout.has_adapters and bool((self._slots[self._last_rows] >= 0).any())
+
     def set_chance(self, chance: float) -> None:
         """Let the device accept drafts by chance, right or wrong: for measurements."""
         self._change(self.layout.chance, [int(chance * 2**CHANCE_BITS)])
@@ -163,6 +169,9 @@ class Ledger:
         """Send a new table: of a sequence that starts over, or has given back some blocks."""
         self._tables[row] = seq.block_table
         self._num_blocks[row] = 0
+        if self.layout.has_adapters:
+            self._slots[row] = slot = adapter_slot(seq)
+            self._change(self.layout.adapters + row, [slot])
         if self._is_ahead[row]:
             self._fall_behind(np.array([row]), np.array([seq.num_cached_tokens]))
             self._resend(row)
@@ -242,6 +251,11 @@ class Ledger:
         self._words.clear()
         self._history.clear()
         return changes
+
+
+def adapter_slot(seq: Sequence) -> int:
+    """The slot of a running sequence's adapter."""
+    return NO_ADAPTER if seq.adapter is None else int(seq.adapter.slot)
 
 
 def _words(value: float, dtype: type[np.number]) -> list[int]:

@@ -1,0 +1,93 @@
+"""The modules of a model that can have adapters, by the names that checkpoints give them.
+
+embed_tokens and lm_head, all linear layers of attention and feed-forward, and those of each expert.
+Routers have none.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.experts import PROJECTIONS, Experts
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.router import Router
+from nanovllm.layers.weights.stored import Held
+from nanovllm.models.decoder import Model
+
+EXPERTS = "experts"  # the kind of the modules of all experts
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of a checkpoint: `projections` of a layer's matrix, or of one of its experts'."""
+
+    name: str
+    layer: nn.Module
+    held: Held
+    projections: tuple[int, ...]
+    matrix: str = ""  # of experts
+    expert: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """What an option calls such modules."""
+        return self.name.rpartition(".")[2] if self.expert is None else EXPERTS
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether its input is token ids."""
+        return isinstance(self.layer, VocabParallelEmbedding)
+
+    @property
+    def size_in(self) -> int:
+        """Inputs of the whole module, on all ranks together."""
+        return self.held.in_features
+
+    @property
+    def size_out(self) -> int:
+        """Outputs of the whole module."""
+        return sum(self.held.sizes[i] for i in self.projections)
+
+
+def modules_of(model: Model, kinds: Collection[str] | None = None) -> dict[str, Module]:
+    """The modules by name; only those of the `kinds` if given.
+
+    A fused layer has several names: of each of its projections, and of all together.
+    """
+    every = {module.name: module for module in _modules(model)}
+    if kinds is None:
+        return every
+    known = sorted({module.kind for module in every.values()})
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ValueError(f"modules must be some of {', '.join(known)}, got {', '.join(unknown)}")
+    return {name: module for name, module in every.items() if module.kind in kinds}
+
+
+def _modules(model: Model) -> Iterator[Module]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, Experts):
+            yield from _of_experts(name, layer)
+        elif isinstance(layer, VocabParallelEmbedding):
+            yield Module(name, layer, layer.held, (0,))
+        elif isinstance(layer, LinearBase) and not isinstance(layer, Router):
+            yield from _of_linear(name, layer, model.packed_modules_mapping)
+
+
+def _of_linear(
+    name: str, layer: LinearBase, fused: Mapping[str, tuple[str, int]]
+) -> Iterator[Module]:
+    above, dot, leaf = name.rpartition(".")
+    yield Module(name, layer, layer.held, tuple(range(len(layer.held.sizes))))
+    for part, (whole, index) in fused.items():
+        if whole == leaf:
+            yield Module(f"{above}{dot}{part}", layer, layer.held, (index,))
+
+
+def _of_experts(name: str, layer: Experts) -> Iterator[Module]:
+    for expert in range(layer.num_experts):
+        for matrix, kinds in PROJECTIONS.items():
+            for index, kind in enumerate(kinds):
+                held = layer.held[matrix]
+                yield Module(f"{name}.{expert}.{kind}", layer, held, (index,), matrix, expert)

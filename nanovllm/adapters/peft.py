@@ -1,0 +1,168 @@
+"""Reading LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
+
+The tensors say which modules have adapters; the config must agree with them. Every error names the
+file, and the tensor or the field.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.adapters.adapter import Adapter, Pair
+from nanovllm.adapters.base_weights import check_base_weight
+from nanovllm.adapters.modules import Module, modules_of
+from nanovllm.adapters.peft_config import PeftConfig, read_config
+from nanovllm.models.bare import full_name
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import FLOATS, InFile, errors_name
+from nanovllm.utils.checks import did_you_mean
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+BEGINNING = "base_model.model."  # of each tensor's name
+LOW_RANK = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?(2)|\.weight)")
+BASE_WEIGHT = re.compile(r"(.+?)(?:\.base_layer)?\.weight")  # the model's own, saved beside them
+UNSUPPORTED = {
+    "lora_magnitude_vector": "DoRA",
+    "lora_B.bias": "lora_bias",
+    "modules_to_save": "modules_to_save",
+    "token_adapter": "trainable_token_indices",
+    ".bias": "bias",
+}
+Files = dict[str, dict[str, InFile]]  # of a module's name, A and B
+
+
+def read_adapter(
+    path: str | Path, model: CausalLM, max_rank: int, kinds: Collection[str] | None = None
+) -> Adapter:
+    """The adapter in a directory, for `model`, with B times the scale, in the model's type.
+
+    Nothing of the model is changed. A rank above `max_rank`, a module that is not of the `kinds`
+    that have room, and whatever would not be computed as PEFT does, is a ValueError; a missing or
+    damaged file an OSError. Peak memory: the adapter, and one of its tensors in float32.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"adapter directory {str(path)!r} does not exist")
+    config = read_config(path)
+    file = path / WEIGHTS_FILE
+    dtype = model.model.norm.weight.dtype
+    with _open(file) as tensors, errors_name(file):
+        pairs = _pairs(tensors, model)
+        modules = modules_of(model)
+        for name in pairs:
+            _check_module(name, modules, kinds)
+        _check_not_twice(pairs, modules)
+        read = {
+            name: _read_pair(name, files, modules[name], config, max_rank, dtype)
+            for name, files in pairs.items()
+        }
+        return Adapter(read)
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[dict[str, InFile]]:
+    """The tensors of a file by name."""
+    if not file.exists():
+        old = file.with_name("adapter_model.bin").exists()
+        hint = "; save it with safe_serialization=True" if old else ""
+        raise FileNotFoundError(f"{file} does not exist{hint}")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield {name: InFile(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(
+            f"{file} is truncated or damaged ({error}); copy or download it again"
+        ) from error
+
+
+def _pairs(tensors: Mapping[str, InFile], model: CausalLM) -> Files:
+    """A and B of each module. Raises for other tensors, unless they are the model's own."""
+    pairs: Files = defaultdict(dict)
+    for key, tensor in tensors.items():
+        name = key.removeprefix(BEGINNING)
+        for end, feature in UNSUPPORTED.items():
+            if end in name:
+                raise ValueError(f"tensor {key!r} is of {feature}, which is not supported")
+        if match := LOW_RANK.fullmatch(name):
+            embedding = match[2] or ""
+            pairs[full_name(match[1])][embedding + match[3]] = tensor
+        elif match := BASE_WEIGHT.fullmatch(name):
+            check_base_weight(key, full_name(match[1]), tensor, model)
+        else:
+            raise ValueError(f"unexpected tensor {key!r}")
+    if not pairs:
+        raise ValueError("has no tensors of adapters (lora_A and lora_B)")
+    return pairs
+
+
+def _check_module(name: str, modules: Mapping[str, Module], kinds: Collection[str] | None) -> None:
+    if name not in modules:
+        hint = did_you_mean(name, modules)
+        raise ValueError(f"module {name!r} does not exist, or can have no adapter{hint}")
+    if kinds is not None and modules[name].kind not in kinds:
+        raise ValueError(
+            f"module {name!r} has no room for an adapter: the kinds that do are"
+            f" {', '.join(sorted(kinds))}, this is {modules[name].kind}"
+        )
+
+
+def _check_not_twice(pairs: Files, modules: Mapping[str, Module]) -> None:
+    """Raise if a fused module and one of its parts both have adapters."""
+    for name in pairs:
+        module = modules[name]
+        for part in pairs if len(module.projections) > 1 else ():
+            other = modules[part]
+            if part != name and other.layer is module.layer and other.matrix == module.matrix:
+                raise ValueError(f"modules {name!r} and {part!r} are the same matrix")
+
+
+def _read_pair(
+    name: str,
+    files: Mapping[str, InFile],
+    module: Module,
+    config: PeftConfig,
+    max_rank: int,
+    dtype: torch.dtype,
+) -> Pair:
+    kind = "embedding_" if module.is_embedding else ""
+    keys = {which: f"{name}.lora_{which}" for which in (f"{kind}A", f"{kind}B")}
+    if missing := [key for which, key in keys.items() if which not in files]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    if other := files.keys() - keys:
+        raise ValueError(f"module {name!r} has tensors of another kind: lora_{min(other)}")
+    try:
+        config.check_has(name)
+    except ValueError as error:
+        raise ValueError(f"module {name!r} has an adapter, but {error}") from None
+    (a_key, b_key), (a, b) = keys.values(), (files[which] for which in keys)
+    rank = config.rank_of(name)
+    if tuple(a.shape) != (rank, module.size_in):
+        raise ValueError(_shape_error(a_key, a, (rank, module.size_in), rank))
+    if tuple(b.shape) != (module.size_out, rank):
+        raise ValueError(_shape_error(b_key, b, (module.size_out, rank), rank))
+    if rank > max_rank:
+        raise ValueError(f"{name} has rank {rank}: max_lora_rank must be >= {rank}, got {max_rank}")
+    scaled = _values(b_key, b) * config.scale_of(name)
+    return Pair(_values(a_key, a).to(dtype), scaled.t().to(dtype).contiguous())
+
+
+def _shape_error(key: str, tensor: InFile, shape: tuple[int, int], rank: int) -> str:
+    return (
+        f"tensor {key!r} has shape {tuple(tensor.shape)}, the model and the config's rank {rank}"
+        f" need {shape}"
+    )
+
+
+def _values(key: str, tensor: InFile) -> torch.Tensor:
+    """A tensor's values in float32."""
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"tensor {key!r} has type {tensor.dtype}, allowed: {', '.join(FLOATS)}")
+    values = tensor[...].float()
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"tensor {key!r} has values that are not finite")
+    return values

@@ -1,0 +1,7 @@
+"""Adapters of requests: which are in the host's memory, which on the device, and who waits.
+
+loaded.py    an adapter that requests use, and what says that its files have changed
+store.py     the adapters in the host's memory, read by threads beside the steps
+residents.py the slots on the device: who holds them, who gets them next
+parts.py     one rank's part: the slots' tensors, and the command that fills one
+"""

@@ -1,0 +1,77 @@
+"""AdapterParts: one rank's slots, and the command that fills one on all ranks."""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.adapters.peft import read_adapter
+from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.config import Config
+from nanovllm.engine.engine_config import most_kept
+from nanovllm.kernels.table import Kernels
+from nanovllm.layers.lora import AdapterRows, group_rows
+from nanovllm.models.decoder import CausalLM
+
+if TYPE_CHECKING:
+    from nanovllm.engine.shard import Shard
+
+
+class AdapterParts:
+    """The slots in a rank's layers. `tensors` are the adapters in its host memory, by number.
+
+    Rank 0's store keeps them there; on other ranks they are those of the last placements.
+    """
+
+    def __init__(self, model: CausalLM, num_slots: int, max_rank: int, most: int) -> None:
+        self._model, self.max_rank, self._most = model, max_rank, most
+        self.slots = AdapterSlots(model, num_slots, max_rank)
+        self.tensors: MutableMapping[int, Any] = {}
+
+    def read(self, path: Path) -> Any:
+        """An adapter's tensors; an error names what is wrong with its files."""
+        return read_adapter(path, self._model, self.max_rank)
+
+    def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
+        """The adapters of rows with these slots, in int32; below 0: none."""
+        return group_rows(slots, self.slots.num_slots, kernels)
+
+    def place(self, slot: int, number: int, path: Path) -> None:
+        """Fill a slot. Without the tensors in the host's memory, the files are read."""
+        tensors = self.tensors.get(number)
+        if tensors is None:
+            tensors = self.read(path)
+        self.slots.place(slot, tensors)
+
+    def keep(self, number: int, path: Path) -> None:
+        """Read an adapter into this rank's memory, in place of the oldest."""
+        if number not in self.tensors:
+            self.tensors[number] = self.read(path)
+        while len(self.tensors) > self._most:
+            del self.tensors[next(iter(self.tensors))]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Fill a slot on every rank."""
+
+    slot: int
+    number: int
+    path: Path
+
+    def run(self, shard: "Shard") -> None:
+        """Fill this rank's part of the slot."""
+        assert shard.adapters is not None
+        if shard.ranks.rank > 0:
+            shard.adapters.keep(self.number, self.path)
+        shard.adapters.place(self.slot, self.number, self.path)
+
+
+def adapter_parts(config: Config, model: CausalLM) -> AdapterParts | None:
+    """The slots that an engine with adapters has in its layers, all of them empty."""
+    if not config.enable_lora:
+        return None
+    most = most_kept(config)
+    return AdapterParts(model, config.max_loras, config.max_lora_rank, most)

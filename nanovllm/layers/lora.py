@@ -1,0 +1,53 @@
+"""Which adapter each row of a step has, and what adds it to a layer's output.
+
+A layer's adapters are a `LowRank` with a group for each slot. Nothing here knows whose adapter is
+in a slot.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.table import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The adapters of a step's rows: slots [T] int32, below 0 for a row without one.
+
+    `groups` is what the kernels know of them, computed once for all layers.
+    """
+
+    slots: torch.Tensor
+    num_slots: int
+    kernels: Kernels
+    groups: Any
+
+    def at(self, rows: torch.Tensor) -> "AdapterRows":
+        """Those of some rows."""
+        return group_rows(self.slots.index_select(0, rows), self.num_slots, self.kernels)
+
+    def add(
+        self, x: torch.Tensor, weights: LowRank, linear: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The output of `linear`, with the adapters' on rows x added in place."""
+        down = self.kernels.lora_down(x, weights, self.groups)
+        out = linear()
+        self.kernels.lora_up(down, weights, self.groups, out, None)
+        return out
+
+    def add_embedding(self, token_ids: torch.Tensor, weights: LowRank, out: torch.Tensor) -> None:
+        """Add the adapters' vectors of the tokens, as if each were a row with a single 1."""
+        down = weights.a[self.slots.clamp(min=0).long(), :, token_ids]
+        self.kernels.lora_up(down[None], weights, self.groups, out, None)
+
+
+def group_rows(slots: torch.Tensor, num_slots: int, kernels: Kernels) -> AdapterRows:
+    """The adapters of rows with these slots [T] int32; below 0: none.
+
+    Does not sync unless the kernels do; a CUDA graph can hold it.
+    """
+    return AdapterRows(slots, num_slots, kernels, kernels.group_rows(slots, num_slots))

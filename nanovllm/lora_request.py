@@ -1,0 +1,102 @@
+"""LoRARequest: which adapter a request uses. It knows no files; the engine reads them."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.utils.checks import check_int, shorten
+from nanovllm.utils.rules import SOME_TEXT
+
+
+@dataclass(frozen=True, init=False)
+class LoRARequest:
+    """An adapter: `LoRARequest("name", path)`.
+
+    `path` is a local directory in PEFT's format. vLLM's form with a number works too:
+    `LoRARequest("name", 1, path)`, with the keywords `lora_name`, `lora_int_id` and `lora_path`.
+    The files alone say which adapter it is: name and number are the caller's labels.
+    """
+
+    lora_name: str
+    lora_path: str
+    lora_int_id: int | None
+
+    def __init__(
+        self,
+        lora_name: str,
+        *number_and_path: Any,
+        lora_int_id: int | None = None,
+        lora_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        given = [*number_and_path]
+        if given and lora_path is None:
+            lora_path = given.pop()
+        if given and lora_int_id is None:
+            lora_int_id = given.pop()
+        if given:
+            raise TypeError(
+                "LoRARequest takes a name and a path, or a name, a number and a path, got"
+                f" {shorten((lora_name, *number_and_path))}"
+            )
+        SOME_TEXT.check("lora_name", lora_name)
+        if not isinstance(lora_path, str | os.PathLike) or not os.fspath(lora_path):
+            raise TypeError(f"lora_path must be a directory, got {shorten(lora_path)}")
+        if lora_int_id is not None:
+            check_int("lora_int_id", lora_int_id, 1)
+        object.__setattr__(self, "lora_name", lora_name)
+        object.__setattr__(self, "lora_path", str(os.fspath(lora_path)))
+        object.__setattr__(self, "lora_int_id", lora_int_id)
+
+    @property
+    def name(self) -> str:
+        """The adapter's name; vLLM's other name of `lora_name`."""
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        """The adapter's directory; vLLM's other name of `lora_path`."""
+        return self.lora_path
+
+    @property
+    def adapter_id(self) -> int | None:
+        """The caller's number; vLLM's other name of `lora_int_id`."""
+        return self.lora_int_id
+
+
+NOT_ENABLED = (
+    "lora_request needs enable_lora=True (--enable-lora) when the engine is made, got an engine"
+    " without it"
+)
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for one or several prompts
+
+
+def check_lora_request(value: Any) -> LoRARequest | None:
+    """The value, if it is an adapter or None."""
+    if value is not None and not isinstance(value, LoRARequest):
+        raise TypeError(f"lora_request must be a LoRARequest or None, got {shorten(value)}")
+    return value
+
+
+def named_adapters(modules: Iterable[str]) -> dict[str, LoRARequest]:
+    """Adapters that are written as NAME=PATH, by name."""
+    named: dict[str, LoRARequest] = {}
+    for module in modules:
+        name, _, path = module.partition("=")
+        if not name or not path:
+            raise ValueError(f"lora_modules must be like NAME=PATH, got {module!r}")
+        if name in named:
+            raise ValueError(f"lora_modules must have different names, got {name!r} twice")
+        named[name] = LoRARequest(name, path)
+    return named
+
+
+def lora_requests(given: Any, num_prompts: int) -> list[LoRARequest | None]:
+    """One adapter or None for each prompt."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [check_lora_request(given)] * num_prompts
+    if len(given) != num_prompts:
+        raise ValueError(
+            f"lora_request must be one or as many as prompts ({num_prompts}), got {len(given)}"
+        )
+    return [check_lora_request(one) for one in given]

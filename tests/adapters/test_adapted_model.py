@@ -1,0 +1,113 @@
+"""Models with adapters in their slots, compared with peft: several adapters in one step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from lora import EVERY_LINEAR, make_adapter, peft_logits
+
+from nanovllm.adapters.peft import read_adapter
+from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.kernels.table import PLAIN
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import Context, attending
+from nanovllm.layers.lora import group_rows
+from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ODD: dict[str, Any] = dict(
+    hidden_size=52, intermediate_size=76, num_attention_heads=6, num_key_value_heads=2, head_dim=10
+)
+PROMPTS = [[1, 2, 3, 4, 5], [7], [8, 9, 10], [11, 12, 13, 14, 15, 16, 17], [3, 1]]
+SLOTS = [1, -1, 0, 2, 1]  # of the prompts
+
+
+@torch.inference_mode()
+def load(path: Path, ranks: Ranks = ALONE, whole_experts: bool = False) -> CausalLM:
+    model = CausalLM(ModelConfig.from_dir(path), 64, ranks, whole_experts)
+    load_model(model, path)
+    model.bind(Backend(TorchBackend(), PLAIN))
+    return model.eval()
+
+
+@torch.inference_mode()
+def logits_of(
+    model: CausalLM, num_slots: int, slots: list[int], rows: list[int] | None = None
+) -> torch.Tensor:
+    """The logits of all prompts' tokens, or only of those of some `rows`, in one step."""
+    lengths = torch.tensor(list(map(len, PROMPTS)))
+    ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    of_rows = torch.tensor(slots, dtype=torch.int32).repeat_interleave(lengths)
+    adapters = group_rows(of_rows, num_slots, PLAIN)
+    context = Context(
+        is_prefill=True, slot_mapping=torch.full((len(of_rows),), -1), cu_seqlens_q=ends,
+        cu_seqlens_k=ends, max_seqlen_q=int(lengths.max()), max_seqlen_k=int(lengths.max()),
+        adapters=adapters,
+    )  # fmt: skip
+    ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    positions = torch.cat([torch.arange(int(n)) for n in lengths])
+    chosen = None if rows is None else torch.tensor(rows)
+    with attending(context, TorchBackend()):
+        hidden, _ = model(ids, positions, chosen)
+    adapters = adapters if chosen is None else adapters.at(chosen)
+    return model.compute_logits(hidden, adapters=adapters)
+
+
+def expected(path: Path, adapters: list[Path], slots: list[int]) -> torch.Tensor:
+    chosen = [adapters[slot] if slot >= 0 else None for slot in slots]
+    return torch.cat(
+        [peft_logits(path, a, prompt) for a, prompt in zip(chosen, PROMPTS, strict=True)]
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all linear layers": ({}, {}),
+    "odd shapes": (ODD, dict(r=3, lora_alpha=5)),
+    "biases": (dict(family="Qwen2"), {}),
+    "all-linear": (dict(family="Llama"), dict(target_modules="all-linear")),
+    "fused": (
+        dict(family="Phi3", rope_scaling=None),
+        dict(target_modules=["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]),
+    ),
+    "patterns": (
+        ODD,
+        dict(
+            rank_pattern={
+                "q_proj": 7, "layers.1.mlp.down_proj": 1, r"layers\.0\..*(k|gate)_proj": 5,
+            },
+            alpha_pattern={"v_proj": 3, "layers.0.self_attn.o_proj": 11},
+        ),
+    ),
+    "rsLoRA": (ODD, dict(use_rslora=True)),
+    "a regular expression": ({}, dict(target_modules=r".*layers\.1\..*(q|down)_proj")),
+    "excluded modules": ({}, dict(exclude_modules=["o_proj", "model.layers.0.mlp.up_proj"])),
+    "some layers": ({}, dict(layers_to_transform=[1], layers_pattern="layers")),
+    "embedding and head": ({}, dict(target_modules=[*EVERY_LINEAR, "embed_tokens", "lm_head"])),
+    "tied embedding": (
+        dict(tie_word_embeddings=True), dict(target_modules=["embed_tokens", "q_proj"])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_with_several_adapters_equal_peft(name: str, tmp_path: Path) -> None:
+    shape, options = CASES[name]
+    path = make_model(tmp_path / "model", **shape)
+    paths = [make_adapter(path, tmp_path / f"{i}", seed=i, **options) for i in range(3)]
+    model = load(path)
+    slots = AdapterSlots(model, 3, 8)
+    for slot, adapter in enumerate(paths):
+        slots.place(slot, read_adapter(adapter, model, 8))
+    wanted = expected(path, paths, SLOTS)
+    torch.testing.assert_close(logits_of(model, 3, SLOTS), wanted, rtol=1e-4, atol=1e-4)
+    some = [0, 4, 5, 8, 15, 17]
+    torch.testing.assert_close(logits_of(model, 3, SLOTS, some), wanted[some], rtol=1e-4, atol=1e-4)
+    base = expected(path, paths, [-1] * 5)
+    assert (wanted - base)[:5].abs().amax() > 0.05, "adapters without effect"
