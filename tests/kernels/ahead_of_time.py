@@ -356,6 +356,20 @@ def draw(dtype: torch.dtype) -> None:
     draw(*inputs, Cuts(top_k=column(dtype=torch.long), top_p=column()))
 
 
+def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> None:
+    from nanovllm.kernels.low_rank import LowRank
+    from nanovllm.kernels.triton.lora import group_rows, lora_down, lora_up
+
+    sizes, size_in = (4096, 1024, 1024), 4096
+    a, b = (torch.empty(8, *shape, dtype=dtype) for shape in (
+        (3 * max_rank, size_in), (max_rank, sum(sizes))
+    ))  # fmt: skip
+    weights = LowRank(a, b, int32(8, 3), sizes)
+    groups = group_rows(int32(rows), 8)
+    down = lora_down(torch.empty(rows, size_in, dtype=dtype), weights, groups)
+    lora_up(down, weights, groups, torch.empty(rows, sum(sizes), dtype=dtype))
+
+
 # A case for each binary: sizes that make no new one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
@@ -530,6 +544,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "write_table": write_table,
     "read_table, with drafts": partial(read_table, 7, 640, 5),
     "guess_ngrams, guess_inputs and accept": drafts,
+    **{f"lora, {rows} rows": partial(lora, rows) for rows in (1, 64, 256, 8 * TOKENS)},
+    "lora, max_rank 8": partial(lora, 16, max_rank=8),
+    **{f"lora, float32, {rows} rows": partial(lora, rows, torch.float32) for rows in (1, 256)},
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
