@@ -166,6 +166,7 @@ def triton_kernels() -> Kernels:
 def cpu_kernels() -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
     from nanovllm.kernels.cpu import (
+        lora,
         mask,
         norm_rope_store,
         read_table,
@@ -189,4 +190,7 @@ def cpu_kernels() -> Kernels:
         arrange=arrange,
         arrange_plain=arrange_plain,
         arranged_linear=tiled_linear,
+        group_rows=lora.group_rows,
+        lora_down=lora.lora_down,
+        lora_up=lora.lora_up,
     )
