@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton.common import await_inputs, dot, early, let_next_begin
 from nanovllm.kernels.triton.grouping import Groups, find_tile, group
 
@@ -23,7 +24,7 @@ FEW = 32
 
 
 class RowGroups(NamedTuple):
-    """Rows sorted by group, and their tiles."""
+    """Rows sorted by group, and their tiles. Those without one are in a group of their own."""
 
     groups: Groups
     num_rows: int
@@ -32,12 +33,14 @@ class RowGroups(NamedTuple):
     @property
     def block_e(self) -> int:
         """Groups that a program looks at to find its own."""
-        return max(2, next_power_of_2(self.num_groups))
+        return next_power_of_2(self.num_groups + 1)
 
 
 def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
     """Sort rows with these group ids [T] int32; ids outside [0, num_groups) are of no group."""
-    return RowGroups(group(group_ids, num_groups, num_groups), len(group_ids), num_groups)
+    outside = (group_ids < 0) | (group_ids >= num_groups)
+    ids = group_ids.masked_fill(outside, num_groups)
+    return RowGroups(group(ids, num_groups + 1, num_groups + 1), len(ids), num_groups)
 
 
 @triton.jit
@@ -54,7 +57,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     """
     rank_blocks: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     group, place, real = find_tile(
-        tl.program_id(1), bounds_ptr, tile_ends_ptr, num_groups, BLOCK_M, BLOCK_E
+        tl.program_id(1), bounds_ptr, tile_ends_ptr, num_groups + 1, BLOCK_M, BLOCK_E
     )
     projection = tl.program_id(0) // rank_blocks
     r = (tl.program_id(0) % rank_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -102,15 +105,20 @@ def _sum_down(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _up_kernel(  # type: ignore[no-untyped-def]
-    down_ptr, b_ptr, ranks_ptr, out_ptr, shares_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
-    num_groups, num_rows, size_out, size0, size1, out_stride,
+    down_ptr, b_ptr, ranks_ptr, out_ptr, shares_ptr, squares_ptr, order_ptr, bounds_ptr,
+    tile_ends_ptr, num_groups, num_rows, size_out, size0, size1, out_stride, size_in, eps,
     PARTS: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
+    SET: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program adds to BLOCK_N outputs of one projection, for a tile's rows."""
+    """One program adds to BLOCK_N outputs of one projection, for a tile's rows.
+
+    SET: it sets them, also those of rows without an adapter. P: inputs were not divided by their
+    roots of mean squares, of which there are P parts.
+    """
     group, place, real = find_tile(
-        tl.program_id(1), bounds_ptr, tile_ends_ptr, num_groups, BLOCK_M, BLOCK_E
+        tl.program_id(1), bounds_ptr, tile_ends_ptr, num_groups + 1, BLOCK_M, BLOCK_E
     )
     # Each projection has tiles of its own.
     tile = tl.program_id(0)
@@ -129,8 +137,10 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     b_at = b_ptr + (of_group * MAX_RANK + r)[:, None] * size_out + n[None, :]
     b = tl.load(b_at, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
     await_inputs(EARLY)
+    pair = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
+    out_at = out_ptr + pair[:, None] * out_stride + n[None, :]
+    mask = real[:, None] & inside[None, :]
     if rank > 0:
-        pair = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
         width: tl.constexpr = PROJECTIONS * MAX_RANK
         down_at = down_ptr + pair[:, None] * width + projection * MAX_RANK + r[None, :]
         there = real[:, None] & (r < rank)[None, :]
@@ -145,10 +155,17 @@ def _up_kernel(  # type: ignore[no-untyped-def]
             acc += dot(down.to(b.dtype), b)
         if SHARES:
             acc *= tl.load(shares_ptr + pair, mask=real, other=0.0)[:, None]
-        out_at = out_ptr + pair[:, None] * out_stride + n[None, :]
-        mask = real[:, None] & inside[None, :]
-        out = tl.load(out_at, mask=mask, other=0.0).to(tl.float32) + acc
-        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+        if P:
+            p = tl.arange(0, BLOCK_P)
+            squares_at = squares_ptr + pair[:, None] * P + p[None, :]
+            parts = tl.load(squares_at, mask=real[:, None] & (p < P)[None, :], other=0.0)
+            acc *= tl.rsqrt(tl.sum(parts, axis=1) / size_in + eps)[:, None]
+        if not SET:
+            acc += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    elif SET:
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=out_ptr.dtype.element_ty)
+        tl.store(out_at, zeros, mask=mask)
     let_next_begin(EARLY)
 
 
@@ -198,6 +215,31 @@ def lora_up(
 
     Bytes moved: these rows of `out`, read and written, and B once for each tile of a group's rows.
     """
+    _launch_up(down, weights, groups, out, shares=shares)
+
+
+def lora_bias(x: Scaled, weights: LowRank, groups: RowGroups) -> torch.Tensor:
+    """What adapters add to the rows of a linear layer of the norm: [T, N], zeros without one."""
+    down = lora_down(x.product, weights, groups)
+    out = x.product.new_empty(groups.num_rows, weights.b.shape[2])
+    _launch_up(down, weights, groups, out, scaled=x, sets=True)
+    return out
+
+
+def lora_up_scaled(x: Scaled, weights: LowRank, groups: RowGroups, out: torch.Tensor) -> None:
+    """Add to the outputs of a linear layer of the norm."""
+    _launch_up(lora_down(x.product, weights, groups), weights, groups, out, scaled=x)
+
+
+def _launch_up(
+    down: torch.Tensor,
+    weights: LowRank,
+    groups: RowGroups,
+    out: torch.Tensor,
+    shares: torch.Tensor | None = None,
+    scaled: Scaled | None = None,
+    sets: bool = False,
+) -> None:
     sorted_rows, num_rows, num_groups = groups
     size_out, projections = weights.b.shape[2], weights.ranks.shape[1]
     assert out.shape == (num_rows, size_out) and out.stride(1) == 1 and down.is_contiguous()
@@ -207,11 +249,15 @@ def lora_up(
         return
     block_n = 64 if num_rows <= FEW and size_out <= 1 << 13 else 128
     size0, size1, _ = (*weights.sizes, 0, 0)[:3]
+    squares, eps = (out, 0.0) if scaled is None else (scaled.squares, scaled.eps)
+    width = 0 if scaled is None else squares.shape[1]
     grid = sum(cdiv(size, block_n) for size in weights.sizes), sorted_rows.num_tiles
     _up_kernel[grid](
-        down, weights.b, weights.ranks, out, out if shares is None else shares, sorted_rows.order,
-        sorted_rows.bounds, sorted_rows.tile_ends, num_groups, num_rows, size_out, size0, size1,
-        out.stride(0), PARTS=len(down), PROJECTIONS=projections, MAX_RANK=weights.max_rank,
-        SHARES=shares is not None, BLOCK_M=sorted_rows.block_m, BLOCK_R=BLOCK_R, BLOCK_N=block_n,
-        BLOCK_E=groups.block_e, num_warps=4, num_stages=1, **early(out.device),
+        down, weights.b, weights.ranks, out, out if shares is None else shares, squares,
+        sorted_rows.order, sorted_rows.bounds, sorted_rows.tile_ends, num_groups, num_rows,
+        size_out, size0, size1, out.stride(0), weights.a.shape[2], eps,
+        PARTS=len(down), PROJECTIONS=projections, MAX_RANK=weights.max_rank,
+        SHARES=shares is not None, SET=sets, P=width, BLOCK_P=next_power_of_2(max(1, width)),
+        BLOCK_M=sorted_rows.block_m, BLOCK_R=BLOCK_R, BLOCK_N=block_n, BLOCK_E=groups.block_e,
+        num_warps=4, num_stages=1, **early(out.device),
     )  # fmt: skip
