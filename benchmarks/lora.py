@@ -84,8 +84,8 @@ def make_layer(shape: Shape, rank: int) -> Layer:
 
 def with_adapters(kernels: Kernels, layer: Layer, x: torch.Tensor, groups: Any) -> torch.Tensor:
     """A layer's output, as the model computes it."""
-    down = kernels.lora_down(x, layer.low_rank, groups)
     out = F.linear(x, layer.weight)
+    down = kernels.lora_down(x, layer.low_rank, groups)
     kernels.lora_up(down, layer.low_rank, groups, out, None)
     return out
 

@@ -33,9 +33,12 @@ class AdapterRows:
     def add(
         self, x: torch.Tensor, weights: LowRank, linear: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The output of `linear`, with the adapters' on rows x added in place."""
-        down = self.kernels.lora_down(x, weights, self.groups)
+        """The output of `linear`, with the adapters' on rows x added in place.
+
+        `linear` is first: it may follow `group_rows`, and the kernels for adapters may not.
+        """
         out = linear()
+        down = self.kernels.lora_down(x, weights, self.groups)
         self.kernels.lora_up(down, weights, self.groups, out, None)
         return out
 

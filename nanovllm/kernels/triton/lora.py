@@ -18,9 +18,12 @@ from nanovllm.kernels.triton.common import await_inputs, dot, early, let_next_be
 from nanovllm.kernels.triton.grouping import Groups, find_tile, group
 
 BLOCK_R = 16  # ranks of a tile: the least that tensor cores multiply
-ROWS_AT_ONCE = 1024  # rows from which there are enough tiles without dividing the inputs
-MOST_PARTS, MOST_PROJECTIONS = 32, 3
-FEW = 32
+MOST_PROJECTIONS = 3
+FEW = 32  # rows
+# Parts of the inputs that programs share, by the most rows: enough programs to read A at full
+# speed, few enough sums. Few values, as each is a binary.
+PARTS = {FEW: 32, 128: 8, 2048: 4}
+LEAST_PART = 128  # inputs
 
 
 class RowGroups(NamedTuple):
@@ -43,7 +46,7 @@ def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
     return RowGroups(group(ids, num_groups + 1, num_groups + 1), len(ids), num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(  # type: ignore[no-untyped-def]
     x_ptr, a_ptr, ranks_ptr, down_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
     num_groups, num_rows, size_in, x_stride, part_size,
@@ -53,7 +56,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program: BLOCK_R ranks of a projection, for a tile's rows and a part of the inputs.
 
-    ONE: the part is a single tile of A, which is read before the inputs are there.
+    ONE: the part is a single tile of A, which is read before the inputs are there. So are groups
+    and ranks: the kernel before this one must not be of `group_rows`.
     """
     rank_blocks: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     group, place, real = find_tile(
@@ -99,11 +103,11 @@ def _sum_down(  # type: ignore[no-untyped-def]
     """The sum of a tile's parts, in their order."""
     total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(down_at + part * num_rows * width, mask=mask, other=0.0)
+        total += tl.load(down_at + part * num_rows.to(tl.int64) * width, mask=mask, other=0.0)
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _up_kernel(  # type: ignore[no-untyped-def]
     down_ptr, b_ptr, ranks_ptr, out_ptr, shares_ptr, squares_ptr, order_ptr, bounds_ptr,
     tile_ends_ptr, num_groups, num_rows, size_out, size0, size1, out_stride, size_in, eps,
@@ -170,10 +174,9 @@ def _up_kernel(  # type: ignore[no-untyped-def]
 
 
 def num_parts(num_rows: int, size_in: int) -> int:
-    """Parts of the inputs that programs share: enough of them to read A at full speed."""
-    rows = next_power_of_2(max(num_rows, 1))
-    most = MOST_PARTS if rows <= FEW else min(MOST_PARTS // 2, ROWS_AT_ONCE // rows)
-    return max(1, min(most, size_in // 128))
+    """Parts of the inputs that programs share."""
+    most = next((parts for rows, parts in PARTS.items() if num_rows <= rows), 1)
+    return max(1, min(most, size_in // LEAST_PART))
 
 
 def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Tensor:
