@@ -48,11 +48,14 @@ def logits_of(
     rows: list[int] | None = None,
     kernels: Kernels = PLAIN,
 ) -> torch.Tensor:
-    """The logits of all prompts' tokens, or only of those of some `rows`, in one step."""
+    """The logits of all prompts' tokens, or only of those of some `rows`, in one step.
+
+    With `num_slots` 0 it has no adapters.
+    """
     lengths = torch.tensor(list(map(len, PROMPTS)))
     ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
     of_rows = torch.tensor(slots, dtype=torch.int32).repeat_interleave(lengths)
-    adapters = group_rows(of_rows, num_slots, kernels)
+    adapters = group_rows(of_rows, num_slots, kernels) if num_slots else None
     context = Context(
         is_prefill=True, slot_mapping=torch.full((len(of_rows),), -1), cu_seqlens_q=ends,
         cu_seqlens_k=ends, max_seqlen_q=int(lengths.max()), max_seqlen_k=int(lengths.max()),
@@ -63,7 +66,8 @@ def logits_of(
     chosen = None if rows is None else torch.tensor(rows)
     with attending(context, TorchBackend()):
         hidden, _ = model(ids, positions, chosen)
-    adapters = adapters if chosen is None else adapters.at(chosen)
+    if adapters and chosen is not None:
+        adapters = adapters.at(chosen)
     return model.compute_logits(hidden, adapters=adapters)
 
 
@@ -167,6 +171,26 @@ def test_experts_with_adapters_equal_merged_ones(
     place_all(model, adapters)
     logits = logits_of(model, 3, SLOTS, kernels=KERNELS[name])
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_rows_without_an_adapter_are_the_same_to_the_bit(
+    family: str, experts: tuple[Path, list[Path], torch.Tensor], tmp_path: Path
+) -> None:
+    """Beside rows that have one, and in a model without room for any."""
+    path, adapters, _ = experts
+    if family == "Qwen3":
+        path = make_model(tmp_path / "model")
+        adapters = [make_adapter(path, tmp_path / f"{i}", seed=i) for i in range(3)]
+    model = load(path)
+    without = logits_of(model, 0, SLOTS)
+    place_all(model, adapters)
+    assert torch.equal(logits_of(model, 0, SLOTS), without)
+    mixed = logits_of(model, 3, SLOTS)
+    lengths = torch.tensor(list(map(len, PROMPTS)))
+    of_rows = torch.tensor(SLOTS).repeat_interleave(lengths)
+    assert torch.equal(mixed[of_rows < 0], without[of_rows < 0])
+    assert not torch.equal(mixed[of_rows >= 0], without[of_rows >= 0])
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -358,7 +358,8 @@ def draw(dtype: torch.dtype) -> None:
 
 def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> None:
     from nanovllm.kernels.low_rank import LowRank
-    from nanovllm.kernels.triton.lora import group_rows, lora_down, lora_up
+    from nanovllm.kernels.triton.lora import lora_down, lora_up
+    from nanovllm.kernels.triton.row_groups import group_rows
 
     sizes, size_in = (4096, 1024, 1024), 4096
     a, b = (torch.empty(8, *shape, dtype=dtype) for shape in (
@@ -375,7 +376,7 @@ def adapted_few_rows(hidden: int, inner: int, rows: int) -> None:
     from nanovllm.kernels.plain.few_rows import Scaled
     from nanovllm.kernels.triton import few_rows
     from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows
-    from nanovllm.kernels.triton.lora import group_rows
+    from nanovllm.kernels.triton.row_groups import group_rows
 
     qkv, gate_up, down = bf16(2 * hidden, hidden), bf16(2 * inner, hidden), bf16(hidden, inner)
     sizes = {qkv: (hidden, hidden // 2, hidden // 2), gate_up: (inner, inner), down: (hidden,)}

@@ -55,7 +55,7 @@ def adapted_experts(
 ) -> torch.Tensor:
     """As `experts`, with adapters added to the outputs of both matrices.
 
-    There is a row for each pair at a time; those of other ranks' experts are zeros.
+    Without an adapter a row's result is the same to the bit. Peak memory: a row for each pair.
     """
     assert len(down) <= num_experts
     num_pairs, per_row = expert_ids.numel(), expert_ids.shape[1]
@@ -74,7 +74,10 @@ def adapted_experts(
         outputs[chosen] = part * shares.flatten()[chosen, None]
     if members:
         additions.add_outputs(inner, outputs, shares.flatten())
-    return outputs.view(*expert_ids.shape, -1).sum(1).to(x.dtype)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for _, chosen in members:
+        out.index_add_(0, chosen // per_row, outputs[chosen])
+    return out.to(x.dtype)
 
 
 def _members(expert_ids: torch.Tensor, num_here: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -14,13 +14,8 @@ import torch
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton.few_rows import FewRows, Weight
-from nanovllm.kernels.triton.lora import (
-    RowGroups,
-    lora_bias,
-    lora_down,
-    lora_up,
-    lora_up_scaled,
-)
+from nanovllm.kernels.triton.lora import lora_bias, lora_down, lora_up, lora_up_scaled
+from nanovllm.kernels.triton.row_groups import RowGroups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,6 @@ the matrices of a group are read once for each tile. Nothing syncs, and all shap
 of the arguments, so CUDA graphs can hold it. The names of sizes are the twin's.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,8 @@ from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton.common import await_inputs, dot, early, let_next_begin
-from nanovllm.kernels.triton.grouping import Groups, find_tile, group
+from nanovllm.kernels.triton.grouping import find_tile
+from nanovllm.kernels.triton.row_groups import RowGroups
 
 BLOCK_R = 16  # ranks of a tile: the least that tensor cores multiply
 MOST_PROJECTIONS = 3
@@ -24,26 +23,6 @@ FEW = 32  # rows
 # speed, few enough sums. Few values, as each is a binary.
 PARTS = {FEW: 32, 128: 8, 2048: 4}
 LEAST_PART = 128  # inputs
-
-
-class RowGroups(NamedTuple):
-    """Rows sorted by group, and their tiles. Those without one are in a group of their own."""
-
-    groups: Groups
-    num_rows: int
-    num_groups: int
-
-    @property
-    def block_e(self) -> int:
-        """Groups that a program looks at to find its own."""
-        return next_power_of_2(self.num_groups + 1)
-
-
-def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
-    """Sort rows with these group ids [T] int32; ids outside [0, num_groups) are of no group."""
-    outside = (group_ids < 0) | (group_ids >= num_groups)
-    ids = group_ids.masked_fill(outside, num_groups)
-    return RowGroups(group(ids, num_groups + 1, num_groups + 1), len(ids), num_groups)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
