@@ -1,10 +1,13 @@
 """Small LoRA adapters of the peft package, and what it computes with them."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -30,3 +33,34 @@ def peft_logits(model: Path, adapter: Path | None, prompt: list[int]) -> torch.T
     adapted: Any = base if adapter is None else PeftModel.from_pretrained(base, adapter)
     logits: torch.Tensor = adapted.eval()(torch.tensor([prompt])).logits[0]
     return logits
+
+
+def write_adapter(
+    path: Path, shapes: dict[str, tuple[int, int]], rank: int = 3, seed: int = 0, **fields: Any
+) -> Path:
+    """Write a random adapter for modules of shapes (out, in), without the help of peft."""
+    path.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (size_out, size_in) in shapes.items():
+        start = f"base_model.model.{name}"
+        tensors[f"{start}.lora_A.weight"] = torch.randn(rank, size_in, generator=generator) * 0.2
+        tensors[f"{start}.lora_B.weight"] = torch.randn(size_out, rank, generator=generator) * 0.2
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": None}
+    (path / "adapter_config.json").write_text(json.dumps(config | fields))
+    return path
+
+
+def merge(model: Path, adapter: Path, path: Path, scale: float = 2.0) -> Path:
+    """A copy of a checkpoint with an adapter of `write_adapter` added to its weights."""
+    shutil.copytree(model, path)
+    weights = load_file(path / "model.safetensors")
+    added = load_file(adapter / "adapter_model.safetensors")
+    for key, a in added.items():
+        if ".lora_A." in key:
+            b = added[key.replace("lora_A", "lora_B")]
+            name = key.removeprefix("base_model.model.").replace("lora_A.", "")
+            weights[name] = weights[name] + scale * (b @ a)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path

@@ -1,6 +1,10 @@
-"""LowRank: the adapters of a layer, stacked, as kernels read them."""
+"""LowRank: the adapters of a layer, stacked, as kernels read them.
+
+PairAdditions: what adds those of experts.
+"""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,3 +33,16 @@ class LowRank:
     def num_bytes(self) -> int:
         """The memory of all groups."""
         return sum(each.numel() * each.itemsize for each in (self.a, self.b, self.ranks))
+
+
+class PairAdditions(Protocol):
+    """What adds adapters to the outputs of experts, in place, for N pairs of a row and an expert.
+
+    A pair without an adapter, or with an expert of another rank, is left as it is.
+    """
+
+    def add_gates(self, x: Tensor, gates: Tensor, /) -> None:
+        """From rows x [T, hidden] to gates and ups [N, 2 * I]."""
+
+    def add_outputs(self, inner: Tensor, outputs: Tensor, shares: Tensor, /) -> None:
+        """From inner [N, I] to outputs [N, hidden] that are multiplied by shares [N]."""

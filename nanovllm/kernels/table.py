@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, dtype
 
 from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.low_rank import LowRank, PairAdditions
 from nanovllm.kernels.plain import (
     accept,
     draw,
@@ -71,9 +71,10 @@ class Kernels:
     accept: Callable[[TableState, Decoding, Tensor, int], Tensor]
     arrange: Callable[[QuantizedMatrix], Any]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
-    group_rows: Callable[[Tensor, int], Any] = lora.group_rows
-    lora_down: Callable[[Tensor, LowRank, Any], Tensor] = lora.lora_down
-    lora_up: Callable[[Tensor, LowRank, Any, Tensor, Tensor | None], None] = lora.lora_up
+    group_rows: Callable[[Tensor, int], Any]
+    lora_down: Callable[[Tensor, LowRank, Any], Tensor]
+    lora_up: Callable[[Tensor, LowRank, Any, Tensor, Tensor | None], None]
+    adapted_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, PairAdditions], Tensor]
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
@@ -101,6 +102,10 @@ PLAIN = Kernels(
     accept=accept.accept,
     arrange=lambda weight: weight,
     arranged_linear=quantized_linear.quantized_linear,
+    group_rows=lora.group_rows,
+    lora_down=lora.lora_down,
+    lora_up=lora.lora_up,
+    adapted_experts=experts.adapted_experts,
 )
 
 
@@ -114,12 +119,14 @@ def triton_kernels() -> Kernels:
         few_rows,
         guess_inputs,
         guess_ngrams,
+        lora,
         mask,
         norm_rope_store,
         quantized_linear,
         read_table,
         rms_norm,
         route,
+        row_groups,
         sample,
         silu_and_mul,
         store_kvcache,
@@ -145,6 +152,10 @@ def triton_kernels() -> Kernels:
         accept=accept.accept,
         arrange=quantized_linear.arrange,
         arranged_linear=quantized_linear.quantized_linear,
+        group_rows=row_groups.group_rows,
+        lora_down=lora.lora_down,
+        lora_up=lora.lora_up,
+        adapted_experts=experts.adapted_experts,
         rounding=quantized_linear.rounding_of,
         few_rows=few_rows.few_rows_for,
         router=route.Router.of,
@@ -156,6 +167,7 @@ def triton_kernels() -> Kernels:
 def cpu_kernels() -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
     from nanovllm.kernels.cpu import (
+        lora,
         mask,
         norm_rope_store,
         read_table,
@@ -179,4 +191,7 @@ def cpu_kernels() -> Kernels:
         arrange=arrange,
         arrange_plain=arrange_plain,
         arranged_linear=tiled_linear,
+        group_rows=lora.group_rows,
+        lora_down=lora.lora_down,
+        lora_up=lora.lora_up,
     )

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.plain.experts import adapted_experts as plain_adapted_experts
 from nanovllm.kernels.plain.experts import experts as plain_experts
 from nanovllm.kernels.quantized import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer, Loaded, check_shape
+from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.format import DENSE, Dense, Weight, WeightFormat, dense, tensor_of
 from nanovllm.layers.weights.matrix import Matrix, matrix_of
@@ -187,6 +190,8 @@ class Experts(Layer):
         """For each row of x, this rank's part of its experts' sum, weighted by `shares` [T, K]."""
         if self.experts.start:
             expert_ids = expert_ids - self.experts.start
+        if self.low_ranks and (adapters := adapter_rows()):
+            return self._forward_adapted(x, expert_ids, shares, adapters)
         if self.matrices is not None:
             gate_up, down = self.matrices
             return plain_experts(
@@ -196,6 +201,26 @@ class Experts(Layer):
         # Before `bind`, plain PyTorch multiplies by dense weights.
         operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
         return self.kernels.experts(x, *operands, expert_ids, shares, self.num_experts)
+
+    def _forward_adapted(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        shares: torch.Tensor,
+        adapters: AdapterRows,
+    ) -> torch.Tensor:
+        """As `forward`, with adapters. Ids count from this rank's first expert."""
+        pairs = adapters.of_pairs(expert_ids, self.num_held)
+        additions = PairAdapters(pairs, *(self.low_ranks[name] for name in PROJECTIONS))
+        if self.matrices is not None:
+            return plain_adapted_experts(
+                x, *self.matrices, expert_ids, shares, self.num_experts, additions,
+                linear=lambda x, matrix: matrix.linear(x),
+            )  # fmt: skip
+        operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
+        return self.kernels.adapted_experts(
+            x, *operands, expert_ids, shares, self.num_experts, additions
+        )
 
 
 class Item:

@@ -33,11 +33,24 @@ class AdapterRows:
     def add(
         self, x: torch.Tensor, weights: LowRank, linear: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The output of `linear`, with the adapters' on rows x added in place."""
-        down = self.kernels.lora_down(x, weights, self.groups)
+        """The output of `linear`, with the adapters' on rows x added in place.
+
+        `linear` is first: it may follow `group_rows`, and the kernels for adapters may not.
+        """
         out = linear()
+        down = self.kernels.lora_down(x, weights, self.groups)
         self.kernels.lora_up(down, weights, self.groups, out, None)
         return out
+
+    def of_pairs(self, expert_ids: torch.Tensor, num_experts: int) -> "AdapterRows":
+        """Those of pairs of a row and one of its experts [T, K]: an expert's for each slot.
+
+        Ids outside [0, num_experts) are of other ranks.
+        """
+        slots, num_slots = self.slots[:, None], self.num_slots * num_experts
+        elsewhere = (slots < 0) | (expert_ids < 0) | (expert_ids >= num_experts)
+        pairs = (slots * num_experts + expert_ids).masked_fill(elsewhere, -1)
+        return group_rows(pairs.flatten().int(), num_slots, self.kernels)
 
     def add_embedding(self, token_ids: torch.Tensor, weights: LowRank, out: torch.Tensor) -> None:
         """Add the adapters' vectors of the tokens, as if each were a row with a single 1."""
@@ -51,3 +64,22 @@ def group_rows(slots: torch.Tensor, num_slots: int, kernels: Kernels) -> Adapter
     Does not sync unless the kernels do; a CUDA graph can hold it.
     """
     return AdapterRows(slots, num_slots, kernels, kernels.group_rows(slots, num_slots))
+
+
+@dataclass(frozen=True, slots=True)
+class PairAdapters:
+    """The adapters of pairs of a row and one of its experts: `PairAdditions` for kernels."""
+
+    pairs: AdapterRows
+    gate_up: LowRank
+    down: LowRank
+
+    def add_gates(self, x: torch.Tensor, gates: torch.Tensor) -> None:
+        """Add to gates and ups [N, 2 * I]."""
+        self.pairs.add(x, self.gate_up, lambda: gates)
+
+    def add_outputs(self, inner: torch.Tensor, outputs: torch.Tensor, shares: torch.Tensor) -> None:
+        """Add to outputs [N, hidden] that are multiplied by `shares`."""
+        kernels, groups = self.pairs.kernels, self.pairs.groups
+        down = kernels.lora_down(inner, self.down, groups)
+        kernels.lora_up(down, self.down, groups, outputs, shares)

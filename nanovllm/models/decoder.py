@@ -31,6 +31,7 @@ from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.layers.router import Router
+from nanovllm.models.adapted import with_adapters
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.models.formats import PLAIN_FORMATS, Formats
 from nanovllm.models.quantization.rules import HEAD
@@ -304,10 +305,13 @@ class Decoder(nn.Module):
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         rope = self.rotary_emb(positions)
-        few_rows = None if adapter_rows() else self.few_rows
+        few_rows = self.few_rows
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
-            return self._forward_few(few_rows, x, rope)
+            if adapters := adapter_rows():
+                few_rows = None if self.taps else with_adapters(few_rows, self.layers, adapters)
+            if few_rows:
+                return self._forward_few(few_rows, x, rope)
         layers: list[Any] = list(self.layers)
         tapped = {}
         for index, layer in enumerate(layers):

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from lora import EVERY_LINEAR, make_adapter, peft_logits
+from lora import EVERY_LINEAR, make_adapter, merge, peft_logits, write_adapter
+from thread_ranks import on_ranks
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
-from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
@@ -30,22 +31,31 @@ SLOTS = [1, -1, 0, 2, 1]  # of the prompts
 
 
 @torch.inference_mode()
-def load(path: Path, ranks: Ranks = ALONE, whole_experts: bool = False) -> CausalLM:
+def load(
+    path: Path, kernels: Kernels = PLAIN, ranks: Ranks = ALONE, whole_experts: bool = False
+) -> CausalLM:
     model = CausalLM(ModelConfig.from_dir(path), 64, ranks, whole_experts)
     load_model(model, path)
-    model.bind(Backend(TorchBackend(), PLAIN))
+    model.bind(Backend(TorchBackend(), kernels))
     return model.eval()
 
 
 @torch.inference_mode()
 def logits_of(
-    model: CausalLM, num_slots: int, slots: list[int], rows: list[int] | None = None
+    model: CausalLM,
+    num_slots: int,
+    slots: list[int],
+    rows: list[int] | None = None,
+    kernels: Kernels = PLAIN,
 ) -> torch.Tensor:
-    """The logits of all prompts' tokens, or only of those of some `rows`, in one step."""
+    """The logits of all prompts' tokens, or only of those of some `rows`, in one step.
+
+    With `num_slots` 0 it has no adapters.
+    """
     lengths = torch.tensor(list(map(len, PROMPTS)))
     ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
     of_rows = torch.tensor(slots, dtype=torch.int32).repeat_interleave(lengths)
-    adapters = group_rows(of_rows, num_slots, PLAIN)
+    adapters = group_rows(of_rows, num_slots, kernels) if num_slots else None
     context = Context(
         is_prefill=True, slot_mapping=torch.full((len(of_rows),), -1), cu_seqlens_q=ends,
         cu_seqlens_k=ends, max_seqlen_q=int(lengths.max()), max_seqlen_k=int(lengths.max()),
@@ -56,7 +66,8 @@ def logits_of(
     chosen = None if rows is None else torch.tensor(rows)
     with attending(context, TorchBackend()):
         hidden, _ = model(ids, positions, chosen)
-    adapters = adapters if chosen is None else adapters.at(chosen)
+    if adapters and chosen is not None:
+        adapters = adapters.at(chosen)
     return model.compute_logits(hidden, adapters=adapters)
 
 
@@ -111,3 +122,105 @@ def test_rows_with_several_adapters_equal_peft(name: str, tmp_path: Path) -> Non
     torch.testing.assert_close(logits_of(model, 3, SLOTS, some), wanted[some], rtol=1e-4, atol=1e-4)
     base = expected(path, paths, [-1] * 5)
     assert (wanted - base)[:5].abs().amax() > 0.05, "adapters without effect"
+
+
+# Experts, compared with checkpoints that have the adapters merged: peft names them differently.
+
+MOE: dict[str, Any] = dict(
+    family="Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+    decoder_sparse_step=2, num_attention_heads=8, num_key_value_heads=4,
+)  # fmt: skip
+EXPERT = {"gate_proj": (24, 64), "up_proj": (24, 64), "down_proj": (64, 24)}
+SHAPES = {
+    f"model.layers.1.mlp.experts.{expert}.{kind}": shape
+    for expert in range(5)
+    for kind, shape in EXPERT.items()
+    if (expert, kind) not in ((1, "up_proj"), (2, "down_proj"))
+} | {"model.layers.0.mlp.up_proj": (96, 64), "model.layers.1.self_attn.o_proj": (64, 128)}
+KERNELS = {"plain": PLAIN, "Triton": triton_kernels(), "C++": cpu_kernels()}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], torch.Tensor]:
+    """A model of experts, adapters for it, and the logits with them in SLOTS."""
+    folder = tmp_path_factory.mktemp("experts")
+    path = make_model(folder / "model", **MOE)
+    adapters = [write_adapter(folder / f"{i}", SHAPES, seed=i) for i in range(3)]
+    merged = [merge(path, adapter, folder / f"merged {i}") for i, adapter in enumerate(adapters)]
+    of_prompts = zip(SLOTS, PROMPTS, strict=True)
+    logits = [peft_logits(merged[slot] if slot >= 0 else path, None, p) for slot, p in of_prompts]
+    assert (logits[0] - peft_logits(path, None, PROMPTS[0])).abs().amax() > 0.05
+    return path, adapters, torch.cat(logits)
+
+
+def place_all(model: CausalLM, adapters: list[Path]) -> AdapterSlots:
+    slots = AdapterSlots(model, len(adapters), 8)
+    for slot, path in enumerate(adapters):
+        slots.place(slot, read_adapter(path, model, 8))
+    return slots
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_experts_with_adapters_equal_merged_ones(
+    name: str, experts: tuple[Path, list[Path], torch.Tensor]
+) -> None:
+    if name == "Triton" and torch.cuda.is_available():
+        pytest.skip("tensors are on the CPU")
+    path, adapters, wanted = experts
+    model = load(path, KERNELS[name])
+    place_all(model, adapters)
+    logits = logits_of(model, 3, SLOTS, kernels=KERNELS[name])
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_rows_without_an_adapter_are_the_same_to_the_bit(
+    family: str, experts: tuple[Path, list[Path], torch.Tensor], tmp_path: Path
+) -> None:
+    """Beside rows that have one, and in a model without room for any."""
+    path, adapters, _ = experts
+    if family == "Qwen3":
+        path = make_model(tmp_path / "model")
+        adapters = [make_adapter(path, tmp_path / f"{i}", seed=i) for i in range(3)]
+    model = load(path)
+    without = logits_of(model, 0, SLOTS)
+    place_all(model, adapters)
+    assert torch.equal(logits_of(model, 0, SLOTS), without)
+    mixed = logits_of(model, 3, SLOTS)
+    lengths = torch.tensor(list(map(len, PROMPTS)))
+    of_rows = torch.tensor(SLOTS).repeat_interleave(lengths)
+    assert torch.equal(mixed[of_rows < 0], without[of_rows < 0])
+    assert not torch.equal(mixed[of_rows >= 0], without[of_rows >= 0])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_experts_on_ranks_add_up(
+    size: int, whole: bool, experts: tuple[Path, list[Path], torch.Tensor]
+) -> None:
+    path, adapters, wanted = experts
+
+    def logits(ranks: Ranks) -> torch.Tensor:
+        model = load(path, ranks=ranks, whole_experts=whole)
+        place_all(model, adapters)
+        return logits_of(model, 3, SLOTS)
+
+    torch.testing.assert_close(on_ranks(size, logits)[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_on_ranks_add_up(size: int, heads: tuple[int, int], tmp_path: Path) -> None:
+    """With fewer key heads than ranks, too; 259 tokens are not a multiple of the ranks."""
+    shape = dict(num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    path = make_model(tmp_path / "model", **shape)
+    options = dict(target_modules=[*EVERY_LINEAR, "embed_tokens", "lm_head"])
+    adapters = [make_adapter(path, tmp_path / f"{i}", seed=i, **options) for i in range(3)]
+
+    def logits(ranks: Ranks) -> torch.Tensor:
+        model = load(path, ranks=ranks)
+        place_all(model, adapters)
+        return logits_of(model, 3, SLOTS)
+
+    wanted = expected(path, adapters, SLOTS)
+    torch.testing.assert_close(on_ranks(size, logits)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -356,6 +356,46 @@ def draw(dtype: torch.dtype) -> None:
     draw(*inputs, Cuts(top_k=column(dtype=torch.long), top_p=column()))
 
 
+def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> None:
+    from nanovllm.kernels.low_rank import LowRank
+    from nanovllm.kernels.triton.lora import lora_down, lora_up
+    from nanovllm.kernels.triton.row_groups import group_rows
+
+    sizes, size_in = (4096, 1024, 1024), 4096
+    a, b = (torch.empty(8, *shape, dtype=dtype) for shape in (
+        (3 * max_rank, size_in), (max_rank, sum(sizes))
+    ))  # fmt: skip
+    weights = LowRank(a, b, int32(8, 3), sizes)
+    groups = group_rows(int32(rows), 8)
+    down = lora_down(torch.empty(rows, size_in, dtype=dtype), weights, groups)
+    lora_up(down, weights, groups, torch.empty(rows, sum(sizes), dtype=dtype))
+
+
+def adapted_few_rows(hidden: int, inner: int, rows: int) -> None:
+    from nanovllm.kernels.low_rank import LowRank
+    from nanovllm.kernels.plain.few_rows import Scaled
+    from nanovllm.kernels.triton import few_rows
+    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows
+    from nanovllm.kernels.triton.row_groups import group_rows
+
+    qkv, gate_up, down = bf16(2 * hidden, hidden), bf16(2 * inner, hidden), bf16(hidden, inner)
+    sizes = {qkv: (hidden, hidden // 2, hidden // 2), gate_up: (inner, inner), down: (hidden,)}
+    low_ranks = {
+        id(weight): LowRank(
+            bf16(8, 16 * len(parts), weight.shape[1]), bf16(8, 16, sum(parts)),
+            int32(8, len(parts)), parts,
+        )
+        for weight, parts in sizes.items()
+    }  # fmt: skip
+    few = AdaptedFewRows(rows, groups=group_rows(int32(rows), 8), low_ranks=low_ranks)
+    x, norm = bf16(rows, hidden), bf16(hidden)
+    with mock.patch.object(few_rows, "num_multiprocessors", return_value=132):
+        scaled = Scaled(x, torch.empty(rows, hidden // 64), EPS)
+        few.linear(scaled, qkv)
+        few.gated(scaled, gate_up)
+        few.add(bf16(rows, inner), down, None, x, norm, EPS)
+
+
 # A case for each binary: sizes that make no new one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
@@ -530,6 +570,14 @@ CALLS: dict[str, Callable[[], object]] = {
     "write_table": write_table,
     "read_table, with drafts": partial(read_table, 7, 640, 5),
     "guess_ngrams, guess_inputs and accept": drafts,
+    **{f"lora, {rows} rows": partial(lora, rows) for rows in (1, 64, 256, 8 * TOKENS)},
+    **{
+        f"few_rows, adapted, {hidden}, {rows} rows": partial(adapted_few_rows, hidden, inner, rows)
+        for hidden, inner, all_rows in ((1024, 3072, (1, 8, 32, 64)), (4096, 12288, (1, 64)))
+        for rows in all_rows
+    },
+    "lora, max_rank 8": partial(lora, 16, max_rank=8),
+    **{f"lora, float32, {rows} rows": partial(lora, rows, torch.float32) for rows in (1, 256)},
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
 # Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the

@@ -281,6 +281,22 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
         assert re.search(touched, ptx)
 
 
+@pytest.mark.parametrize("kernel", ["_down_kernel", "_up_kernel"])
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_adapters_kernels_read_alone_before_they_wait(
+    rows: int, kernel: str, compiled: Compiled
+) -> None:
+    """Matrices, ranks and groups, which older kernels wrote."""
+    found = [line for line in compiled[f"lora, {rows} rows", HOPPER] if line["kernel"] == kernel]
+    assert found
+    for line in found:
+        ptx = (Path(line["folder"]) / f"{kernel}.ptx").read_text()
+        assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dep") == 1
+        before, after = ptx.split("griddepcontrol.wait")
+        assert not re.search(r"\b(st|atom|red)\.global|cp\.async", before)
+        assert re.search(r"\bst\.global", after)
+
+
 @pytest.mark.parametrize(
     "name", ["block size 64", "codes, block size 64", "5 queries, block size 64"]
 )

@@ -1,12 +1,7 @@
-"""Layers divided among ranks: each rank's parameters, and what all ranks compute together.
-
-The ranks are threads, which exchange tensors at a barrier.
-"""
+"""Layers divided among ranks: each rank's parameters, and what all ranks compute together."""
 
 import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -18,6 +13,7 @@ from conftest import make_model
 from heads import make_head
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from thread_ranks import Meeting, ThreadRanks, on_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -48,47 +44,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 T = TypeVar("T")
 SIZES = range(1, 9)
-
-
-class Meeting:
-    """Where threads leave tensors for each other."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
-        self.left: list[torch.Tensor] = [torch.empty(0)] * size
-
-
-class ThreadRanks(Ranks):
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        super().__init__(rank, size)
-        self.meeting = meeting
-
-    def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.meeting.left[self.rank] = x.clone()
-        self.meeting.barrier.wait()
-        everyones = list(self.meeting.left)
-        self.meeting.barrier.wait()
-        return everyones
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.exchange(x)).sum(0)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        everyones = self.exchange(x)
-        return torch.cat(everyones, dim=-1) if self.rank == 0 else x
-
-
-@torch.inference_mode()
-def on_ranks(size: int, run: Callable[[Ranks], T]) -> list[T]:
-    """What `run` returns on each rank."""
-    meeting = Meeting(size)
-
-    def on_rank(rank: int) -> T:
-        with torch.inference_mode():
-            return run(ThreadRanks(rank, size, meeting))
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(on_rank, range(size)))
 
 
 def load(layer: Any, shard_id: int | None = None, **tensors: torch.Tensor) -> None:

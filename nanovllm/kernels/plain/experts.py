@@ -1,12 +1,13 @@
 """Experts: feed-forward layers of which each token takes a few. T tokens, K experts of each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.low_rank import PairAdditions
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 
 # One matrix for each expert: stacked, or a list of matrices in another form.
@@ -34,13 +35,55 @@ def experts(
     assert len(down) <= num_experts
     per_row = expert_ids.shape[1]
     flat_shares = shares.flatten()
-    ids, pairs = expert_ids.flatten().sort(stable=True)  # pairs of a row and an expert
-    bounds = torch.searchsorted(ids, torch.arange(-1, len(down), device=ids.device), right=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, chosen in _members(expert_ids, len(down)):
+        rows = chosen // per_row
+        y = linear(silu_and_mul(linear(x[rows], gate_up[expert])), down[expert])
+        out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
+    return out.to(x.dtype)
+
+
+def adapted_experts(
+    x: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+    additions: PairAdditions,
+    linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
+) -> torch.Tensor:
+    """As `experts`, with adapters added to the outputs of both matrices.
+
+    Without an adapter a row's result is the same to the bit. Peak memory: a row for each pair.
+    """
+    assert len(down) <= num_experts
+    num_pairs, per_row = expert_ids.numel(), expert_ids.shape[1]
+    members = [*_members(expert_ids, len(down))]
+    inner = outputs = x.new_zeros(num_pairs, 0)
+    for index, (expert, chosen) in enumerate(members):
+        part = linear(x[chosen // per_row], gate_up[expert])
+        inner = inner if index else x.new_zeros(num_pairs, part.shape[1])
+        inner[chosen] = part
+    if members:
+        additions.add_gates(x, inner)
+        inner = silu_and_mul(inner)
+    outputs = torch.zeros(num_pairs, x.shape[1], dtype=torch.float32, device=x.device)
+    for expert, chosen in members:
+        part = linear(inner[chosen], down[expert]).float()
+        outputs[chosen] = part * shares.flatten()[chosen, None]
+    if members:
+        additions.add_outputs(inner, outputs, shares.flatten())
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for _, chosen in members:
+        out.index_add_(0, chosen // per_row, outputs[chosen])
+    return out.to(x.dtype)
+
+
+def _members(expert_ids: torch.Tensor, num_here: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each expert that has pairs of a row and an expert, with these pairs."""
+    ids, pairs = expert_ids.flatten().sort(stable=True)
+    bounds = torch.searchsorted(ids, torch.arange(-1, num_here, device=ids.device), right=True)
     for expert, (start, stop) in enumerate(pairwise(bounds.tolist())):
         if start < stop:
-            chosen = pairs[start:stop]
-            rows = chosen // per_row
-            y = linear(silu_and_mul(linear(x[rows], gate_up[expert])), down[expert])
-            out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
-    return out.to(x.dtype)
+            yield expert, pairs[start:stop]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.low_rank import PairAdditions
 from nanovllm.kernels.triton import many_pairs
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import dot
@@ -128,9 +129,31 @@ def experts(
     gate and up, and N of the output in float32, or less for many pairs; only those of this rank's
     experts are touched.
     """
-    (num_rows, per_row), (num_here, hidden, _) = expert_ids.shape, down.shape
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
     parts = _parts(x, gate_up, down, expert_ids, shares, num_experts)
+    return _add_up(x, parts, expert_ids, down.shape[0])
+
+
+def adapted_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | ArrangedMatrix,
+    down: torch.Tensor | ArrangedMatrix,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+    additions: PairAdditions,
+) -> torch.Tensor:
+    """As `experts`, with adapters added to the outputs of both matrices."""
+    expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
+    parts = _grouped_parts(x, gate_up, down, expert_ids, shares, num_experts, additions)
+    return _add_up(x, parts, expert_ids, down.shape[0])
+
+
+def _add_up(
+    x: torch.Tensor, parts: torch.Tensor, expert_ids: torch.Tensor, num_here: int
+) -> torch.Tensor:
+    """For each row of x, the sum of the parts of its pairs that are here."""
+    (num_rows, per_row), hidden = expert_ids.shape, x.shape[1]
     out = torch.empty_like(x)
     _add_up_kernel[(num_rows, cdiv(hidden, BLOCK))](
         parts, out, expert_ids, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8
@@ -147,17 +170,36 @@ def _parts(
     num_experts: int,
 ) -> torch.Tensor:
     """The outputs [N, hidden] of all pairs of this rank, times their shares."""
-    num_pairs, (num_here, _, size) = expert_ids.numel(), down.shape
+    num_pairs = expert_ids.numel()
     if (
         isinstance(gate_up, torch.Tensor)
         and isinstance(down, torch.Tensor)
         and many_pairs.takes(x, down, num_pairs, num_experts)
     ):
         return many_pairs.multiply(x, gate_up, down, expert_ids, shares, num_experts)
+    return _grouped_parts(x, gate_up, down, expert_ids, shares, num_experts)
+
+
+def _grouped_parts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | ArrangedMatrix,
+    down: torch.Tensor | ArrangedMatrix,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+    additions: PairAdditions | None = None,
+) -> torch.Tensor:
+    """As `_parts`, by kernels for any weights."""
+    num_pairs, (num_here, _, size) = expert_ids.numel(), down.shape
     groups = group(expert_ids, num_here, num_experts)
     gates = grouped_linear(x, gate_up, groups, None, x.dtype)
+    if additions:
+        additions.add_gates(x, gates)
     inner = x.new_empty(num_pairs, size)
     _activate_kernel[(num_pairs, cdiv(size, BLOCK))](
         gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
     )
-    return grouped_linear(inner, down, groups, shares, torch.float32)
+    parts = grouped_linear(inner, down, groups, shares, torch.float32)
+    if additions:
+        additions.add_outputs(inner, parts, shares.flatten())
+    return parts

@@ -100,7 +100,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 class FewRows:
     """The kernels, and the largest number of rows for which they are faster.
 
-    A model has its own: the zeros are for one kernel at a time.
+    A model has its own: the zeros are for one kernel at a time. A bias may differ for each row.
     """
 
     most_rows: int
@@ -193,7 +193,7 @@ class FewRows:
             squares_in, x if bias is None else bias, residual, norm, out, product, squares,
             num_rows, eps,
             N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-            BIAS=bias is not None, GATED=gated, ADD=addends is not None,
+            BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
             BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
             num_warps=4, num_stages=tiles.stages, **early(x.device),
         )  # fmt: skip

@@ -163,7 +163,7 @@ def launch(
         x, weight, squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, eps,
         N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=bias is not None, GATED=gated, ADD=addends is not None,
+        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
         BLOCK_T=max(8, next_power_of_2(num_rows)), BLOCK_N=outputs, PART=part, WARPS=warps,
         num_warps=warps, **early(x.device),
     )  # fmt: skip

@@ -120,7 +120,7 @@ def launch(
         x, weight, squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, eps,
         N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=bias is not None, GATED=gated, ADD=addends is not None,
+        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
         BLOCK_T=next_power_of_2(num_rows), BLOCK_N=outputs, BLOCK_K=block_k, num_warps=WARPS,
         **early(x.device),
     )  # fmt: skip

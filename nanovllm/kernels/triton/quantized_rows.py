@@ -239,7 +239,7 @@ def launch(
         N=size_out, K=size_in, PADDED=weight.padded_in, GROUPS=weight.scales.shape[-2],
         GROUP=weight.group, COLUMNS=weight.scales.shape[-1], SCALE_ROWS=weight.scale_rows,
         KIND=weight.kind, ZEROS=weight.zeros is not None,
-        P=width, BLOCK_P=next_power_of_2(max(1, width)), BIAS=bias is not None,
+        P=width, BLOCK_P=next_power_of_2(max(1, width)), BIAS=0 if bias is None else bias.dim(),
         GATED=gated, ADD=addends is not None, SPLIT=tiles.splits,
         BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, INNER=weight.inner, RUNS=tiles.runs,
         COPIED=copied, COPIED_X=copied_x, COPIED_SCALES=copied_scales,

@@ -17,14 +17,20 @@ def store_outputs(  # type: ignore[no-untyped-def]
 
     `squares` are P parts of the rows' sums of squares, of the norm before. `t` and `n` are the
     tile's rows and outputs, n at most N - 1; `at` are the places of its elements, of which
-    those that exist are `real`. With ADD, the sum with the residual is stored, its product with the
-    next norm's weight, and its sums of squares.
+    those that exist are `real`. BIAS is 1 for a bias [N], or 2 for one of each row; if GATED, that
+    of the ups follows that of the gates. With ADD, the sum with the residual is stored, its product
+    with the next norm's weight, and its sums of squares.
     """
     if P:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
         up *= factor
-    if BIAS:
+    if BIAS == 2:
+        bias_at = bias_ptr + (at + t[:, None] * N if GATED else at)
+        acc += tl.load(bias_at, mask=real, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias_at + N, mask=real, other=0.0).to(tl.float32)
+    if BIAS == 1:
         acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]

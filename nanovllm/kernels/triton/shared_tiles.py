@@ -172,8 +172,8 @@ def launch(
         squares_in, x if bias is None else bias, residual, norm, out, product, squares, parts,
         arrivals, num_rows, eps,
         N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=bias is not None, GATED=gated, ADD=addends is not None, BLOCK_T=block_t,
-        num_warps=WARPS.value, **early(x.device),
+        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
+        BLOCK_T=block_t, num_warps=WARPS.value, **early(x.device),
     )  # fmt: skip
     return squares
 
