@@ -36,7 +36,6 @@ ENGINE = {
         (False, True), "an fp8 cache has the checkpoint's scales, or one for each token and head"
     ),
     "enable_lora": OtherName((False,), NOT_HERE),
-    "enable_sleep_mode": OtherName((False,), NOT_HERE),
     "structured_outputs_config": OtherName((None,), NOT_HERE),
     "limit_mm_per_prompt": OtherName((None, {}), "models are text only"),
     "compilation_config": OtherName((None, {}), "`enforce_eager` decides whether graphs are used"),

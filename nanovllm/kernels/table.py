@@ -39,7 +39,8 @@ class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
-    `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster. `rounding`
+    `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster, and `plain_of`
+    returns what that was made of. `rounding`
     gives kernels that round a number of rows as a quantized weight needs it, where it does:
     `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
     that fuse several operations of a layer of such a type, where they are faster, and `router` one
@@ -70,6 +71,7 @@ class Kernels:
     arrange: Callable[[QuantizedMatrix], Any]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
+    plain_of: Callable[[Any], Tensor | None] = lambda _: None
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
     router: Callable[[Tensor, dtype], "Router | None"] = lambda *_: None
@@ -158,7 +160,12 @@ def cpu_kernels() -> Kernels:
         sample,
         silu_and_mul,
     )
-    from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
+    from nanovllm.kernels.cpu.tiled_linear import (
+        arrange,
+        arrange_plain,
+        plain_of,
+        tiled_linear,
+    )
 
     return replace(
         PLAIN,
@@ -173,5 +180,6 @@ def cpu_kernels() -> Kernels:
         read_table=read_table.read_table,
         arrange=arrange,
         arrange_plain=arrange_plain,
+        plain_of=plain_of,
         arranged_linear=tiled_linear,
     )
