@@ -132,6 +132,11 @@ class WeightCalls(LLMEngine):
             held.usual_name(name)
         return {name: self._read(name) for name in wanted}
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of all tensors that an update may have, with nothing fused."""
+        self.check_alive()
+        return self._held.shapes
+
     def apply_model(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
         """Call a function with every rank's model, a `torch.nn.Module`; rank 0's result is first.
 

@@ -53,6 +53,7 @@ class HeldWeights:
         self.blank = blank_model(shard)
         self.targets = checkpoint_targets(self.blank)
         self._usual: dict[str, str] = {}  # names that callers have used
+        self._needs: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
         self._places: dict[str, list[Place]] = {}
         self._staged: dict[str, Stage] = {}
         self._head_is_old = False  # whether its copy of the embedding is
@@ -65,6 +66,15 @@ class HeldWeights:
         """The names of all tensors in a checkpoint that has nothing fused."""
         return {part for target in self.targets.values() for part in target.parts}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of these."""
+        return {name: self._whole_shape(self.targets[name]) for name in sorted(self.parts)}
+
+    def _whole_shape(self, target: Target) -> tuple[int, ...]:
+        param = self.blank.get_parameter(target.param)
+        return self._layer(target).whole_shape(param, target.shard_id)
+
     def usual_name(self, name: str) -> str:
         """The name by which a tensor is known here; a ValueError if the model has no such one."""
         if name not in self._usual:
@@ -76,21 +86,25 @@ class HeldWeights:
 
     def check(self, spec: Spec) -> None:
         """Raise a ValueError if the tensor cannot be loaded."""
-        target = self.targets[self.usual_name(spec.name)]
-        param = self.blank.get_parameter(target.param)
-        needed = self._layer(target).whole_shape(param, target.shard_id)
-        is_scalar = needed == () and spec.shape == (1,)
-        if spec.shape != needed and not is_scalar:
+        if spec.name not in self._needs:
+            self._needs[spec.name] = self._need(spec.name)
+        shape, allowed = self._needs[spec.name]
+        if spec.shape != shape and not (shape == () and spec.shape == (1,)):
             raise ValueError(
-                f"tensor {spec.name!r} has shape {spec.shape}, the model needs {needed}"
+                f"tensor {spec.name!r} has shape {spec.shape}, the model needs {shape}"
             )
-        allowed = (param.dtype,) if param.dtype in TYPES else FLOATS
         if spec.dtype not in allowed:
             types = ", ".join(str(each).removeprefix("torch.") for each in allowed)
             got = str(spec.dtype).removeprefix("torch.")
             raise ValueError(f"tensor {spec.name!r} has type {got}, a model needs one of {types}")
+
+    def _need(self, name: str) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+        """The shape and the types that a tensor of this name may have."""
+        target = self.targets[self.usual_name(name)]
         if layer_name(target).endswith(".attn"):
-            raise ValueError(f"tensor {spec.name!r} is part of compiled steps and cannot change")
+            raise ValueError(f"tensor {name!r} is part of compiled steps and cannot change")
+        dtype = self.blank.get_parameter(target.param).dtype
+        return self._whole_shape(target), (dtype,) if dtype in TYPES else FLOATS
 
     def check_together(self, names: Iterable[str]) -> None:
         """Raise a ValueError if `names` have only some parts of a layer that need all of them."""
@@ -171,10 +185,10 @@ class HeldWeights:
         """The shape of a checkpoint's tensor, and what this rank has of it: indices and values."""
         name = self.usual_name(name)
         target = self.targets[name]
-        param = self.blank.get_parameter(target.param)
-        shape = self._layer(target).whole_shape(param, target.shard_id)
         places = self._places_of(name)
-        return shape, [(place.index, place.memory.detach().cpu().clone()) for place in places]
+        return self._whole_shape(target), [
+            (place.index, place.memory.detach().cpu().clone()) for place in places
+        ]
 
     def is_kept(self, target: Target) -> bool:
         """Whether this rank's memory of a tensor is as it is stored."""

@@ -212,7 +212,7 @@ class HostRegion:
 
 
 def test_weights_that_move_keep_their_values_and_what_they_share(model_dir: Path) -> None:
-    """Here on the CPU, in the layout that plain kernels read; on a GPU `test_sleep_cuda`."""
+    """Here on the CPU, in the layout that plain kernels read; on a GPU `test_weights_cuda`."""
     with make_llm(model_dir, dtype="bfloat16", attention_backend="torch") as llm:
         before = generate(llm)
         shard = llm.model_runner.shard
