@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
 from nanovllm.engine.requests.intake import Accepted, Intake
@@ -358,7 +359,7 @@ class LLMEngine:
         """Raise if no request can be computed: `check_alive`, or the engine sleeps."""
         self.check_alive()
         if self.refusal is not None:
-            raise RuntimeError(self.refusal)
+            raise NotReadyError(self.refusal)
 
     def check_alive(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""

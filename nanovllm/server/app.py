@@ -22,6 +22,7 @@ from nanovllm.server.errors import APIError, handle_error
 from nanovllm.server.guard import Guard
 from nanovllm.server.metrics import metrics_text
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.sleeping import Sleeping
 from nanovllm.server.tokens import Tokens
 
 PAGE = Path(__file__).with_name("page.html")
@@ -51,6 +52,7 @@ def make_app(
         Route("/version", server.version),
         Route("/metrics", server.metrics),
         Route("/", server.page),
+        *(Sleeping(llm).routes if options.sleep_endpoints else ()),
     ]
     handlers: Any = {Exception: handle_error, HTTPException: handle_error}
     for kind in (APIError, TypeError, ValueError, RuntimeError, OSError):

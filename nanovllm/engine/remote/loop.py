@@ -16,6 +16,7 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.life_line import end_with
 from nanovllm.engine.ranks.answers import sendable
 from nanovllm.engine.remote.frames import Outbox, receive
@@ -193,7 +194,7 @@ class EngineLoop:
     def _accept(self, command: Submit) -> "Accepted | Exception":
         """Check a request, and compile its constraint."""
         if self._engine.refusal is not None:
-            return RuntimeError(self._engine.refusal)
+            return NotReadyError(self._engine.refusal)
         try:
             return self._engine.accept(array("i", command.token_ids).tolist(), command.params)
         except (TypeError, ValueError) as error:

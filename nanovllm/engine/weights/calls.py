@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.sequence import SequenceStatus
@@ -79,7 +80,7 @@ class WeightCalls(LLMEngine):
     def load_weights(self, weights: list[tuple[str, Any]]) -> None:
         """A part of an update. What fails in here ends the update."""
         if not self._is_updating:
-            raise RuntimeError("no update of the weights has begun")
+            raise NotReadyError("no update of the weights has begun")
         try:
             for chunk in self._checked(weights, together=False):
                 self._load(chunk)
@@ -90,7 +91,7 @@ class WeightCalls(LLMEngine):
     def end_update(self) -> None:
         """End an update: requests run with the new weights."""
         if not self._is_updating:
-            raise RuntimeError("no update of the weights has begun")
+            raise NotReadyError("no update of the weights has begun")
         try:
             self._finish_update(True)
         except BaseException:
@@ -124,7 +125,7 @@ class WeightCalls(LLMEngine):
         """
         self._check_awake("weights", "get_weights")
         if self._missing:
-            raise RuntimeError(f"{self._why_missing}; {WAY_OUT}")
+            raise NotReadyError(f"{self._why_missing}; {WAY_OUT}")
         held = self._held
         names = [names] if isinstance(names, str) else names
         wanted = sorted(held.parts) if names is None else as_list("names", names, "a list of names")
@@ -168,9 +169,9 @@ class WeightCalls(LLMEngine):
         if not self._asked.enable_sleep_mode:
             raise ValueError("sleep needs an engine with enable_sleep_mode=True")
         if self._asleep:
-            raise RuntimeError("this LLM sleeps already")
+            raise NotReadyError("this LLM sleeps already")
         if self._missing and level == 1:
-            raise RuntimeError(f"{self._why_missing}; {WAY_OUT}, or sleep with level=2")
+            raise NotReadyError(f"{self._why_missing}; {WAY_OUT}, or sleep with level=2")
         self._check_running(running, "sleep")
         self._sleep(level)
 
@@ -219,13 +220,13 @@ class WeightCalls(LLMEngine):
     def _check_awake(self, memory: Memory, call: str) -> None:
         self.check_alive()
         if memory in self._asleep:
-            raise RuntimeError(f'{call} needs the weights: call wake_up(tags=["{memory}"]) before')
+            raise NotReadyError(f'{call} needs the weights: call wake_up(tags=["{memory}"]) before')
 
     def _check_running(self, running: Running, call: str) -> None:
         """Raise if there are requests that have begun, unless they are to be aborted."""
         check_choice("running", running, RUNNING)
         if running == "refuse" and (begun := self._begun_requests()):
-            raise RuntimeError(
+            raise NotReadyError(
                 f"{call} while {len(begun)} requests are running: finish or abort them, or pass"
                 ' running="abort"'
             )
