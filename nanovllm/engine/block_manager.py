@@ -233,10 +233,7 @@ class BlockManager:
         seq.release_cache()
 
     def clear(self) -> None:
-        """Remove all blocks from the cache. Sequences keep theirs, which are not published again.
-
-        Of the blocks behind a window, none can be found.
-        """
+        """Remove all blocks from the cache. Sequences keep theirs."""
         for block, value in enumerate(self.hashes):
             if value is not None:
                 self._unpublish(block)

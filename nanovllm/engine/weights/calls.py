@@ -154,7 +154,7 @@ class WeightCalls(LLMEngine):
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Running requests keep their blocks. Returns True, as in vLLM."""
         self.check_alive()
-        self.scheduler.block_manager.clear()
+        self.scheduler.clear_cache()
         return True
 
     def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
