@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.engine.weights.calls import Running, Weights
+from nanovllm.engine.weights.update import sendable_weight
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
@@ -40,6 +42,7 @@ from nanovllm.vectors.outputs import (
 from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
 
 T = TypeVar("T")
+TENSORS_SENT = 8  # in a message, as they are copied for it
 READERS = 2  # threads that tokenize prompts and apply chat templates
 # Characters or token ids of a prompt. Changing threads takes longer than reading a small one; a
 # large one waits for a thread of its own, not others for it.
@@ -279,6 +282,55 @@ class AsyncLLM:
         """The metrics of `LLM.get_metrics`."""
         metrics: list[Metric] = await self._connection.ask("get_metrics")
         return metrics
+
+    async def update_weights(self, weights: Weights, *, running: Running = "refuse") -> None:
+        """Replace weights, as `LLM.update_weights`.
+
+        CUDA tensors are opened by the engine's process; others are sent to it, a few at a time.
+        What is wrong with a tensor is found when it is loaded, also in a list.
+        """
+        await self._connection.ask("begin_update", running)
+        items = iter(weights.items() if isinstance(weights, Mapping) else weights)
+        try:
+            while part := list(itertools.islice(items, TENSORS_SENT)):
+                await self._connection.ask("load_weights", [sendable_weight(one) for one in part])
+        except BaseException:
+            await self._connection.ask("cancel_update")
+            raise
+        await self._connection.ask("end_update")
+
+    async def reload_weights(self, *, running: Running = "refuse") -> None:
+        """Load all weights of the checkpoint again."""
+        await self._connection.ask("reload_weights", running=running)
+
+    async def get_weights(self, names: str | Iterable[str] | None = None) -> dict[str, Any]:
+        """Copies of weights on the host, as `LLM.get_weights`."""
+        listed = names if names is None or isinstance(names, str) else list(names)
+        weights: dict[str, Any] = await self._connection.ask("get_weights", listed)
+        return weights
+
+    async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with every rank's model, as `LLM.apply_model`."""
+        results: list[Any] = await self._connection.ask("apply_model", function)
+        return results
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache."""
+        done: bool = await self._connection.ask("reset_prefix_cache")
+        return done
+
+    async def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
+        """Free the device's memory until `wake_up`, as `LLM.sleep`."""
+        await self._connection.ask("sleep", level, running=running)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Get the memory back that `sleep` freed."""
+        await self._connection.ask("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory is freed that `wake_up` gets back."""
+        sleeps: bool = await self._connection.ask("get_is_sleeping")
+        return sleeps
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends."""

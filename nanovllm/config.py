@@ -185,6 +185,11 @@ class Config:
         TRUE_OR_FALSE,
         none="yes on a GPU, no on a CPU",
     )
+    enable_sleep_mode: bool = option(
+        False,
+        "let `sleep` free the memory of weights and KV pool, which are then mapped on their own",
+        TRUE_OR_FALSE,
+    )
     speculative_config: SpeculativeConfig | None = option(
         None,
         "guess tokens, and verify several in a step: docs/speculation.md has the keys",

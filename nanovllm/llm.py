@@ -13,6 +13,7 @@ from nanovllm.engine.llm_engine import exclusive
 from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.stream import Stream
+from nanovllm.engine.weights.calls import WeightCalls
 from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
@@ -22,7 +23,7 @@ from nanovllm.utils.checks import check_bool, shorten
 from nanovllm.vectors.calls import VectorCalls
 
 
-class LLM(VectorCalls):
+class LLM(VectorCalls, WeightCalls):
     """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
 
     `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the

@@ -37,7 +37,6 @@ ENGINE = {
     ),
     "lora_dtype": OtherName(("auto", None), "adapters have the model's `dtype`"),
     "fully_sharded_loras": OtherName((False, True), "ranks hold the parts of their layers"),
-    "enable_sleep_mode": OtherName((False,), NOT_HERE),
     "structured_outputs_config": OtherName((None,), NOT_HERE),
     "limit_mm_per_prompt": OtherName((None, {}), "models are text only"),
     "compilation_config": OtherName((None, {}), "`enforce_eager` decides whether graphs are used"),

@@ -61,6 +61,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "kvcache_block_size": (">= 1", INT_FROM_1),
     "num_kvcache_blocks": (">= 1", INT_FROM_1),
     "enable_prefix_caching": ("True or False", BOOLS),
+    "enable_sleep_mode": ("True or False", BOOLS),
     "overlap": ("True or False", BOOLS[:2]),
     "speculative_config": (
         'a dict such as {"method": "ngram", "num_speculative_tokens": 4}',
@@ -228,7 +229,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",
         "attention_backend": "auto",
         "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
-        "speculative_config": None,
+        "enable_sleep_mode": False, "speculative_config": None,
         "tool_parser": None, "reasoning_parser": None, "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected

@@ -1,5 +1,6 @@
-"""The examples where something that they need is missing."""
+"""The examples: training raises the reward; those of Ray say what is missing."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -26,3 +27,16 @@ def test_without_ray_the_example_says_what_to_install(
     )
     assert done.stderr.endswith(f"; pip install 'nanovllm[{extra}]'\n")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_training_raises_the_reward() -> None:
+    """From about a quarter of the sums. The seed is fixed."""
+    spec = importlib.util.spec_from_file_location("grpo", ROOT / "examples" / "train_grpo.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    rewards = example.train(steps=20)
+    assert sum(rewards[:4]) / 4 < 0.35
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards

@@ -233,6 +233,12 @@ class BlockManager:
         self._renew(self._find_prefix(seq, seq.num_passed_blocks))
         seq.release_cache()
 
+    def clear(self) -> None:
+        """Remove all blocks from the cache. Sequences keep theirs."""
+        for block, value in enumerate(self.hashes):
+            if value is not None:
+                self._unpublish(block)
+
     def audit(self, block_tables: list[list[int]]) -> None:
         """Assert the pool's invariants, given the held blocks of every block table."""
         held = Counter(block for table in block_tables for block in table)

@@ -5,7 +5,7 @@ It knows the size of a block and which layers read it; `sizing` finds how many b
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ class KVPool:
         self.dtype = dtype
         self.device = device
         self.beside: Sequence[KVPool] = ()  # pools that have the same blocks
+        self.source: Callable[[int], torch.Tensor] | None = None  # of zeroed memory on a GPU
+        self._asleep_blocks = 0
         self.release()
 
     @property
@@ -80,11 +82,22 @@ class KVPool:
         """Free the memory: the layers have no blocks until the next `allocate`."""
         self.allocate(0)
 
+    def sleep(self) -> None:
+        """Free the memory until `wake_up`."""
+        self._asleep_blocks = self.cache.shape[2]
+        self.release()
+
+    def wake_up(self) -> None:
+        """Have as many blocks as before `sleep`."""
+        self.allocate(self._asleep_blocks)
+
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory; on the CPU the system provides pages when they are first written."""
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
         num_bytes = math.prod(shape) * dtype.itemsize
+        if self.device.type != "cpu":
+            if self.source is not None and num_bytes:
+                return self.source(num_bytes).view(dtype).view(shape)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
         memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
         start = -memory.ctypes.data % CACHE_LINE
         return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

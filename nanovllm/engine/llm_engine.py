@@ -12,6 +12,7 @@ from nanovllm.config import Config
 from nanovllm.engine.adapters.calls import AdapterCalls
 from nanovllm.engine.adapters.loaded import Adapter
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
 from nanovllm.engine.requests.intake import Accepted, Intake
@@ -107,6 +108,7 @@ class LLMEngine:
         self._streaming: set[int] = set()  # requests whose output an iterator returns
         self._generating = False
         self._close_asked = False
+        self.refusal: str | None = None  # why no request can be computed now
         self._begun: dict[int, Request] = {}  # scheduled, without a first token yet
         self._launched: Launched | None = None  # a step in flight
 
@@ -128,7 +130,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: int) -> RequestOutput:
         """End an unfinished request, free its blocks, and return what it has generated."""
-        self.check_open()
+        self.check_alive()
         if not isinstance(request_id, int) or request_id not in self.unfinished:
             got = shorten(request_id)
             raise ValueError(f"request_id must be that of an unfinished request, got {got}")
@@ -409,6 +411,12 @@ class LLMEngine:
         return request.request_id
 
     def check_open(self) -> None:
+        """Raise if no request can be computed: `check_alive`, or the engine sleeps."""
+        self.check_alive()
+        if self.refusal is not None:
+            raise NotReadyError(self.refusal)
+
+    def check_alive(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""
         if os.getpid() != self.model_runner.owner:  # its threads are not here
             raise RuntimeError(

@@ -20,6 +20,9 @@ def prepare(shard: Shard, settled: EngineConfig, config: Config) -> None:
     """
     num_running = settled.max_num_running
     shard.make_table(num_running, settled.max_model_len)
+    if shard.memory is not None:
+        for pool in (shard.pool, *shard.pool.beside):
+            pool.source = shard.memory.pool
     shard.pool.allocate(settled.num_kvcache_blocks)
     if shard.device.type == "cuda":
         warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step

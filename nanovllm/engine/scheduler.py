@@ -248,6 +248,12 @@ class Scheduler:
             seq.finish("abort")
         self._remove_finished(running)
 
+    def clear_cache(self) -> None:
+        """Empty the prefix cache; what running sequences have computed does not enter it either."""
+        self.block_manager.clear()
+        for seq in self.running:
+            seq.num_published_blocks = max(1, seq.num_published_blocks)
+
     def audit(self) -> None:
         """Assert that queues, sequences and blocks agree. Called between steps."""
         assert len(self.running) <= self.max_num_running

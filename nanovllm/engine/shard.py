@@ -15,6 +15,7 @@ from nanovllm.engine.device import computing_on
 from nanovllm.engine.guess.guesser import Guesser, guesser_of
 from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
+from nanovllm.engine.sleep_memory import SleepMemory
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.draw_inputs import DrawInputs
@@ -68,6 +69,8 @@ class Shard:
         self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
         self._num_threads = num_threads
+        self.held_weights: object = None  # by names, when something asks for them
+        self.memory: SleepMemory | None = None  # of weights and pools on a GPU that may sleep
 
     @property
     def vocab_size(self) -> int:
@@ -366,9 +369,13 @@ class Shard:
             with suppress(RuntimeError):  # a device that has failed is left all the same
                 self.synchronize()  # a step may be in flight
         self.drop_graphs()
+        self.held_weights = None
         del self.model, self.pool
         self.guesser = Guesser()
         self._drop_table()
+        if self.memory is not None and device_works:
+            with suppress(RuntimeError):
+                self.memory.close()
 
     def return_memory(self) -> None:
         """Return freed memory to the device, for other processes to use."""

@@ -17,6 +17,7 @@ from nanovllm.engine.prepare import prepare
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
 from nanovllm.engine.warm_up import compile_steps
+from nanovllm.engine.weights.sleeping import make_sleep_memory
 from nanovllm.engine.workers import Workers, threads_of_rank
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
@@ -64,6 +65,8 @@ def load_shard(
 def start_shard(shard: Shard, config: Config) -> EngineConfig:
     """Size the KV pool, compile and capture. All ranks do it at the same time."""
     with shard.computing():
+        if config.enable_sleep_mode and shard.device.type == "cuda":
+            make_sleep_memory(shard)
         shard.ranks.connect_peers(shard.backend.kernels.peers)
         for _, model in shard.models:
             model.model.agree_on_few_rows()

@@ -41,7 +41,8 @@ class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
-    `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster. `rounding`
+    `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster, and `plain_of`
+    returns what that was made of. `rounding`
     gives kernels that round a number of rows as a quantized weight needs it, where it does:
     `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
     that fuse several operations of a layer of such a type, where they are faster, and `router` one
@@ -76,6 +77,7 @@ class Kernels:
     lora_up: Callable[[Tensor, LowRank, Any, Tensor, Tensor | None], None]
     adapted_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, PairAdditions], Tensor]
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
+    plain_of: Callable[[Any], Tensor | None] = lambda _: None
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
     router: Callable[[Tensor, dtype], "Router | None"] = lambda *_: None
@@ -175,7 +177,12 @@ def cpu_kernels() -> Kernels:
         sample,
         silu_and_mul,
     )
-    from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
+    from nanovllm.kernels.cpu.tiled_linear import (
+        arrange,
+        arrange_plain,
+        plain_of,
+        tiled_linear,
+    )
 
     return replace(
         PLAIN,
@@ -190,6 +197,7 @@ def cpu_kernels() -> Kernels:
         read_table=read_table.read_table,
         arrange=arrange,
         arrange_plain=arrange_plain,
+        plain_of=plain_of,
         arranged_linear=tiled_linear,
         group_rows=lora.group_rows,
         lora_down=lora.lora_down,

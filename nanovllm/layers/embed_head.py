@@ -57,6 +57,10 @@ class VocabParallelEmbedding(Layer):
         assert shard_id is None
         self.shard.load(param, loaded)
 
+    def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
+        assert shard_id is None
+        return self.shard.vocab_size, param.shape[1]
+
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self._look_up(token_ids)
         if self.low_rank and (adapters := adapter_rows()):

@@ -137,6 +137,26 @@ class Experts(Layer):
         tensors = {leaf: stack[index] for leaf, stack in self.stored_tensors(name).items()}
         load_tensor(param, param[index], loaded, projection, self.formats[name], tensors)
 
+    def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
+        assert isinstance(param, StoredTensor)
+        if shard_id is None:
+            return (self.num_experts, *param.whole_shape()[1:])
+        described = param.held.projections(param.stored)
+        return param.whole_shape(described[shard_id % len(described)])[1:]
+
+    def kept(self, name: str) -> torch.Tensor | None:
+        if self.operands is None or not isinstance(self.formats.get(name), Dense):
+            return super().kept(name)
+        operand: torch.Tensor = self.operands[[*self.held].index(name)]
+        return operand
+
+    def unpacked(self, name: str) -> torch.Tensor | None:
+        if self.matrices is None or not isinstance(self.formats.get(name), Dense):
+            return None
+        stack = [matrix.plain() for matrix in self.matrices[[*self.held].index(name)]]
+        there = [matrix for matrix in stack if matrix is not None]
+        return torch.stack(there) if there and len(there) == len(stack) else None
+
     def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
         assert isinstance(param, StoredTensor)
         return param.dummy_values(generator)

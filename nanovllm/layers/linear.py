@@ -18,7 +18,7 @@ from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.dummy import constant
-from nanovllm.layers.weights.format import DENSE, ROWS, WeightFormat
+from nanovllm.layers.weights.format import DENSE, ROWS, Dense, WeightFormat
 from nanovllm.layers.weights.matrix import DenseMatrix, Matrix, matrix_of
 from nanovllm.layers.weights.stored import Held, Stored, StoredTensor
 from nanovllm.layers.weights.tensors import (
@@ -49,6 +49,20 @@ class LinearBase(Layer):
         assert isinstance(param, StoredTensor)
         tensors = self.stored_tensors()
         load_tensor(param, param, loaded, shard_id, self.weight_format, tensors)
+
+    def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
+        assert isinstance(param, StoredTensor)
+        return param.whole_shape(shard_id)
+
+    def kept(self, name: str) -> torch.Tensor | None:
+        is_dense = isinstance(self.weight_format, Dense) and isinstance(self.matrix, DenseMatrix)
+        operand: torch.Tensor | None = self.matrix.operand if is_dense and self.matrix else None
+        return operand if name == "weight" and is_dense else super().kept(name)
+
+    def unpacked(self, name: str) -> torch.Tensor | None:
+        if name == "weight" and self.matrix is not None and isinstance(self.weight_format, Dense):
+            return self.matrix.plain()
+        return None
 
     def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
         assert isinstance(param, StoredTensor)

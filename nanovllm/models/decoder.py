@@ -380,6 +380,7 @@ class CausalLM(Model):
         formats: Formats = PLAIN_FORMATS,
     ) -> None:
         super().__init__()
+        self.whole_experts, self.formats = whole_experts, formats
         self.model = Decoder(config, max_positions, ranks, whole_experts, formats.inside("model"))
         of_head = formats.of(HEAD)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, ranks, of_head)

@@ -160,7 +160,7 @@ def load_model(
     with errors_name(path), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in files or read_weights(path):
             tensors = {full_name(stored_name(n), targets): t for n, t in tensors.items()}
-            used = {n: t for n, t in tensors.items() if not _is_left_out(n, t, targets)}
+            used = {n: t for n, t in tensors.items() if not is_left_out(n, t, targets)}
             second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
             found |= tensors.keys()
             _mark_found(used, targets, missing)
@@ -173,7 +173,7 @@ def load_model(
             raise _missing_error(missing.values() if is_fused else missing)
 
 
-def _is_left_out(name: str, tensor: InFile, targets: Mapping[str, Target]) -> bool:
+def is_left_out(name: str, tensor: InFile, targets: Mapping[str, Target]) -> bool:
     """Whether a tensor has no effect: old inverse frequencies, and zeros as biases.
 
     Some tools give each quantized layer a bias.
@@ -275,10 +275,16 @@ def load_dummy(model: Model, whole: Model, seed: int) -> None:
     `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
     memory: what this rank holds, plus one whole matrix.
     """
-    device = next(model.parameters()).device
+    for name, _, values in dummy_values(whole, seed, next(model.parameters()).device):
+        if values is not None:
+            _fill(model, name, None, values)
+
+
+def dummy_values(
+    whole: Model, seed: int, device: torch.device
+) -> Iterator[tuple[str, nn.Parameter, torch.Tensor | None]]:
+    """The random weights of a model of a single rank; None where a parameter stays as it is."""
     for index, (name, param) in enumerate(whole.named_parameters()):
         parent = name.rpartition(".")[0]
         generator = torch.Generator(device=device).manual_seed(seed + index)
-        values = _layer(whole, parent).dummy_values(param, generator)
-        if values is not None:
-            _fill(model, name, None, values)
+        yield name, param, _layer(whole, parent).dummy_values(param, generator)

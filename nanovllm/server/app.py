@@ -23,6 +23,7 @@ from nanovllm.server.errors import APIError, handle_error
 from nanovllm.server.guard import Guard
 from nanovllm.server.metrics import metrics_text
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.sleeping import Sleeping
 from nanovllm.server.tokens import Tokens
 from nanovllm.server.vectors import Vectors
 
@@ -57,6 +58,7 @@ def make_app(
         Route("/version", server.version),
         Route("/metrics", server.metrics),
         Route("/", server.page),
+        *(Sleeping(llm).routes if options.sleep_endpoints else ()),
     ]
     handlers: Any = {Exception: handle_error, HTTPException: handle_error}
     for kind in (APIError, TypeError, ValueError, RuntimeError, OSError):

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nanovllm.async_llm import EngineFullError
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.ranks.errors import RankError
 
 logger = logging.getLogger("nanovllm.server")
@@ -48,6 +49,8 @@ def as_api_error(error: BaseException) -> APIError:
         return APIError(408, "the request took longer than the server's timeout", "timeout")
     if isinstance(error, ValueError | TypeError):
         return APIError(400, str(error))
+    if isinstance(error, NotReadyError):
+        return APIError(503, str(error), "not_ready")
     if isinstance(error, RankError | RuntimeError):
         return APIError(503, f"the engine has ended: {error}", "engine_dead")
     logger.error("a request has failed", exc_info=error)

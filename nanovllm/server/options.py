@@ -84,6 +84,12 @@ class ServerOptions:
         "let clients load and unload adapters; they name directories of the server",
         TRUE_OR_FALSE,
     )
+    sleep_endpoints: bool = option(
+        False,
+        "let clients free the engine's memory with `/sleep`, which needs `enable_sleep_mode`, and"
+        " empty its prefix cache",
+        TRUE_OR_FALSE,
+    )
     root_path: str | None = option(
         None, "path that a proxy in front removes", SOME_TEXT, none=NOTHING
     )

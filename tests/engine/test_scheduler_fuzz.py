@@ -110,6 +110,7 @@ class Simulation:
         self.asked: dict[Sequence, tuple[SamplingParams, int]] = {}  # and the longest it may get
         self.touched: set[int] = set()  # blocks that a sequence has ever had
         self.memory: dict[Slot, int] = {}  # what a slot holds, as the number of a prefix
+        self.since_clear: set[Slot] = set()  # slots written since the cache was emptied
         self.prefixes: dict[
             tuple[int, int], int
         ] = {}  # (number of all but the last, last) -> number
@@ -191,6 +192,12 @@ class Simulation:
         for seq in gone:
             assert (seq.finish_reason, seq.token_ids) == ("abort", self.tokens[seq])
             self.live.remove(seq)
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache, between any two steps."""
+        self.scheduler.clear_cache()
+        self.since_clear.clear()
+        assert all(value is None for value in self.scheduler.block_manager.hashes)
 
     def siblings(self) -> set[Sequence]:
         """Those that wait for another sequence to compute their prompt."""
@@ -325,6 +332,8 @@ class Simulation:
         for block, value in enumerate(manager.hashes):
             if value is not None:
                 prefix = self.memory[block, 0]
+                slots = {(block, offset) for offset in range(self.block_size)}
+                assert slots <= self.since_clear, "computed before the cache was emptied"
                 for offset, token_id in enumerate(manager.token_ids[block][1:], start=1):
                     prefix = self.prefixes[prefix, token_id]
                     assert self.memory[block, offset] == prefix
@@ -349,11 +358,14 @@ class Simulation:
             numbers = self.numbered(seq, batch.drafts.get(seq, []))[seq.num_cached_tokens :]
             for slot, prefix in zip(self.written(batch, seq), numbers, strict=False):
                 self.memory[slot] = prefix
+                self.since_clear.add(slot)
         for seq, sibling in batch.forks:  # a last block that is not full is copied
             if seq.num_tokens % self.block_size:
                 for offset in range(seq.num_tokens % self.block_size):
                     held = self.memory[seq.block_table[-1], offset]
                     self.memory[sibling.block_table[-1], offset] = held
+                    if (seq.block_table[-1], offset) in self.since_clear:
+                        self.since_clear.add((sibling.block_table[-1], offset))
 
     def postprocess_late(
         self, batch: Batch, sampled: list[int], drawn: dict[Sequence, list[int]]
@@ -403,6 +415,7 @@ class Simulation:
             numbers = self.numbered(seq, drafts)[len(self.computed[seq]) - 1 :]
             for slot, prefix in zip(slots, numbers, strict=False):
                 self.memory[slot] = prefix
+                self.since_clear.add(slot)
             count = 1 if slots else 0
             while 0 < count <= len(drafts) and tokens[count - 1] == drafts[count - 1]:
                 count += 1
@@ -564,6 +577,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         self.simulation.abort(index)
 
+    @rule()
+    def clear_cache(self) -> None:
+        self.simulation.clear_cache()
+
     @invariant()
     def state(self) -> None:
         self.simulation.check_state()
@@ -618,8 +635,10 @@ def walk(
             simulation.step(rng.choices(range(num_tokens), k=4))
         elif action < 0.97:
             simulation.interrupted_step(rng.random() < 0.5, restart=rng.random() < 0.2)
-        else:
+        elif action < 0.99:
             simulation.abort(rng.randrange(len(simulation.live)))
+        else:
+            simulation.clear_cache()
         simulation.check_state()
     simulation.drain()
     return simulation

@@ -6,10 +6,10 @@ is left behind: a mapping ends with its process.
 
 import contextlib
 import ctypes
-import functools
-from typing import Any
 
 import torch
+
+from nanovllm.engine.ranks.driver import call, driver
 
 HANDLE_BYTES = 64
 ENABLE_PEER_ACCESS = ctypes.c_uint(1)
@@ -34,16 +34,16 @@ class PeerMemory:
         """Allocate the buffer, and fill it with the number `fill` of 16 bits."""
         with torch.cuda.device(self.device):
             own = Address()
-            _call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
+            call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
             self._own, count = own, ctypes.c_size_t(num_bytes // 2)
-            _call("cuMemsetD16_v2", own, ctypes.c_ushort(fill), count)
+            call("cuMemsetD16_v2", own, ctypes.c_ushort(fill), count)
             torch.cuda.synchronize()
 
     def handle(self) -> bytes:
         """What the other ranks need to map the buffer."""
         handle = Handle()
         with torch.cuda.device(self.device):
-            _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+            call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
         return bytes(handle.bytes)
 
     def open(self, rank: int, handles: list[bytes]) -> list[int]:
@@ -55,7 +55,7 @@ class PeerMemory:
                 if other != rank:
                     address = Address()
                     to = ctypes.byref(address)
-                    _call("cuIpcOpenMemHandle_v2", to, handle, ENABLE_PEER_ACCESS)
+                    call("cuIpcOpenMemHandle_v2", to, handle, ENABLE_PEER_ACCESS)
                     self._others.append(address)
                 addresses.append(address.value)
         return addresses
@@ -64,7 +64,7 @@ class PeerMemory:
         """Unmap the other ranks' buffers, whatever the device's state. No kernel may use them."""
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             for address in self._others:
-                _driver().cuIpcCloseMemHandle(address)
+                driver().cuIpcCloseMemHandle(address)
         self._others = []
 
     def close(self) -> None:
@@ -72,15 +72,5 @@ class PeerMemory:
         self.unmap()
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             if self._own is not None:
-                _driver().cuMemFree_v2(self._own)
+                driver().cuMemFree_v2(self._own)
         self._own = None
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    if status := getattr(_driver(), name)(*arguments):
-        raise RuntimeError(f"{name} fails with CUDA's error {status}")

@@ -16,6 +16,7 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.life_line import end_with
 from nanovllm.engine.ranks.answers import sendable
 from nanovllm.engine.remote.frames import Outbox, receive
@@ -122,17 +123,21 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the caller ends it."""
         while self._take_commands():
-            if self._engine.unfinished:
+            if self._can_step:
                 self._engine.run_step()
                 self._report()
         self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _can_step(self) -> bool:
+        return bool(self._engine.unfinished) and self._engine.refusal is None
 
     def _take_commands(self) -> bool:
         """Do what has been asked for; wait for it if there is nothing else to do. False: quit."""
         while True:
             all_sent = self._outbox.flush()
             try:
-                if self._engine.unfinished:
+                if self._can_step:
                     command = self._commands.get_nowait()
                 else:
                     command = self._commands.get(timeout=None if all_sent else RETRY_SECONDS)
@@ -197,6 +202,8 @@ class EngineLoop:
 
     def _accept(self, command: Submit) -> "Accepted | Exception":
         """Check a request, and compile its constraint."""
+        if self._engine.refusal is not None:
+            return NotReadyError(self._engine.refusal)
         try:
             token_ids = array("i", command.token_ids).tolist()
             asked = command.wanted, command.lora_request
@@ -255,11 +262,11 @@ def main(caller: int, line: int, connection: int) -> None:
 
 
 def _serve(link: socket.socket, outbox: Outbox) -> None:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.weights.calls import WeightCalls
 
     model, options = receive(link)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine = LLMEngine(model, **options)
+    engine = WeightCalls(model, **options)
     try:
         read_vocabulary(engine)
         keep_what_lives()

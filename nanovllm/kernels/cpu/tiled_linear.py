@@ -83,6 +83,14 @@ def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 
 
+def plain_of(weight: TiledMatrix) -> torch.Tensor | None:
+    """The plain weight [N, K] that `arrange_plain` copied; None if it was a quantized one."""
+    if weight.kind not in PLAIN.values():
+        return None
+    size_out, size_in = weight.shape
+    return weight.codes.transpose(1, 2).flatten(0, 1)[:size_out, :size_in].contiguous()
+
+
 def _arranged(
     codes: torch.Tensor,
     kind: str,

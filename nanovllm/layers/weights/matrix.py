@@ -25,6 +25,10 @@ class Matrix(ABC):
         """How `linear` rounds as many rows as x has, so that the kernel before it can do so."""
         return None
 
+    def plain(self) -> torch.Tensor | None:
+        """The weight [N, K] that this was made of, if it was a plain one and can be restored."""
+        return None
+
     @abstractmethod
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -37,6 +41,10 @@ class DenseMatrix(Matrix):
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.operand = weight
+
+    def plain(self) -> torch.Tensor:
+        weight: torch.Tensor = self.operand
+        return weight
 
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -52,6 +60,9 @@ class PackedMatrix(Matrix):
     def __init__(self, weight: torch.Tensor) -> None:
         self.packed = pack(weight)
 
+    def plain(self) -> torch.Tensor:
+        return self.packed.to_dense()
+
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -64,6 +75,9 @@ class KernelMatrix(Matrix):
     def __init__(self, operand: Any, kernels: Kernels) -> None:
         self.operand = operand
         self.kernels = kernels
+
+    def plain(self) -> torch.Tensor | None:
+        return self.kernels.plain_of(self.operand)
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
         return self.kernels.rounding(self.operand, len(x))

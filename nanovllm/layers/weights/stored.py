@@ -196,11 +196,20 @@ class StoredTensor(nn.Parameter):
     stored: Stored
     held: Held
 
+    def whole_shape(self, projection: int | None = None) -> tuple[int, ...]:
+        """The shape of the whole tensors of which this has a rank's part, or of a projection's."""
+        stack = self.shape[: self.dim() - len(self.held.shape(self.stored))]
+        return (*stack, *self.stored.shape(self.held.stored_size(self.stored, projection)))
+
+    def like(self, tensor: torch.Tensor) -> "StoredTensor":
+        """A parameter with the memory of `tensor`, which has the part that this one has."""
+        other = StoredTensor(tensor.data, requires_grad=False)
+        other.stored, other.held = self.stored, self.held
+        return other
+
     def dummy_values(self, generator: torch.Generator) -> torch.Tensor:
         """Random values for the whole tensors of which this has a rank's part."""
-        size = self.held.stored_size(self.stored)
-        stack = self.shape[: self.dim() - len(self.held.shape(self.stored))]
-        shape = (*stack, *self.stored.shape(size))
+        size, shape = self.held.stored_size(self.stored), self.whole_shape()
         values = torch.empty(shape, dtype=self.dtype, device=generator.device)
         self.stored.fill(values, size, generator)
         return values

@@ -1,0 +1,5 @@
+"""Errors of the engine. Imported without PyTorch."""
+
+
+class NotReadyError(RuntimeError):
+    """The engine lives, but cannot do this now: it sleeps, weights are missing, or requests run."""

@@ -1,0 +1,127 @@
+"""VirtualMemory: memory of a GPU at fixed addresses, which can be freed and got back.
+
+Addresses are reserved once. Physical memory is mapped there in chunks, and unmapped while the
+engine sleeps, so that decode graphs find everything where it was.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from nanovllm.engine.ranks.driver import call, driver
+from nanovllm.utils.sizes import MIB
+
+CHUNK = 256 * MIB  # a multiple of the driver's granularity, and a size in which the host pins pages
+DEVICE, PINNED, READ_AND_WRITE = 1, 1, 3  # as the driver numbers them
+Address = ctypes.c_uint64
+
+
+class Location(ctypes.Structure):
+    """Where memory is."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", Location),
+        ("metadata", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
+    )  # fmt: skip
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+class VirtualMemory:
+    """A range of addresses on a device. `mapped` bytes of it, from the start on, have memory."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.device = device
+        self.num_bytes = max(1, -(-num_bytes // CHUNK)) * CHUNK
+        self.mapped = 0
+        self._location = Location(DEVICE, device.index)
+        self._chunks: list[Any] = []  # their handles
+        self._host: list[torch.Tensor] = []  # what was saved
+        self._start = Address()
+        with torch.cuda.device(device):
+            call(
+                "cuMemAddressReserve", ctypes.byref(self._start), ctypes.c_size_t(self.num_bytes),
+                ctypes.c_size_t(0), Address(0), ctypes.c_ulonglong(0),
+            )  # fmt: skip
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """How PyTorch finds the memory; the start of it must be mapped."""
+        data = (self._start.value, False)
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3}
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it as a tensor, of which the mapped part may be used."""
+        self.map(1)
+        return torch.as_tensor(self, device=self.device)
+
+    def map(self, num_bytes: int | None = None) -> None:
+        """Map memory up to so many bytes, or all. Values are not defined."""
+        needed = self.num_bytes if num_bytes is None else num_bytes
+        with torch.cuda.device(self.device):
+            while self.mapped < needed:
+                self._map_chunk()
+
+    def _map_chunk(self) -> None:
+        handle, size = ctypes.c_ulonglong(), ctypes.c_size_t(CHUNK)
+        properties = Properties(type=PINNED, location=self._location)
+        start = Address((self._start.value or 0) + self.mapped)
+        try:
+            call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties),
+                 ctypes.c_ulonglong(0))  # fmt: skip
+        except RuntimeError as error:
+            raise torch.OutOfMemoryError(
+                f"{CHUNK} bytes on {self.device}, which other processes may use: {error}"
+            ) from None
+        call("cuMemMap", start, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
+        self._chunks.append(handle)
+        self.mapped += CHUNK
+        access = Access(self._location, READ_AND_WRITE)
+        call("cuMemSetAccess", start, size, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def unmap(self) -> None:
+        """Return the memory to the device, without its values. Nothing may use it meanwhile."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            while self._chunks:
+                self.mapped -= CHUNK
+                start = Address((self._start.value or 0) + self.mapped)
+                call("cuMemUnmap", start, ctypes.c_size_t(CHUNK))
+                call("cuMemRelease", self._chunks.pop())
+
+    def save(self) -> None:
+        """Copy all that is mapped to pinned memory of the host."""
+        memory = self.bytes
+        for start in range(0, self.mapped, CHUNK):
+            part = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
+            self._host.append(part.copy_(memory[start : start + CHUNK], non_blocking=True))
+        torch.cuda.synchronize(self.device)
+
+    def restore(self) -> None:
+        """Map all, with the values that were saved, or else zeros."""
+        self.map()
+        memory = self.bytes
+        if not self._host:
+            memory.zero_()
+        for index, part in enumerate(self._host):
+            memory[index * CHUNK : (index + 1) * CHUNK].copy_(part, non_blocking=True)
+        torch.cuda.synchronize(self.device)
+        self._host.clear()
+
+    def close(self) -> None:
+        """Free memory and addresses; no tensor may be used that is in here."""
+        self.unmap()
+        with torch.cuda.device(self.device):
+            driver().cuMemAddressFree(self._start, ctypes.c_size_t(self.num_bytes))

@@ -1,0 +1,1 @@
+"""Weights that change while an engine lives: updates, reading them, sleep. One way in: `calls`."""

@@ -1,0 +1,323 @@
+"""WeightCalls: the engine's calls that change or read weights, and that free memory for a while."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.requests.request import Request
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.weights.held import HeldWeights, held_weights
+from nanovllm.engine.weights.sleeping import MEMORIES, Memory, Sleep, WakeUp
+from nanovllm.engine.weights.update import (
+    Apply,
+    Finish,
+    Given,
+    Load,
+    Read,
+    Reload,
+    assembled,
+    batches,
+)
+from nanovllm.utils.checks import as_list, check_choice, check_int
+
+Running = Literal["refuse", "abort"]
+Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
+RUNNING: tuple[Running, ...] = ("refuse", "abort")
+UPDATING = "an update of the weights has begun and not ended"
+TORN = "an update of the weights has failed, so that old and new ones are mixed"
+DROPPED = "sleep(level=2) has dropped the weights"
+WAY_OUT = "update all of them, or call reload_weights()"
+
+
+class WeightCalls(LLMEngine):
+    """`update_weights`, `get_weights`, `apply_model`, `sleep` and `wake_up`.
+
+    While weights are missing, or the engine sleeps, requests are refused: `refusal` says why.
+    Invariant: it is set if `_asleep` or `_missing` is not empty.
+    """
+
+    _asleep: tuple[Memory, ...] = ()
+    _missing: frozenset[str] = frozenset()  # tensors that must be loaded before requests run
+    _why_missing = ""
+    _is_updating = False
+    _has_changed = False  # whether the update has changed a weight
+
+    def update_weights(self, weights: Weights, *, running: Running = "refuse") -> None:
+        """Replace weights by the tensors of an iterable of (name, tensor), or of a dict.
+
+        Names and shapes are those of the checkpoint; an update may have only some of them. Floats
+        are converted to the model's type, and quantized again if the engine has quantized them. A
+        tensor is on any device, or it is a handle of `torch.multiprocessing`'s `reduce_tensor`.
+        A list or a dict is checked before anything changes. Of another iterable, tensors are loaded
+        as they come: if it fails in the middle, requests are refused until all weights are updated.
+
+        The prefix cache is emptied. Waiting requests go on with the new weights; if there are
+        requests that have begun, `running="refuse"` raises, and "abort" ends them.
+        """
+        self._check_awake("weights", "update_weights")
+        self._check_running(running, "update_weights")
+        chunks = self._checked(weights)
+        first = next(chunks, [])
+        self.begin_update(running)
+        try:
+            self._load(first)
+            for chunk in chunks:
+                self._load(chunk)
+        except BaseException:
+            self._give_up()
+            raise
+        self.end_update()
+
+    def begin_update(self, running: Running = "refuse") -> None:
+        """Begin an update in parts: `load_weights` for each, then `end_update`."""
+        self._check_awake("weights", "begin_update")
+        self._check_running(running, "update_weights")
+        self._begin_update()
+
+    def load_weights(self, weights: list[tuple[str, Any]]) -> None:
+        """A part of an update. What fails in here ends the update."""
+        if not self._is_updating:
+            raise NotReadyError("no update of the weights has begun")
+        try:
+            for chunk in self._checked(weights, together=False):
+                self._load(chunk)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def end_update(self) -> None:
+        """End an update: requests run with the new weights."""
+        if not self._is_updating:
+            raise NotReadyError("no update of the weights has begun")
+        try:
+            self._finish_update(True)
+        except BaseException:
+            self._give_up()
+            raise
+        self._is_updating = False
+        self._settle()
+
+    def cancel_update(self) -> None:
+        """End an update that cannot be completed, if it has not ended."""
+        if self._is_updating:
+            self._give_up()
+
+    def reload_weights(self, *, running: Running = "refuse") -> None:
+        """Load all weights of the checkpoint again."""
+        self._check_awake("weights", "reload_weights")
+        self._check_running(running, "reload_weights")
+        self._begin_update()
+        try:
+            self._reload()
+        except BaseException:
+            self._give_up()
+            raise
+        self._is_updating, self._missing = False, frozenset()
+        self._settle()
+
+    def get_weights(self, names: str | Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Copies of weights on the host, by the checkpoint's names; all of them by default.
+
+        Quantized weights cannot be read.
+        """
+        self._check_awake("weights", "get_weights")
+        if self._missing:
+            raise NotReadyError(f"{self._why_missing}; {WAY_OUT}")
+        held = self._held
+        names = [names] if isinstance(names, str) else names
+        wanted = sorted(held.parts) if names is None else as_list("names", names, "a list of names")
+        for name in wanted:
+            held.usual_name(name)
+        return {name: self._read(name) for name in wanted}
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of all tensors that an update may have, with nothing fused."""
+        self.check_alive()
+        return self._held.shapes
+
+    def apply_model(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        """Call a function with every rank's model, a `torch.nn.Module`; rank 0's result is first.
+
+        Layers are bound: a linear layer has its weight in `matrix`, in the layout of the kernels,
+        and q, k and v, or gate and up, are one layer. Norms and the embedding are parameters. After
+        a function that changes weights, call `reset_prefix_cache`. With several ranks, functions of
+        the caller's script need the package cloudpickle.
+        """
+        self._check_awake("weights", "apply_model")
+        if not callable(function):
+            raise TypeError(f"apply_model takes a function of a model, got {function!r}")
+        return self._apply(function)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Running requests keep their blocks. Returns True, as in vLLM."""
+        self.check_alive()
+        self.scheduler.clear_cache()
+        return True
+
+    def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
+        """Free the device's memory for others, until `wake_up`.
+
+        Level 1 moves the weights to the host, where they already are on a CPU, and frees the KV
+        pool. Level 2 drops the weights, too. Requests are refused meanwhile; those that wait go on
+        afterwards. The engine needs `enable_sleep_mode=True`.
+        """
+        self.check_alive()
+        check_int("level", level, 1, 2)
+        if not self._asked.enable_sleep_mode:
+            raise ValueError("sleep needs an engine with enable_sleep_mode=True")
+        if self._asleep:
+            raise NotReadyError("this LLM sleeps already")
+        if self._missing and level == 1:
+            raise NotReadyError(f"{self._why_missing}; {WAY_OUT}, or sleep with level=2")
+        self._check_running(running, "sleep")
+        self._sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Get the memory back that `sleep` freed: "weights" or "kv_cache", or all by default.
+
+        After level 2 the weights of the checkpoint are loaded again, unless `tags` names them:
+        then `update_weights` must provide all of them.
+        """
+        self.check_alive()
+        wanted = MEMORIES if tags is None else tuple(as_list("tags", tags, "a list of tags"))
+        for tag in wanted:
+            check_choice("tags", tag, MEMORIES)
+        self._wake_up(tuple(memory for memory in self._asleep if memory in wanted))
+        if tags is None and self._missing:
+            self.reload_weights()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is freed that `wake_up` gets back."""
+        return bool(self._asleep)
+
+    def get_is_sleeping(self) -> bool:
+        """`is_sleeping`, for callers of methods."""
+        return self.is_sleeping
+
+    @property
+    def _held(self) -> HeldWeights:
+        """Rank 0's weights: names and shapes are the same on all ranks."""
+        with self.model_runner.shard.computing():
+            return held_weights(self.model_runner.shard)
+
+    def _checked(self, weights: Weights, together: bool = True) -> Iterator[list[Given]]:
+        """The tensors in parts, each checked as a whole."""
+        items = list(weights.items()) if isinstance(weights, Mapping) else weights
+        is_all = isinstance(items, list | tuple)
+        for chunk in batches(items):
+            held = self._held
+            for one in chunk:
+                held.check(one.spec)
+            if is_all and together:
+                held.check_together(one.name for one in chunk)
+            held.check_tied({one.name: one.tensor for one in chunk})
+            yield chunk
+
+    def _check_awake(self, memory: Memory, call: str) -> None:
+        self.check_alive()
+        if memory in self._asleep:
+            raise NotReadyError(f'{call} needs the weights: call wake_up(tags=["{memory}"]) before')
+
+    def _check_running(self, running: Running, call: str) -> None:
+        """Raise if there are requests that have begun, unless they are to be aborted."""
+        check_choice("running", running, RUNNING)
+        if running == "refuse" and (begun := self._begun_requests()):
+            raise NotReadyError(
+                f"{call} while {len(begun)} requests are running: finish or abort them, or pass"
+                ' running="abort"'
+            )
+
+    def _begun_requests(self) -> list[Request]:
+        return [
+            request
+            for request in self.unfinished.values()
+            if any(
+                seq.status is not SequenceStatus.WAITING or seq.num_tokens > seq.num_prompt_tokens
+                for seq in request.seqs
+            )
+        ]
+
+    def _stop_all(self) -> None:
+        """Abort what has begun, and start over with what waits; nothing is cached.
+
+        Aborted requests are returned as finished ones are.
+        """
+        begun = self._begun_requests()
+        self._recover([*self.unfinished.values(), *self.finished.values()])
+        for request in begun:
+            self._end(request)
+            self.finished[request.request_id] = self.unfinished.pop(request.request_id)
+
+    @exclusive
+    def _begin_update(self) -> None:
+        self._stop_all()
+        self._is_updating, self._has_changed = True, False
+        self._settle()
+
+    @exclusive
+    def _load(self, weights: list[Given]) -> None:
+        if weights:
+            parts = self._held.parts_of(one.name for one in weights)
+            self._has_changed = True
+            self.model_runner.everywhere(Load.of(weights))
+            self._missing -= parts
+
+    @exclusive
+    def _finish_update(self, succeeds: bool) -> None:
+        self.model_runner.everywhere(Finish(succeeds))
+
+    @exclusive
+    def _reload(self) -> None:
+        self._has_changed = True
+        self.model_runner.everywhere(
+            Reload(self.model_path, self._asked.load_format == "dummy", self._asked.seed)
+        )
+
+    def _give_up(self) -> None:
+        """After an update that failed: if a weight has changed, all must be updated."""
+        self._is_updating = False
+        if self._has_changed:
+            self._missing, self._why_missing = frozenset(self._held.parts), TORN
+        self._settle()
+        if self.model_runner.failure is None and self._finalizer.alive:
+            self._finish_update(False)
+
+    @exclusive
+    def _read(self, name: str) -> torch.Tensor:
+        return assembled(self.model_runner.everywhere(Read(name)))
+
+    @exclusive
+    def _apply(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        return self.model_runner.everywhere(Apply(function))
+
+    @exclusive
+    def _sleep(self, level: int) -> None:
+        self._stop_all()
+        parts = frozenset(self._held.parts)
+        self.model_runner.everywhere(Sleep(level))
+        self._asleep = MEMORIES
+        if level == 2:
+            self._missing, self._why_missing = parts, DROPPED
+        self._settle()
+
+    @exclusive
+    def _wake_up(self, memories: tuple[Memory, ...]) -> None:
+        if memories:
+            self.model_runner.everywhere(WakeUp(memories))
+            self._asleep = tuple(one for one in self._asleep if one not in memories)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Say why requests are refused, if they are."""
+        self.refusal = None
+        if self._asleep:
+            freed = " and ".join(self._asleep)
+            self.refusal = f"this LLM sleeps ({freed} freed); call wake_up() before"
+        elif self._is_updating:
+            self.refusal = UPDATING
+        elif self._missing:
+            self.refusal = f"{self._why_missing}; {WAY_OUT}"

@@ -1,0 +1,63 @@
+"""Places: which part of a checkpoint's tensor a rank holds, and in which memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nanovllm.layers.layer import Loaded
+
+INDEX = "_nanovllm_index"  # an attribute of tensors without values
+
+
+class Place(NamedTuple):
+    """A part of a rank's memory, and the index of what it holds in the checkpoint's tensor."""
+
+    memory: torch.Tensor
+    index: Any
+
+    def fill(self, tensor: Loaded) -> None:
+        """Copy this part of the checkpoint's tensor."""
+        self.memory.copy_(tensor[self.index], non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A checkpoint's tensor without values: what is copied of it says from where it comes."""
+
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = torch.empty(self.shape, device="meta")[index]
+        setattr(part, INDEX, index)
+        return part
+
+
+class _Copies(TorchFunctionMode):
+    """Notes the copies of tensors without values, instead of making them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Place] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.copy_ and hasattr(args[1], INDEX):
+            self.places.append(Place(args[0], getattr(args[1], INDEX)))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def places_of(load: Callable[[Shape], None], shape: tuple[int, ...]) -> list[Place]:
+    """Where `load` copies the parts of a tensor of this shape. It copies nothing."""
+    copies = _Copies()
+    with copies:
+        load(Shape(shape))
+    return copies.places

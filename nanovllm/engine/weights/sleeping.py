@@ -1,0 +1,54 @@
+"""The commands by which all ranks free memory for a while, and get it back."""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.sleep_memory import SleepMemory
+from nanovllm.engine.weights.held import held_weights
+from nanovllm.engine.weights.tensors import weights_of
+from nanovllm.utils.heap import trim_heap
+
+Memory = Literal["weights", "kv_cache"]
+MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")
+
+
+def make_sleep_memory(shard: Shard) -> None:
+    """Move a shard's weights to where they can be freed. Its KV pools follow when they are made."""
+    memory = shard.memory = SleepMemory.on(shard.device)
+    own, *guessers = (weights_of(model) for _, model in shard.models)
+    memory.move_weights(own, [tensor for each in guessers for tensor in each])
+
+
+class Sleep(NamedTuple):
+    """Frees the KV pool, and moves the weights to the host, or drops them."""
+
+    level: int
+
+    def run(self, shard: Shard) -> None:
+        if shard.device.type == "cuda":
+            assert shard.memory is not None
+            shard.memory.release(keeps_weights=self.level == 1)
+            torch.cuda.empty_cache()
+        else:
+            shard.pool.sleep()
+            if self.level == 2:
+                held_weights(shard).drop()
+            trim_heap()
+
+
+class WakeUp(NamedTuple):
+    """Gets memory back: weights have their values if they were moved to the host."""
+
+    memories: tuple[Memory, ...]
+
+    def run(self, shard: Shard) -> None:
+        if shard.device.type == "cuda":
+            assert shard.memory is not None
+            shard.memory.restore(self.memories)
+            return
+        if "kv_cache" in self.memories:
+            shard.pool.wake_up()
+        if "weights" in self.memories:
+            held_weights(shard).regain()

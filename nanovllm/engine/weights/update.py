@@ -1,0 +1,196 @@
+"""The commands by which all ranks replace or read weights."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+from nanovllm.engine.shard import Shard
+from nanovllm.engine.weights.held import Spec, blank_model, held_weights
+from nanovllm.layers.ranks import ALONE
+from nanovllm.models.formats import checkpoint_name
+from nanovllm.models.loader import dummy_values, is_left_out, read_weights
+from nanovllm.utils.checks import shorten
+from nanovllm.utils.heap import trim_heap
+
+BATCH_BYTES = 256 << 20
+Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+
+
+class Given(NamedTuple):
+    """A named tensor of the caller's, or the handle by which each process opens it."""
+
+    name: str
+    tensor: torch.Tensor
+    handle: Handle | None = None
+
+    @property
+    def spec(self) -> Spec:
+        """What the other ranks need to know."""
+        return Spec(self.name, tuple(self.tensor.shape), self.tensor.dtype)
+
+
+def given(item: Any) -> Given:
+    """An item of the caller's iterable, checked; a handle is opened."""
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
+        raise TypeError(f"weights must be pairs of a name and a tensor, got {shorten(item)}")
+    name, value = item
+    if isinstance(value, torch.Tensor):
+        return Given(name, value.detach())
+    if isinstance(value, tuple) and len(value) == 2 and callable(value[0]):
+        function, arguments = value
+        return Given(name, function(*arguments).detach(), (function, tuple(arguments)))
+    raise TypeError(
+        f"weights must have tensors, or handles of torch.multiprocessing.reductions.reduce_tensor;"
+        f" {name!r} has {shorten(value)}"
+    )
+
+
+def sendable_weight(item: Any) -> Any:
+    """A named tensor for another process: a handle of a CUDA tensor, a copy of another."""
+    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[1], torch.Tensor):
+        name, tensor = item[0], item[1].detach()
+        if tensor.is_cuda:
+            return name, reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        return name, tensor.clone()
+    return item
+
+
+class Load:
+    """Replaces weights. Rank 0 has the tensors; the others open handles, or are sent the tensors.
+
+    Peak memory: on other ranks, one whole tensor.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        handles: Sequence[Handle | None],
+        tensors: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.specs, self.handles, self.tensors = specs, handles, tensors
+
+    @classmethod
+    def of(cls, weights: Sequence[Given]) -> "Load":
+        """The command that loads these tensors."""
+        specs, handles = [one.spec for one in weights], [one.handle for one in weights]
+        return cls(specs, handles, [one.tensor for one in weights])
+
+    def __reduce__(self) -> Any:
+        return Load, (self.specs, self.handles)
+
+    def run(self, shard: Shard) -> None:
+        """Load this rank's parts."""
+        weights = held_weights(shard)
+        for index, spec in enumerate(self.specs):
+            weights.load(spec.name, self._tensor(index, shard))
+
+    def _tensor(self, index: int, shard: Shard) -> torch.Tensor:
+        spec, handle = self.specs[index], self.handles[index]
+        own = None if self.tensors is None else self.tensors[index]
+        if own is not None and (shard.ranks.size == 1 or handle is not None):
+            return own
+        if handle is not None:
+            function, arguments = handle
+            return function(*arguments)
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        data = torch.empty(size, dtype=torch.uint8, device=shard.device)
+        whole = data.view(spec.dtype).view(spec.shape)
+        if own is not None:
+            whole.copy_(own)
+        if size:
+            shard.ranks.broadcast(data)
+        return whole
+
+
+class Finish(NamedTuple):
+    """Ends an update: what is staged replaces the old weights, or is dropped."""
+
+    succeeds: bool
+
+    def run(self, shard: Shard) -> None:
+        weights = held_weights(shard)
+        if self.succeeds:
+            weights.finish()
+        weights.drop_staged()
+        trim_heap()
+
+
+class Read(NamedTuple):
+    """Reads a rank's part of a tensor."""
+
+    name: str
+
+    def run(self, shard: Shard) -> tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]:
+        return held_weights(shard).read(self.name)
+
+
+class Apply(NamedTuple):
+    """Calls a function with the model of each rank."""
+
+    function: Callable[[torch.nn.Module], Any]
+
+    def run(self, shard: Shard) -> Any:
+        return self.function(shard.model)
+
+
+def assembled(
+    parts: Sequence[tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]],
+) -> torch.Tensor:
+    """The whole tensor, of what the ranks have of it."""
+    shape = parts[0][0]
+    pieces = [piece for _, held in parts for piece in held]
+    whole = torch.empty(shape, dtype=pieces[0][1].dtype)
+    for index, values in pieces:
+        whole[index] = values
+    return whole
+
+
+def batches(weights: Iterable[Any]) -> Iterator[list[Given]]:
+    """What one command loads: all of a list, or so many of another iterable as have BATCH_BYTES."""
+    if isinstance(weights, list | tuple):
+        yield [given(item) for item in weights]
+        return
+    batch: list[Given] = []
+    size = 0
+    for item in weights:
+        batch.append(given(item))
+        size += batch[-1].tensor.nbytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class Reload(NamedTuple):
+    """Loads the weights of the checkpoint again, or the random ones if there is none."""
+
+    path: Path
+    is_dummy: bool
+    seed: int
+
+    def run(self, shard: Shard) -> None:
+        weights = held_weights(shard)
+        if self.is_dummy:
+            for name, values in dummy_weights(shard, self.seed):
+                weights.load(name, values)
+        else:
+            tied = weights.blank.tied_weights
+            for tensors in read_weights(self.path):
+                for name, tensor in tensors.items():
+                    if not is_left_out(name, tensor, weights.targets) and name not in tied:
+                        weights.load(name, tensor)
+        weights.finish()
+        trim_heap()
+
+
+def dummy_weights(shard: Shard, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The random weights of `load_dummy`; what that leaves are ones."""
+    whole = blank_model(shard, ALONE)
+    for name, param, values in dummy_values(whole, seed, shard.device):
+        ones = torch.ones(param.shape, dtype=param.dtype, device=shard.device)
+        yield checkpoint_name(name), ones if values is None else values

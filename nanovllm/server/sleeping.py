@@ -1,0 +1,50 @@
+"""The endpoints for sleep, with vLLM's paths: only if the server's options say so."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.server.errors import APIError
+
+
+class Sleeping:
+    """`/sleep`, `/wake_up`, `/is_sleeping` and `/reset_prefix_cache`."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes of these endpoints."""
+        return [
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake_up, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+        ]
+
+    async def sleep(self, request: Request) -> Response:
+        """Free memory: `level` is 1 or 2, `running` is "refuse" or "abort"."""
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise APIError(400, f"level must be 1 or 2, got {level!r}")
+        running: Any = request.query_params.get("running", "refuse")
+        await self._llm.sleep(int(level), running=running)
+        return Response(status_code=200)
+
+    async def wake_up(self, request: Request) -> Response:
+        """Get memory back: of `tags`, which may be repeated, or all."""
+        await self._llm.wake_up(request.query_params.getlist("tags") or None)
+        return Response(status_code=200)
+
+    async def is_sleeping(self, _: Request) -> JSONResponse:
+        """Whether memory is freed."""
+        return JSONResponse({"is_sleeping": await self._llm.is_sleeping()})
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """Empty the prefix cache."""
+        await self._llm.reset_prefix_cache()
+        return Response(status_code=200)

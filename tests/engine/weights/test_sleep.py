@@ -1,0 +1,272 @@
+"""Sleep: memory is freed, and an engine that wakes up answers as before."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from safetensors.torch import load_file
+
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.engine.sleep_memory import SleepMemory
+from nanovllm.engine.weights.tensors import weights_of
+from nanovllm.utils.sizes import GIB
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = [[3, 14, 15, 92, 65], [35, 89, 79]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def make_llm(path: Path, size: int = 1, **options: Any) -> LLM:
+    defaults = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.02, max_model_len=128)
+    return LLM(path, **defaults | dict(tensor_parallel_size=size, enable_sleep_mode=True) | options)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(IDS, GREEDY, use_tqdm=False)]
+
+
+def touch(llm: LLM) -> None:
+    """Write to the KV pool: its pages are taken then."""
+    with torch.inference_mode():
+        llm.model_runner.shard.pool.cache.fill_(1)
+
+
+def resident_bytes() -> int:
+    """What this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, dict(dtype="bfloat16", kvcache_block_size=4)),
+        (1, dict(quantization="int8")),
+        (1, dict(load_format="dummy")),
+    ],
+)
+def test_answers_after_sleep_equal_those_before(
+    level: int, size: int, options: dict[str, Any], model_dir: Path
+) -> None:
+    with make_llm(model_dir, size, **options) as llm:
+        before = generate(llm)
+        for _ in range(2):
+            llm.sleep(level)
+            assert llm.is_sleeping
+            llm.wake_up()
+            assert not llm.is_sleeping
+            assert generate(llm) == before
+            llm.scheduler.audit()
+
+
+@pytest.mark.parametrize(
+    "options", [dict(tie_word_embeddings=True), dict(family="Qwen3Moe", num_experts=4,
+     num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[])],
+    ids=["tied", "moe"],
+)  # fmt: skip
+def test_other_models_are_loaded_again(options: dict[str, Any], tmp_path: Path) -> None:
+    make_model(tmp_path / "model", **options)
+    with make_llm(tmp_path / "model") as llm:
+        before = generate(llm)
+        llm.sleep(2)
+        llm.wake_up()
+        assert generate(llm) == before
+
+
+def test_weights_and_cache_wake_up_one_after_the_other(model_dir: Path) -> None:
+    """As trainers do it: new weights come before there is a KV pool."""
+    tensors = load_file(model_dir / "model.safetensors")
+    with make_llm(model_dir) as llm:
+        before = generate(llm)
+        llm.sleep(level=2)
+        with pytest.raises(RuntimeError, match="update_weights needs the weights: call wake_up"):
+            llm.update_weights(tensors)
+        llm.wake_up(tags=["weights"])
+        assert llm.is_sleeping
+        with pytest.raises(RuntimeError, match=r"sleeps \(kv_cache freed\); call wake_up\(\)"):
+            generate(llm)
+        with pytest.raises(RuntimeError, match=r"dropped the weights; update all of them"):
+            llm.get_weights()
+        llm.update_weights(tensors)
+        llm.wake_up(tags=["kv_cache"])
+        assert generate(llm) == before
+        llm.sleep(level=2)
+        llm.wake_up(["kv_cache"])
+        llm.wake_up(["weights"])
+        with pytest.raises(RuntimeError, match="dropped the weights"):
+            generate(llm)
+        llm.reload_weights()
+        assert generate(llm) == before
+        llm.wake_up()
+
+
+def test_requests_are_refused_while_asleep(model_dir: Path) -> None:
+    with make_llm(model_dir, max_num_seqs=1) as llm:
+        before = generate(llm)
+        waiting = llm.add_request(IDS[0], GREEDY)
+        stream = llm.stream([IDS[1]], GREEDY)
+        llm.sleep()
+        for call in (
+            lambda: generate(llm), lambda: llm.add_request([1]), llm.step, lambda: next(stream),
+            lambda: llm.stream([[1]]), lambda: llm.embed([[1]]),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="this LLM sleeps"):
+                call()
+        with pytest.raises(RuntimeError, match="sleeps already"):
+            llm.sleep()
+        llm.wake_up()
+        outputs: list[Any] = []
+        while not outputs:
+            outputs = llm.step()
+        assert outputs[0]["request_id"] == waiting
+        assert outputs[0]["token_ids"] == before[0]
+
+
+def test_running_requests_are_refused_or_aborted(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        llm.add_request(IDS[0], GREEDY)
+        llm.step()
+        with pytest.raises(RuntimeError, match="sleep while 1 requests are running"):
+            llm.sleep()
+        llm.sleep(running="abort")
+        llm.wake_up()
+        assert [output["finish_reason"] for output in llm.step()] == ["abort"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.sleep(3), "level must be .*, got 3"),
+        (lambda llm: llm.sleep(running="wait"), "running must be"),
+        (lambda llm: llm.wake_up(["kv"]), "tags must be .*, got 'kv'"),
+        (lambda llm: llm.wake_up("weights"), "tags must be a list of tags, got 'weights'"),
+    ],
+)
+def test_bad_arguments_change_nothing(call: Any, message: str, model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(llm)
+        assert not llm.is_sleeping
+        generate(llm)
+
+
+def test_the_option_is_needed(model_dir: Path) -> None:
+    with (
+        make_llm(model_dir, enable_sleep_mode=False) as llm,
+        pytest.raises(ValueError, match="sleep needs an engine with enable_sleep_mode=True"),
+    ):
+        llm.sleep()
+
+
+def test_memory_is_returned_on_a_cpu(tmp_path: Path) -> None:
+    """Level 1 frees the KV pool, level 2 the weights, too."""
+    make_model(tmp_path / "model", hidden_size=512, intermediate_size=4096, num_hidden_layers=4)
+    with make_llm(
+        tmp_path / "model", cpu_kvcache_gib=0.1, max_model_len=512, num_kvcache_blocks=None
+    ) as llm:
+        pool, held = 0.1 * GIB, sum(t.nbytes for t in llm.get_weights().values())
+        touch(llm)
+        full = resident_bytes()
+        llm.sleep(1)
+        assert full - resident_bytes() > 0.9 * pool
+        llm.wake_up()
+        touch(llm)
+        llm.sleep(2)
+        assert full - resident_bytes() > 0.9 * (pool + held)
+        llm.wake_up()
+        generate(llm)
+
+
+class HostRegion:
+    """A region that is on the CPU, and whose values are lost when it is unmapped."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._saved: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return self._memory
+
+    def map(self, num_bytes: int | None = None) -> None: ...
+
+    def unmap(self) -> None:
+        self._memory.fill_(255)
+
+    def save(self) -> None:
+        self._saved = self._memory.clone()
+
+    def restore(self) -> None:
+        if self._saved is None:
+            self._memory.zero_()
+        else:
+            self._memory.copy_(self._saved)
+
+    def close(self) -> None: ...
+
+
+def test_weights_that_move_keep_their_values_and_what_they_share(model_dir: Path) -> None:
+    """Here on the CPU, in the layout that plain kernels read; on a GPU `test_weights_cuda`."""
+    with make_llm(model_dir, dtype="bfloat16", attention_backend="torch") as llm:
+        before = generate(llm)
+        shard = llm.model_runner.shard
+        memory = SleepMemory(HostRegion)
+        with shard.computing():
+            tensors = [t for t in weights_of(shard.model) if t.layout is torch.strided]
+            memory.move_weights(tensors, tensors[:1])
+            assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+            assert generate(llm) == before
+            memory.release(keeps_weights=True)
+            memory.restore(["weights"])
+        assert generate(llm) == before
+
+
+def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "other", seed=1)
+    other = load_file(tmp_path / "other" / "model.safetensors")
+    with make_llm(tmp_path / "other") as llm:
+        expected = generate(llm)
+
+    async def main() -> None:
+        options = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.02, max_model_len=128)
+        async with AsyncLLM(model_dir, enable_sleep_mode=True, **options) as llm:
+
+            async def answers() -> list[list[int]]:
+                outputs = await asyncio.gather(*(llm.complete(ids, GREEDY) for ids in IDS))
+                return [output["token_ids"] for output in outputs]
+
+            before = await answers()
+            await llm.sleep(1)
+            assert await llm.is_sleeping()
+            with pytest.raises(RuntimeError, match="this LLM sleeps"):
+                await answers()
+            await llm.wake_up()
+            assert await answers() == before
+            with pytest.raises(ValueError, match="has no tensor 'nothing'"):
+                await llm.update_weights({"nothing": torch.zeros(1)})
+            with pytest.raises(ZeroDivisionError):
+                await llm.update_weights((name, 1 / 0) for name in other)
+            await llm.update_weights(other)
+            assert await answers() == expected
+            name = "model.norm.weight"
+            assert torch.equal((await llm.get_weights([name]))[name], other[name])
+            assert await llm.apply_model(lambda model: type(model).__name__) == ["CausalLM"]
+            assert await llm.reset_prefix_cache()
+            long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+            async for _ in (events := llm.generate(IDS[0], long)):
+                break
+            with pytest.raises(RuntimeError, match="requests are running"):
+                await llm.update_weights(other)
+            await llm.update_weights(other, running="abort")
+            last = [event async for event in events]
+            assert last[-1]["finish_reason"] == "abort"
+            await llm.reload_weights()
+            assert await answers() == before
+
+    asyncio.run(main())

@@ -1,0 +1,50 @@
+"""The server's endpoints for sleep."""
+
+from pathlib import Path
+
+import httpx
+from servers import serving
+
+from nanovllm.embedded import EMBEDDED_MODEL
+
+BODY = {"model": "adder", "prompt": "12+34=", "temperature": 0, "max_tokens": 8}
+PATHS = ("/sleep", "/wake_up", "/reset_prefix_cache")
+
+
+def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
+    options = ("--served-model-name", "adder", "--sleep-endpoints", "--enable-sleep-mode")
+    with (
+        serving(tmp_path / "log", EMBEDDED_MODEL, *options) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+
+        def is_sleeping() -> bool:
+            return bool(client.get("/is_sleeping").json()["is_sleeping"])
+
+        def answer() -> str:
+            return str(client.post("/v1/completions", json=BODY).json()["choices"][0]["text"])
+
+        assert answer() == "46" and not is_sleeping()
+        assert client.post("/sleep").status_code == 200
+        assert is_sleeping()
+        refused = client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"].startswith("this LLM sleeps")
+        assert client.post("/wake_up", params={"tags": ["weights"]}).status_code == 200
+        assert is_sleeping()
+        assert client.post("/wake_up").status_code == 200
+        assert answer() == "46" and not is_sleeping()
+        assert client.post("/sleep", params={"level": 2}).status_code == 200
+        assert client.post("/sleep").status_code == 503
+        assert client.post("/wake_up").status_code == 200
+        assert answer() == "46"
+        assert client.post("/reset_prefix_cache").status_code == 200
+        for path, params in (
+            ("/sleep", {"level": "3"}), ("/sleep", {"running": "x"}), ("/wake_up", {"tags": "x"}),
+        ):  # fmt: skip
+            assert client.post(path, params=params).status_code == 400
+
+
+def test_without_the_option_there_are_none(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", EMBEDDED_MODEL) as server:
+        assert {httpx.post(server.url + path).status_code for path in PATHS} == {404}
