@@ -19,7 +19,7 @@ from nanovllm.engine.remote.call import Call
 from nanovllm.engine.remote.connection import Connection
 from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit, Tokens
 from nanovllm.engine.remote.mirror import Mirror
-from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.intake import Accepted, Intake, check_whole
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -152,6 +152,8 @@ class AsyncLLM:
         Of one that `is_whole` only the output is asked for, at the end.
         """
         params = _params(sampling_params, priority)
+        if not is_whole:
+            check_whole(params)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
         accepted = await self._in_thread(accept, num_characters(prompt))

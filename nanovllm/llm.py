@@ -11,7 +11,7 @@ from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
 from nanovllm.engine.llm_engine import exclusive
 from nanovllm.engine.progress import run_until_done
-from nanovllm.engine.requests.intake import Accepted
+from nanovllm.engine.requests.intake import Accepted, check_whole
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
@@ -96,13 +96,13 @@ class LLM(VectorCalls):
         """
         self.check_open()
         turns = self.chat_turns(messages, sampling_params, **options)
-        return self._stream_turns(turns, self._accept_turns(turns))
+        return self._stream_turns(turns, self._stream(self._accept_turns(turns)))
 
     def _stream_turns(
-        self, turns: list[Turn], accepted: list[Accepted]
+        self, turns: list[Turn], source: Generator[StreamEvent, None, None]
     ) -> Generator[StreamEvent, None, None]:
         readers = [[AnswerReader(t.answer) for _ in range(t.params.n)] for t in turns]
-        with closing(self._stream(accepted)) as events:
+        with closing(source) as events:
             for event in events:
                 reader = readers[event["index"]][event["sample"]]
                 event["delta"] = reader.feed(event["text"], event["finish_reason"] is not None)
@@ -163,6 +163,11 @@ class LLM(VectorCalls):
         return self._stream(self._accept_prompts(prompts, sampling_params))
 
     def _stream(self, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
+        for one in accepted:
+            check_whole(one.params)
+        return self._events(accepted)
+
+    def _events(self, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
         self.check_open()
         ids = self._enqueue_all(accepted)
         try:

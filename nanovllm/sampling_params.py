@@ -145,6 +145,13 @@ class SamplingParams:
         COUNT,
         none=NOTHING,
     )
+    hidden_states: bool = option(
+        False,
+        "return the hidden states after the final norm: of the prompt, which is then computed as a"
+        " whole, and for each generated token the one that it was drawn from",
+        TRUE_OR_FALSE,
+        only_python=True,
+    )
     repetition_penalty: float = option(
         1.0,
         "divides positive logits of tokens in the prompt or the output, and multiplies negative"

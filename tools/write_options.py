@@ -97,6 +97,8 @@ def row(kind: type, field: "dataclasses.Field[Any]") -> str:
         name += f" (`{flag}`)"
     default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
     meaning = described.help
+    if described.only_python:
+        meaning += "; only in Python"
     if described.none not in (None, NOTHING):
         meaning += f"; `None`: {described.none}"
     return f"| {name} | {default} | {described.rule.allowed} | {meaning} |\n"

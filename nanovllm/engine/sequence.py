@@ -49,7 +49,8 @@ class Sequence:
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
     the constraint, the text and the token counts that are kept, if any. With a `pool` it samples
-    nothing, and ends when the pool has what it wants of the prompt's hidden states.
+    nothing, and ends when the pool has what it wants of the prompt's hidden states. `states` keeps
+    those of the prompt and of generated tokens, for a request that wants both.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class Sequence:
         "seed",
         "seq_id",
         "siblings",
+        "states",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -112,6 +114,7 @@ class Sequence:
         logprobs: Any = None,
         constraint: Any = None,
         pool: Any = None,
+        states: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
@@ -130,13 +133,13 @@ class Sequence:
             self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
         self.text, self.counts, self.logprobs = text, counts, logprobs
         self.constraint = constraint
-        self.pool = pool
+        self.pool, self.states = pool, states
         if pool is not None:
             self.max_num_tokens = self.num_prompt_tokens
         # Whether its draws depend on the tokens before; and whether these, or the reports of its
         # tokens, are prepared for its position.
         self.reads_tokens = params.penalizes or bool(bad_words) or constraint is not None
-        asks = logprobs is not None and params.logprobs is not None
+        asks = states is not None or (logprobs is not None and params.logprobs is not None)
         self.must_be_known = self.reads_tokens or asks
         self.pace: Any = None  # of its drafts, from the first one on
         followers: tuple[Follower | None, ...] = (constraint, text, counts)
@@ -227,13 +230,14 @@ class Sequence:
         """Leading tokens that need no computing where their KV is cached.
 
         The last token's logits are needed, and so are those that prompt log-probabilities lack, or
-        the hidden states that a pool wants.
+        the hidden states that are wanted of the prompt.
         """
-        if self.pool is not None:
-            return min(int(self.pool.wanted.start), len(self.token_ids) - 1)
+        most, keeper = len(self.token_ids) - 1, self.pool or self.states
+        if keeper is not None and keeper.wanted:
+            most = min(most, int(keeper.wanted.start))
         if self.num_reported_tokens == self.num_prompt_tokens:
-            return len(self.token_ids) - 1
-        return self.num_reported_tokens - 1
+            return most
+        return min(most, self.num_reported_tokens - 1)
 
     @property
     def unreported_indices(self) -> range | list[int]:

@@ -88,7 +88,8 @@ class Followed:
         first, times = self.request.seqs[0], self.request.times
         asked = first.params.prompt_logprobs is not None
         likely = first.logprobs.prompt if asked else None
-        return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool)
+        states = [seq.states for seq in self.request.seqs] if first.params.hidden_states else None
+        return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool, states)
 
 
 def _progress(number: int, seq: Sequence, start: int) -> Progress:

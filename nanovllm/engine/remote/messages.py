@@ -11,6 +11,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports PyTorch
     from nanovllm.engine.requests.pool import Pool, Wanted
+    from nanovllm.engine.requests.states import States
 
 
 class Submit(NamedTuple):
@@ -89,7 +90,8 @@ class Progress(NamedTuple):
 class Ended(NamedTuple):
     """All samples of a request have ended: what is known of it as a whole.
 
-    `pool` has what was wanted of a prompt that generates nothing.
+    `pool` has what was wanted of a prompt that generates nothing, and `states` the hidden states of
+    each sample, where they were asked for.
     """
 
     number: int
@@ -97,6 +99,7 @@ class Ended(NamedTuple):
     num_hit_tokens: int
     prompt_logprobs: list[list[LikelyToken]] | None
     pool: "Pool | None" = None
+    states: "list[States] | None" = None
 
 
 class Refused(NamedTuple):
