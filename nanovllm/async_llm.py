@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import pickle
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,7 @@ class AsyncLLM:
         params = _params(sampling_params, priority)
         if not is_whole:
             check_whole(params)
+        _pickled(params)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
         accepted = await self._in_thread(accept, num_characters(prompt))
@@ -312,9 +314,10 @@ class AsyncLLM:
             raise ValueError(f"request_id {shorten(name)} is that of another request")
         mirror = Mirror(self._intake.request(accepted, streams=not is_whole), self.tokenizer)
         token_ids = array("i", accepted.token_ids).tobytes()
-        if params.stop is not None:  # stops are found here
-            params = dataclasses.replace(params, stop=None)
-        self._connection.send(Submit(number, token_ids, params, accepted.wanted))
+        calls = _pickled(params)
+        if params.stop is not None or calls is not None:  # stops are found here
+            params = dataclasses.replace(params, stop=None, logits_processors=None)
+        self._connection.send(Submit(number, token_ids, params, accepted.wanted, calls))
         call = self._calls[number] = Call(number, name, mirror, is_whole)
         self.num_open += call.num_open
         return call
@@ -391,6 +394,19 @@ def _params(given: Any, priority: int | None) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
     return params if priority is None else dataclasses.replace(params, priority=priority)
+
+
+def _pickled(params: SamplingParams) -> bytes | None:
+    """The callables of a request, for the engine's process; a ValueError if they do not travel."""
+    if not params.logits_processors:
+        return None
+    try:
+        return pickle.dumps(params.logits_processors)
+    except Exception as error:
+        raise ValueError(
+            "logits_processors must pickle, as an AsyncLLM's engine is another process: define them"
+            f" at the top of a module that can be imported; got {type(error).__name__}: {error}"
+        ) from None
 
 
 def _unconstrained(params: SamplingParams) -> SamplingParams:

@@ -1,7 +1,8 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -64,12 +65,33 @@ def _check_kept(name: str, value: Any) -> int:
     return int(value)
 
 
+def _check_calls(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
+    """Callables of two or three parameters."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be {CALLS.allowed}, got {shorten(value)}")
+    calls = tuple(value)
+    for place, call in enumerate(calls):
+        try:
+            parameters = inspect.signature(call).parameters
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}[{place}] must be callable, got {shorten(call)}") from None
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if len(parameters) not in (2, 3) or not kinds <= POSITIONAL:
+            raise TypeError(
+                f"{name}[{place}] must take (token_ids, logits) or (prompt_token_ids, token_ids,"
+                f" logits), got {shorten(call)} of ({', '.join(parameters)})"
+            )
+    return calls
+
+
 STOP = Rule(_check_stop, "a text or a list of texts")
 TEXTS = Rule(check_texts, "a list of texts")
 IDS = Rule(check_ids, "a list of token ids")
 SOME_IDS = Rule(_check_allowed_ids, "a list of token ids that is not empty")
 BIASES = Rule(_check_biases, BIASES_ALLOWED)
 COUNT = int_range(0)
+CALLS = Rule(_check_calls, "a list of callables")
+POSITIONAL = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
 KEPT = Rule(_check_kept, "-1 or >= 1")
 PENALTY = float_range(-2.0, 2.0)
 
@@ -195,6 +217,15 @@ class SamplingParams:
     )
     detokenize: bool = option(
         True, "make text of the tokens; without it texts are empty", TRUE_OR_FALSE
+    )
+    logits_processors: Iterable[Callable[..., Any]] | None = option(
+        None,
+        "callables that change a row of logits before anything else does: `f(token_ids, logits)` or"
+        " `f(prompt_token_ids, token_ids, logits)`, with the generated `token_ids`, returns logits;"
+        " see docs/usage.md",
+        CALLS,
+        none=NOTHING,
+        only_python=True,
     )
     include_stop_str_in_output: bool = option(
         False,

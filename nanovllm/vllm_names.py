@@ -73,7 +73,6 @@ ENGINE = {
 SAMPLING = {
     "best_of": OtherName((None, 1), "all `n` samples are returned"),
     "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),
-    "logits_processors": OtherName((None,), "see `logit_bias`, `allowed_token_ids`, `bad_words`"),
     "guided_decoding": OtherName((None,), "see `structured_outputs`"),
     "guided_decoding_backend": OtherName((None,), "llguidance makes all constraints"),
     **{

@@ -48,9 +48,10 @@ class Sequence:
     so many more may come. Until then lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
-    the constraint, the text and the token counts that are kept, if any. With a `pool` it samples
-    nothing, and ends when the pool has what it wants of the prompt's hidden states. `states` keeps
-    those of the prompt and of generated tokens, for a request that wants both.
+    the callables, the constraint, the text and the token counts that are kept, if any. With a
+    `pool` it samples nothing, and ends when the pool has what it wants of the prompt's hidden
+    states. `states` keeps those of the prompt and of generated tokens, for a request that wants
+    both.
     """
 
     __slots__ = (
@@ -83,6 +84,7 @@ class Sequence:
         "pace",
         "params",
         "pool",
+        "processors",
         "reads_tokens",
         "request_id",
         "seed",
@@ -115,6 +117,7 @@ class Sequence:
         constraint: Any = None,
         pool: Any = None,
         states: Any = None,
+        processors: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
@@ -125,7 +128,9 @@ class Sequence:
         self.params = params
         self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
-        self.has_filters = params.narrows or bool(bad_words)  # beside a constraint
+        self.processors = processors
+        # Beside a constraint.
+        self.has_filters = params.narrows or bool(bad_words) or processors is not None
         self.narrows = self.has_filters or constraint is not None
         self.temperature = params.temperature
         self.seed = default_seed if params.seed is None else params.seed
@@ -138,12 +143,13 @@ class Sequence:
             self.max_num_tokens = self.num_prompt_tokens
         # Whether its draws depend on the tokens before; and whether these, or the reports of its
         # tokens, are prepared for its position.
-        self.reads_tokens = params.penalizes or bool(bad_words) or constraint is not None
+        kept = (processors, constraint, text, counts)
+        self.reads_tokens = params.penalizes or bool(bad_words)
+        self.reads_tokens |= constraint is not None or processors is not None
         asks = states is not None or (logprobs is not None and params.logprobs is not None)
         self.must_be_known = self.reads_tokens or asks
         self.pace: Any = None  # of its drafts, from the first one on
-        followers: tuple[Follower | None, ...] = (constraint, text, counts)
-        self.followers = tuple(follower for follower in followers if follower is not None)
+        self.followers: tuple[Follower, ...] = tuple(one for one in kept if one is not None)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 

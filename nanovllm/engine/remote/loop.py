@@ -4,6 +4,7 @@ PyTorch is imported late: the process must first be able to notice the end of it
 """
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import queue
@@ -92,6 +93,20 @@ class Followed:
         return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool, states)
 
 
+def _whole_params(command: Submit) -> SamplingParams:
+    """The parameters with their callables."""
+    if command.processors is None:
+        return command.params
+    try:
+        calls = pickle.loads(command.processors)
+    except Exception as error:
+        raise ValueError(
+            "logits_processors must be importable in the engine's process, which is another one:"
+            f" {type(error).__name__}: {error}"
+        ) from None
+    return dataclasses.replace(command.params, logits_processors=calls)
+
+
 def _progress(number: int, seq: Sequence, start: int) -> Progress:
     likely = None
     if seq.params.logprobs is not None:
@@ -157,7 +172,8 @@ class EngineLoop:
             self._outbox.send([Answer(command.number, value)])
 
     def _submit(self, command: Submit) -> None:
-        if command.params.structured_outputs is None and not command.params.bad_words:
+        params = command.params
+        if not (params.structured_outputs or params.bad_words or command.processors):
             self._enqueue(command.number, self._accept(command))
             return
         self._compiling.add(command.number)
@@ -179,7 +195,7 @@ class EngineLoop:
         """Check a request, and compile its constraint."""
         try:
             token_ids = array("i", command.token_ids).tolist()
-            return self._engine.accept(token_ids, command.params, command.wanted)
+            return self._engine.accept(token_ids, _whole_params(command), command.wanted)
         except (TypeError, ValueError) as error:
             return error
 

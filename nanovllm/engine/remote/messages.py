@@ -18,13 +18,14 @@ class Submit(NamedTuple):
     """Queue a request. `number` is the caller's name for it; stop strings are left to the caller.
 
     `token_ids` are 32-bit integers, which travel faster than a list. With `wanted` nothing is
-    generated.
+    generated. `processors` are `logits_processors`, pickled: loading them may fail.
     """
 
     number: int
     token_ids: bytes
     params: SamplingParams
     wanted: "Wanted | None" = None
+    processors: bytes | None = None
 
 
 class Drop(NamedTuple):

@@ -11,6 +11,7 @@ from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.pool import Pool, Wanted
+from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.states import States
 from nanovllm.engine.requests.token_counts import TokenCounts
@@ -118,6 +119,7 @@ class Intake:
                 logprobs=Logprobs() if _reports(params) else None,
                 constraint=accepted.constraint and accepted.constraint.copy(),
                 pool=accepted.pool,
+                processors=Processors(calls) if (calls := params.logits_processors) else None,
                 states=States(len(accepted.token_ids), index == 0)
                 if params.hidden_states
                 else None,
