@@ -6,6 +6,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any
 
+from nanovllm.beams.calls import BeamCalls
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
@@ -21,7 +22,7 @@ from nanovllm.utils.checks import check_bool, shorten
 from nanovllm.vectors.calls import VectorCalls
 
 
-class LLM(VectorCalls):
+class LLM(VectorCalls, BeamCalls):
     """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
 
     `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the

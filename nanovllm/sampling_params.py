@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from nanovllm.beam_search_params import BeamSearchParams as BeamSearchParams  # where vLLM has it
 from nanovllm.structured_outputs import STRUCTURED, StructuredOutputs
 from nanovllm.utils.checks import (
     allowed_range,

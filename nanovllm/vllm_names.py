@@ -84,7 +84,7 @@ SAMPLING = {
     "output_kind": OtherName((), "`generate` returns whole outputs, `stream` new parts"),
     "logprob_token_ids": OtherName((None,), NOT_HERE),
     "flat_logprobs": OtherName((False,), "logprobs are lists of dicts"),
-    "use_beam_search": OtherName((False,), NOT_HERE),
+    "use_beam_search": OtherName((False,), "see `LLM.beam_search`"),
     "thinking_token_budget": OtherName((None,), NOT_HERE),
     "repetition_detection": OtherName((None,), NOT_HERE),
     "extra_args": OtherName((None, {}), NOT_HERE),

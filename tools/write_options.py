@@ -54,8 +54,8 @@ SAMPLING = """\
 
 `SamplingParams(...)` takes its fields by name only. They apply in this order:
 `logits_processors`, `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
-`structured_outputs`, `temperature`, `min_p`, `top_k`, `top_p`. Each one applies to what the one before it has left. They do not affect the other
-requests of a batch.
+`structured_outputs`, `temperature`, `min_p`, `top_k`, `top_p`. Each one
+applies to what the one before it has left. They do not affect the other requests of a batch.
 """
 
 STRUCTURED = """\
