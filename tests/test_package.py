@@ -264,7 +264,8 @@ def test_imports_are_resolved(tmp_path: Path) -> None:
 def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
-        "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "EmbeddingRequestOutput", "PoolingRequestOutput",
+        "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput",
+        "EmbeddingRequestOutput", "PoolingRequestOutput",
         "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
         "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
     }  # fmt: skip

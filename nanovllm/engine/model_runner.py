@@ -5,9 +5,12 @@ Its own shard computes beside the workers' shards; nothing else knows that there
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.ranks.answers import attempt, results
+from nanovllm.engine.ranks.command import Command
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.step.drafts import known_drafts, with_catch_ups
 from nanovllm.engine.step.draw_inputs import draw_inputs, needs_logits
@@ -76,6 +79,15 @@ class ModelRunner:
         with self.workers.waiting() if self.workers else nullcontext():
             launched.synchronize()
         return launched.wait()
+
+    def everywhere(self, command: Command) -> list[Any]:
+        """Run a command on every rank, after the steps begun so far; rank 0's result first.
+
+        It waits for all ranks. What a rank raises is raised here.
+        """
+        if self.workers is None:
+            return results([("rank 0", attempt(command, self.shard))])
+        return self.workers.everywhere(command, lambda: attempt(command, self.shard))
 
     def recover(self) -> None:
         """Start over after an interrupt: the device table's rows are written again."""

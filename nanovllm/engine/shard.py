@@ -331,15 +331,20 @@ class Shard:
             self.graphs.release()
         self.graphs = None
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def close(self, device_works: bool = True) -> None:
         """Free what it holds; the shard cannot be used afterwards.
 
         Graphs go first: they hold exchanges with other ranks. `return_memory` comes last, when the
         other ranks have ended.
         """
-        if self.device.type == "cuda" and device_works:
+        if device_works:
             with suppress(RuntimeError):  # a device that has failed is left all the same
-                torch.cuda.synchronize(self.device)  # a step may be in flight
+                self.synchronize()  # a step may be in flight
         self.drop_graphs()
         del self.model, self.pool
         self.guesser = Guesser()

@@ -1,4 +1,4 @@
-"""A rank other than 0: a process that computes the steps that rank 0 sends, and ends with it.
+"""A rank other than 0: a process that runs what rank 0 sends, steps and commands, and ends with it.
 
 It runs nothing of the caller's script, which therefore needs no `if __name__ == "__main__":`.
 PyTorch is imported late: the process must first be able to notice the end of its caller.
@@ -16,13 +16,16 @@ from nanovllm.engine.life_line import end_with
 from nanovllm.engine.ranks.errors import ExchangeError
 
 
-def main(caller: int, rank: int, size: int, ring: int, bell: int, line: int, address: int) -> None:
+def main(
+    caller: int, rank: int, size: int, ring: int, bell: int, line: int, answers: int, address: int
+) -> None:
     """Serve as this rank, until rank 0 ends it."""
     life_line = socket.socket(fileno=line)
+    link = socket.socket(fileno=answers)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     end_with(caller, line)
     try:
-        _serve(rank, size, ring, bell, address, life_line)
+        _serve(rank, size, ring, bell, address, life_line, link)
     except BaseException as error:
         _report(
             life_line,
@@ -35,16 +38,22 @@ def main(caller: int, rank: int, size: int, ring: int, bell: int, line: int, add
 
 
 def _serve(
-    rank: int, size: int, ring: int, bell: int, address: int, life_line: socket.socket
-) -> None:
-    """Load this rank's part of the model, connect to the others, and compute step after step."""
+    rank: int, size: int, ring: int, bell: int, address: int, life_line: socket.socket,
+    link: socket.socket,
+) -> None:  # fmt: skip
+    """Load this rank's part of the model, connect to the others, and compute step after step.
+
+    Between steps it runs commands, and sends what they return.
+    """
     import logging
 
     import torch
 
     from nanovllm.engine.placement import resolve_placement
+    from nanovllm.engine.ranks.answers import attempt, send
     from nanovllm.engine.ranks.channel import Reader
     from nanovllm.engine.ranks.codec import decode
+    from nanovllm.engine.ranks.command import unpack
     from nanovllm.engine.ranks.join import join
     from nanovllm.engine.startup import load_shard, start_shard
 
@@ -60,6 +69,9 @@ def _serve(
     ranks.connect()
     start_shard(shard, config)
     while message := reader.receive():
+        if (command := unpack(message)) is not None:
+            send(link, attempt(command, shard))
+            continue
         inputs = decode(message)
         with shard.computing():
             if inputs.catches_up:

@@ -1,4 +1,5 @@
-"""Workers: the other ranks' processes, which rank 0 starts, sends steps to, watches and ends.
+"""Workers: the other ranks' processes, which rank 0 starts, sends steps and commands to, watches
+and ends.
 
 A thread watches their life lines. When one ends, all are ended, and the caller gets one exception
 that names what went wrong first.
@@ -18,14 +19,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.guess.source import Source
 from nanovllm.engine.life_line import ending, start_process
+from nanovllm.engine.ranks.answers import Answers, Outcome, results
 from nanovllm.engine.ranks.channel import Writer
 from nanovllm.engine.ranks.codec import encode
+from nanovllm.engine.ranks.command import Command, pack
 from nanovllm.engine.ranks.errors import ExchangeError, RankError
 from nanovllm.engine.ranks.join import join
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
@@ -59,9 +63,11 @@ class Worker:
         self.ready = False
         self.report: Failure | None = None
         self.line, its_end = socket.socketpair()
+        self.answers, its_answers = socket.socketpair()  # of commands
         self._buffer = b""
-        with its_end:
-            fds = (writer.fd, writer.bells[rank - 1][0], its_end.fileno())
+        with its_end, its_answers:
+            bell = writer.bells[rank - 1][0]
+            fds = (writer.fd, bell, its_end.fileno(), its_answers.fileno())
             arguments = (os.getpid(), rank, ranks.size, *fds, ranks.address)
             self.process = start_process(
                 "nanovllm.engine.worker", arguments, fds=(*fds, *ranks.fds)
@@ -89,9 +95,10 @@ class Worker:
 
     def cut(self) -> None:
         """Cut the line, including copies that others inherited: that ends the process."""
-        with contextlib.suppress(OSError):
-            self.line.shutdown(socket.SHUT_RDWR)
-        self.line.close()
+        for end in (self.line, self.answers):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
 
 
 def threads_of_rank(size: int) -> int:
@@ -151,6 +158,22 @@ class Workers:
             self._writer.send(encode(inputs))
             yield
 
+    def everywhere(self, command: Command, run: Callable[[], Outcome]) -> list[Any]:
+        """Make the others run a command while rank 0 calls `run`; all ranks' results, rank 0 first.
+
+        It raises what a rank has raised, with a note that names the rank. The engine can go on,
+        unless the others were left in an exchange.
+        """
+        self.check()
+        message = pack(command)
+        with self.waiting():
+            self._writer.send(message)
+            links = [(worker.name, worker.answers) for worker in self._workers]
+            answers = Answers(links, self._fail)
+            own = run()
+            outcomes = answers.outcomes(own)
+        return results(outcomes)
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """A block in which rank 0 waits for the ranks' results; Ctrl-C waits for its end."""
@@ -194,8 +217,12 @@ class Workers:
             self._traceback = worker.report.traceback if worker.report else ""
         except BaseException as error:
             failure = f"watching the ranks raised {error!r}"
+        self._fail(failure)
+
+    def _fail(self, failure: str) -> None:
+        """Note why the engine cannot go on, and end all ranks. Called from any thread."""
         with self._changed:
-            self.failure = failure
+            self.failure = self.failure or failure
             self._changed.notify_all()
         for worker in self._workers:
             worker.process.kill()

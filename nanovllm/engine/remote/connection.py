@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nanovllm.engine.ranks.command import by_value
 from nanovllm.engine.remote.frames import HEAD, frame
 from nanovllm.engine.remote.messages import Answer, Ask, Command, Event, Failed, Ready
 from nanovllm.engine.remote.process import EngineProcess
@@ -64,13 +65,14 @@ class Connection:
         assert self._writer is not None
         self._writer.write(frame(command))
 
-    async def ask(self, method: str) -> Any:
-        """What a method of the engine returns between two of its steps."""
+    async def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """What a method of the engine returns, or raises, between two of its steps."""
+        arguments = by_value((args, options))
         await self.open()
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Ask(number, method))
+            self.send(Ask(number, method, arguments))
             return await answer
         finally:
             del self._questions[number]
@@ -125,7 +127,10 @@ class Connection:
         if not isinstance(event, Answer):
             self._on_event(event)
         elif (answer := self._questions.get(event.number)) is not None and not answer.done():
-            answer.set_result(event.value)
+            if event.error is not None:
+                answer.set_exception(event.error)
+            else:
+                answer.set_result(event.value)
 
     def _end(self, failure: BaseException) -> None:
         """Nothing more comes from the process."""

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.life_line import end_with
+from nanovllm.engine.ranks.answers import sendable
 from nanovllm.engine.remote.frames import Outbox, receive
 from nanovllm.engine.remote.messages import (
     Answer,
@@ -168,8 +169,18 @@ class EngineLoop:
         elif isinstance(command, Stop):
             self._stop(command)
         elif isinstance(command, Ask):
-            value = getattr(self._engine, command.method)()
-            self._outbox.send([Answer(command.number, value)])
+            self._answer(command)
+            self._report()  # it may have ended requests
+
+    def _answer(self, command: Ask) -> None:
+        """Call a method of the engine. What it raises ends the engine only if a rank has ended."""
+        try:
+            args, options = pickle.loads(command.arguments)
+            answer = Answer(command.number, getattr(self._engine, command.method)(*args, **options))
+            self._outbox.send([answer])
+        except Exception as error:
+            self._engine.model_runner.check()
+            self._outbox.send([Answer(command.number, None, sendable(error))])
 
     def _submit(self, command: Submit) -> None:
         params = command.params

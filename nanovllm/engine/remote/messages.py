@@ -1,5 +1,6 @@
 """The messages between an engine's process and its caller."""
 
+import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
@@ -12,6 +13,8 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:  # it imports PyTorch
     from nanovllm.engine.requests.pool import Pool, Wanted
     from nanovllm.engine.requests.states import States
+
+NO_ARGUMENTS = pickle.dumps(((), {}))
 
 
 class Submit(NamedTuple):
@@ -42,10 +45,14 @@ class Stop(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Ask for what a method of the engine returns: `stats` or `get_metrics`."""
+    """Ask for what a method of the engine returns, between two of its steps.
+
+    `arguments` are its positional and keyword arguments, pickled by value.
+    """
 
     number: int
     method: str
+    arguments: bytes = NO_ARGUMENTS
 
 
 class Quit(NamedTuple):
@@ -111,10 +118,11 @@ class Refused(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to `Ask`."""
+    """The answer to `Ask`: a value, or the error that the method has raised."""
 
     number: int
     value: Any
+    error: Exception | None = None
 
 
 Command = Submit | Drop | Stop | Ask | Quit
