@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import itertools
 import os
-import pickle
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
 from nanovllm.config import MAX_WAITING, Config
+from nanovllm.engine.ranks.command import by_value
 from nanovllm.engine.remote.call import Call
 from nanovllm.engine.remote.connection import Connection
 from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit, Tokens
@@ -252,6 +253,15 @@ class AsyncLLM:
         metrics: list[Metric] = await self._connection.ask("get_metrics")
         return metrics
 
+    async def start_profile(self) -> None:
+        """Begin to record what the engine does, as `LLM.start_profile`."""
+        await self._connection.ask("start_profile")
+
+    async def stop_profile(self) -> list[Path]:
+        """End the recording; returns the traces."""
+        paths: list[Path] = await self._connection.ask("stop_profile")
+        return paths
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends."""
         return recommended_params(self.model_path)
@@ -401,11 +411,12 @@ def _pickled(params: SamplingParams) -> bytes | None:
     if not params.logits_processors:
         return None
     try:
-        return pickle.dumps(params.logits_processors)
+        return by_value(params.logits_processors)
     except Exception as error:
         raise ValueError(
             "logits_processors must pickle, as an AsyncLLM's engine is another process: define them"
-            f" at the top of a module that can be imported; got {type(error).__name__}: {error}"
+            " at the top of a module that can be imported, or install cloudpickle; got"
+            f" {type(error).__name__}: {error}"
         ) from None
 
 

@@ -11,6 +11,7 @@ from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
 from nanovllm.engine.llm_engine import exclusive
+from nanovllm.engine.profile import ProfileCalls
 from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted, check_whole
 from nanovllm.engine.requests.stream import Stream
@@ -22,7 +23,7 @@ from nanovllm.utils.checks import check_bool, shorten
 from nanovllm.vectors.calls import VectorCalls
 
 
-class LLM(VectorCalls, BeamCalls):
+class LLM(VectorCalls, BeamCalls, ProfileCalls):
     """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
 
     `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the

@@ -62,6 +62,7 @@ ENGINE = {
         ("vllm",), "the defaults are those of `SamplingParams`; see `get_default_sampling_params`"
     ),
     "override_generation_config": OtherName((None, {}), "pass `SamplingParams`"),
+    "profiler_config": OtherName((None,), "see `profiler_dir`"),
     "max_logprobs": OtherName((-1, 20), "`logprobs` has no limit"),
     "logprobs_mode": OtherName(
         ("raw_logprobs",), "log-probabilities are those before any parameter changes them"

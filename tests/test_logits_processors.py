@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import random
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -271,8 +272,10 @@ def test_async_requests_take_importable_callables(llm: LLM, model_dir: Path) -> 
         async with AsyncLLM(model_dir, device="cpu", dtype="float32", cpu_kvcache_gib=0.05) as one:
             params = SamplingParams(**GREEDY, logits_processors=importable)
             found = await one.complete([9, 8], params)
+            locked = Ban([1])
+            locked.lock = threading.Lock()  # type: ignore[attr-defined]
             with pytest.raises(ValueError, match="logits_processors must pickle, as an AsyncLLM's"):
-                await one.complete([1], SamplingParams(logits_processors=[lambda a, b: b]))
+                await one.complete([1], SamplingParams(logits_processors=[locked]))
             lost = Ban([1])
             lost.__class__ = type("Lost", (Ban,), {"__reduce__": lambda _: (int, ("lost",))})
             with pytest.raises(ValueError, match="must be importable in the engine's process"):

@@ -261,11 +261,11 @@ def main(caller: int, line: int, connection: int) -> None:
 
 
 def _serve(link: socket.socket, outbox: Outbox) -> None:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.profile import ProfileCalls
 
     model, options = receive(link)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine = LLMEngine(model, **options)
+    engine = ProfileCalls(model, **options)
     try:
         read_vocabulary(engine)
         outbox.send(Ready(engine.config, engine.model_config))
