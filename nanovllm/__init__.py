@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from nanovllm.async_llm import AsyncLLM
+    from nanovllm.beam_search_params import BeamSearchParams
+    from nanovllm.beams.outputs import BeamSearchOutput
     from nanovllm.engine.ranks.errors import RankError
     from nanovllm.llm import LLM
     from nanovllm.lora_request import LoRARequest
@@ -28,6 +30,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "LoRARequest",
@@ -44,6 +48,8 @@ __all__ = [
 _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "BeamSearchOutput": "beams.outputs",
+    "BeamSearchParams": "beam_search_params",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "vectors.outputs",
     "LoRARequest": "lora_request",

@@ -9,17 +9,19 @@ import os
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
 from nanovllm.config import MAX_WAITING, Config
+from nanovllm.engine.ranks.command import by_value
 from nanovllm.engine.remote.call import Call
 from nanovllm.engine.remote.connection import Connection
 from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit, Tokens
 from nanovllm.engine.remote.mirror import Mirror
-from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.intake import Accepted, Intake, check_whole
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -165,6 +167,9 @@ class AsyncLLM:
         """
         params = _params(sampling_params, priority)
         self._check_adapter(lora_request)
+        if not is_whole:
+            check_whole(params)
+        _pickled(params)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
         accepted = await self._read(accept, prompt_size(prompt))
@@ -332,6 +337,15 @@ class AsyncLLM:
         sleeps: bool = await self._connection.ask("get_is_sleeping")
         return sleeps
 
+    async def start_profile(self) -> None:
+        """Begin to record what the engine does, as `LLM.start_profile`."""
+        await self._connection.ask("start_profile")
+
+    async def stop_profile(self) -> list[Path]:
+        """End the recording; returns the traces."""
+        paths: list[Path] = await self._connection.ask("stop_profile")
+        return paths
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends."""
         return recommended_params(self.model_path)
@@ -412,9 +426,10 @@ class AsyncLLM:
             raise ValueError(f"request_id {shorten(name)} is that of another request")
         mirror = Mirror(self._intake.request(accepted, streams=not is_whole), self.tokenizer)
         token_ids = array("i", accepted.token_ids).tobytes()
-        if params.stop is not None:  # stops are found here
-            params = dataclasses.replace(params, stop=None)
-        message = Submit(number, token_ids, params, accepted.wanted, lora_request)
+        calls = _pickled(params)
+        if params.stop is not None or calls is not None:  # stops are found here
+            params = dataclasses.replace(params, stop=None, logits_processors=None)
+        message = Submit(number, token_ids, params, accepted.wanted, lora_request, calls)
         self._connection.send(message)
         call = self._calls[number] = Call(number, name, mirror, is_whole)
         self.num_open += call.num_open
@@ -492,6 +507,20 @@ def _params(given: Any, priority: int | None) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
     return params if priority is None else dataclasses.replace(params, priority=priority)
+
+
+def _pickled(params: SamplingParams) -> bytes | None:
+    """The callables of a request, for the engine's process; a ValueError if they do not travel."""
+    if not params.logits_processors:
+        return None
+    try:
+        return by_value(params.logits_processors)
+    except Exception as error:
+        raise ValueError(
+            "logits_processors must pickle, as an AsyncLLM's engine is another process: define them"
+            " at the top of a module that can be imported, or install cloudpickle; got"
+            f" {type(error).__name__}: {error}"
+        ) from None
 
 
 def _unconstrained(params: SamplingParams) -> SamplingParams:

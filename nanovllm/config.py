@@ -28,7 +28,7 @@ from nanovllm.utils.option import (
     options_of,
     required,
 )
-from nanovllm.utils.rules import PATH, QUANTIZATION, REVISION, type_of
+from nanovllm.utils.rules import DIRECTORY, PATH, QUANTIZATION, REVISION, type_of
 from nanovllm.vllm_names import ENGINE
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -234,6 +234,13 @@ class Config:
         " `deepseek_r1` with `</think>` alone; `none`: it is content",
         one_of(*REASONING_PARSERS),
         none="as the chat template shows",
+    )
+    profiler_dir: str | None = option(
+        None,
+        "directory for the traces of `start_profile` and `stop_profile`, which is made if there is"
+        " none",
+        DIRECTORY,
+        none="these calls are errors",
     )
     seed: int = option(
         0,

@@ -6,12 +6,14 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any
 
+from nanovllm.beams.calls import BeamCalls
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
 from nanovllm.engine.llm_engine import exclusive
+from nanovllm.engine.profile import ProfileCalls
 from nanovllm.engine.progress import run_until_done
-from nanovllm.engine.requests.intake import Accepted
+from nanovllm.engine.requests.intake import Accepted, check_whole
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.engine.weights.calls import WeightCalls
 from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
@@ -23,7 +25,7 @@ from nanovllm.utils.checks import check_bool, shorten
 from nanovllm.vectors.calls import VectorCalls
 
 
-class LLM(VectorCalls, WeightCalls):
+class LLM(VectorCalls, BeamCalls, WeightCalls, ProfileCalls):
     """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
 
     `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the
@@ -104,13 +106,14 @@ class LLM(VectorCalls, WeightCalls):
         """
         self.check_open()
         turns = self.chat_turns(messages, sampling_params, **options)
-        return self._stream_turns(turns, self._accept_turns(turns, lora_request))
+        source = self._stream(self._accept_turns(turns, lora_request))
+        return self._stream_turns(turns, source)
 
     def _stream_turns(
-        self, turns: list[Turn], accepted: list[Accepted]
+        self, turns: list[Turn], source: Generator[StreamEvent, None, None]
     ) -> Generator[StreamEvent, None, None]:
         readers = [[AnswerReader(t.answer) for _ in range(t.params.n)] for t in turns]
-        with closing(self._stream(accepted)) as events:
+        with closing(source) as events:
             for event in events:
                 reader = readers[event["index"]][event["sample"]]
                 event["delta"] = reader.feed(event["text"], event["finish_reason"] is not None)
@@ -172,6 +175,11 @@ class LLM(VectorCalls, WeightCalls):
         return self._stream(self._accept_prompts(prompts, sampling_params, lora_request))
 
     def _stream(self, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
+        for one in accepted:
+            check_whole(one.params)
+        return self._events(accepted)
+
+    def _events(self, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
         self.check_open()
         ids = self._enqueue_all(accepted)
         try:

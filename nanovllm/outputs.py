@@ -111,6 +111,15 @@ class Completion(Record):
         """Of `chat`: the answer as OpenAI's API writes it; else None."""
         return self.get("message")
 
+    @property
+    def hidden_states(self) -> Any:
+        """If requested: the states [tokens, hidden] in float32 that the tokens were drawn from.
+
+        The first one is that of the prompt's last token, and each other one that of the generated
+        token before.
+        """
+        return self.get("hidden_states")
+
 
 class CompletionOutput(Completion):
     """One of a request's `n` samples."""
@@ -141,6 +150,11 @@ class RequestOutput(Completion):
     def finished(self) -> bool:
         """True: only a request that has ended has an output. vLLM's name."""
         return True
+
+    @property
+    def prompt_hidden_states(self) -> Any:
+        """If requested: the states [prompt tokens, hidden] of the prompt, in float32."""
+        return self.get("prompt_hidden_states")
 
 
 class StreamEvent(Record):

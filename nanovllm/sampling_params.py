@@ -1,11 +1,13 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from nanovllm.beam_search_params import BeamSearchParams as BeamSearchParams  # where vLLM has it
 from nanovllm.structured_outputs import STRUCTURED, StructuredOutputs
 from nanovllm.utils.checks import (
     allowed_range,
@@ -64,12 +66,33 @@ def _check_kept(name: str, value: Any) -> int:
     return int(value)
 
 
+def _check_calls(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
+    """Callables of two or three parameters."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be {CALLS.allowed}, got {shorten(value)}")
+    calls = tuple(value)
+    for place, call in enumerate(calls):
+        try:
+            parameters = inspect.signature(call).parameters
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}[{place}] must be callable, got {shorten(call)}") from None
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if len(parameters) not in (2, 3) or not kinds <= POSITIONAL:
+            raise TypeError(
+                f"{name}[{place}] must take (token_ids, logits) or (prompt_token_ids, token_ids,"
+                f" logits), got {shorten(call)} of ({', '.join(parameters)})"
+            )
+    return calls
+
+
 STOP = Rule(_check_stop, "a text or a list of texts")
 TEXTS = Rule(check_texts, "a list of texts")
 IDS = Rule(check_ids, "a list of token ids")
 SOME_IDS = Rule(_check_allowed_ids, "a list of token ids that is not empty")
 BIASES = Rule(_check_biases, BIASES_ALLOWED)
 COUNT = int_range(0)
+CALLS = Rule(_check_calls, "a list of callables")
+POSITIONAL = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
 KEPT = Rule(_check_kept, "-1 or >= 1")
 PENALTY = float_range(-2.0, 2.0)
 
@@ -145,6 +168,13 @@ class SamplingParams:
         COUNT,
         none=NOTHING,
     )
+    hidden_states: bool = option(
+        False,
+        "return the hidden states after the final norm: of the prompt, which is then computed as a"
+        " whole, and for each generated token the one that it was drawn from",
+        TRUE_OR_FALSE,
+        only_python=True,
+    )
     repetition_penalty: float = option(
         1.0,
         "divides positive logits of tokens in the prompt or the output, and multiplies negative"
@@ -188,6 +218,15 @@ class SamplingParams:
     )
     detokenize: bool = option(
         True, "make text of the tokens; without it texts are empty", TRUE_OR_FALSE
+    )
+    logits_processors: Iterable[Callable[..., Any]] | None = option(
+        None,
+        "callables that change a row of logits before anything else does: `f(token_ids, logits)` or"
+        " `f(prompt_token_ids, token_ids, logits)`, with the generated `token_ids`, returns logits;"
+        " see docs/usage.md",
+        CALLS,
+        none=NOTHING,
+        only_python=True,
     )
     include_stop_str_in_output: bool = option(
         False,

@@ -62,6 +62,7 @@ ENGINE = {
         ("vllm",), "the defaults are those of `SamplingParams`; see `get_default_sampling_params`"
     ),
     "override_generation_config": OtherName((None, {}), "pass `SamplingParams`"),
+    "profiler_config": OtherName((None,), "see `profiler_dir`"),
     "max_logprobs": OtherName((-1, 20), "`logprobs` has no limit"),
     "logprobs_mode": OtherName(
         ("raw_logprobs",), "log-probabilities are those before any parameter changes them"
@@ -73,7 +74,6 @@ ENGINE = {
 SAMPLING = {
     "best_of": OtherName((None, 1), "all `n` samples are returned"),
     "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),
-    "logits_processors": OtherName((None,), "see `logit_bias`, `allowed_token_ids`, `bad_words`"),
     "guided_decoding": OtherName((None,), "see `structured_outputs`"),
     "guided_decoding_backend": OtherName((None,), "llguidance makes all constraints"),
     **{
@@ -85,7 +85,7 @@ SAMPLING = {
     "output_kind": OtherName((), "`generate` returns whole outputs, `stream` new parts"),
     "logprob_token_ids": OtherName((None,), NOT_HERE),
     "flat_logprobs": OtherName((False,), "logprobs are lists of dicts"),
-    "use_beam_search": OtherName((False,), NOT_HERE),
+    "use_beam_search": OtherName((False,), "see `LLM.beam_search`"),
     "thinking_token_budget": OtherName((None,), NOT_HERE),
     "repetition_detection": OtherName((None,), NOT_HERE),
     "extra_args": OtherName((None, {}), NOT_HERE),

@@ -46,6 +46,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         [("flash", ValueError), (None, ValueError)],
     ),
     "revision": ("a branch, a tag or a commit", [(3, TypeError), ("", TypeError)]),
+    "profiler_dir": ("the path of a directory", [(3, TypeError), (["x"], TypeError)]),
     "download_dir": ("a path or a hub id", [(3, TypeError), (["x"], TypeError), ("", TypeError)]),
     "max_num_batched_tokens": (">= 1", INT_FROM_1),
     "max_num_seqs": (">= 1", [*INT_FROM_1, (None, TypeError)]),
@@ -230,7 +231,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "attention_backend": "auto",
         "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
         "enable_sleep_mode": False, "speculative_config": None,
-        "tool_parser": None, "reasoning_parser": None, "seed": 0,
+        "tool_parser": None, "reasoning_parser": None, "profiler_dir": None, "seed": 0,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,39 @@ def test_only_the_computed_part_of_an_aborted_prompt_is_cached(
             out = llm.generate(prompt, params, use_tqdm=False)[0]
             assert out["token_ids"] == standard.expected[index]
             assert 0 < out["num_cached_tokens"] <= num_computed
+
+
+def unchanged(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A callable that changes nothing, and so all rows are drawn as with one."""
+    assert len(output) < NUM_STEPS and logits.dtype == torch.float32
+    return logits
+
+
+@pytest.mark.parametrize(
+    "options", [{}, HARD, dict(HARD, overlap=True), dict(HARD, scheduling="mixed", overlap=True)]
+)
+def test_requests_with_states_and_callables_equal_transformers(
+    options: dict[str, Any], standard: Case
+) -> None:
+    """Beside others, in the same steps."""
+    params = [
+        replace(
+            params, hidden_states=index % 3 == 0,
+            logits_processors=[unchanged] if index % 4 == 0 else None,
+        )
+        for index, params in enumerate(standard.params)
+    ]  # fmt: skip
+    with make_llm(standard.path, **options) as llm:
+        for _ in range(2):  # again, with what is cached
+            outputs = llm.generate(standard.prompts, params, use_tqdm=False)
+            assert_same(outputs, standard.expected)
+            for asked, output in zip(params, outputs, strict=True):
+                if asked.hidden_states:
+                    assert output.prompt_hidden_states is not None
+                    assert len(output.prompt_hidden_states) == output.num_prompt_tokens
+                    assert output.hidden_states is not None
+                    assert len(output.hidden_states) == len(output.token_ids)
+        audit_at_rest(llm)
 
 
 # Logits

@@ -14,6 +14,7 @@ from nanovllm.embedded import EMBEDDED_MODEL
 SCRIPTS = Path(__file__).parent / "from_vllm"
 IMPORTS = {
     "from vllm.v1.metrics.reader import": "from nanovllm.metrics import",
+    "from vllm.sampling_params import": "from nanovllm.sampling_params import",
     "from vllm.inputs import": "from nanovllm import",
     "from vllm import": "from nanovllm import",
 }
@@ -78,3 +79,12 @@ def test_metrics(tmp_path: Path) -> None:
     assert "counter vllm:generation_tokens 6 ['model_name']" in lines
     assert "counter vllm:request_success 2 ['finished_reason', 'model_name']" in lines
     assert "histogram vllm:time_to_first_token_seconds 2 True" in lines
+
+
+@pytest.mark.slow
+def test_beams_callables_and_vectors(tmp_path: Path) -> None:
+    lines = run("more.py", tmp_path)
+    assert lines[0] == "12+34=46 8 True"
+    assert lines[1] == "False"
+    assert lines[2:4] == ["6 46", "'' 3"]
+    assert int(lines[4]) > 1

@@ -27,9 +27,9 @@ SCHEDULER_SIDE = (
 FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
-     "prompts", "outputs", "metrics", "embedded", "option_names"),
+     "beam_search_params", "prompts", "outputs", "metrics", "embedded", "option_names"),
     ("kernels",), ("layers",),
-    ("models",), ("adapters",), ("engine",), ("chat", "vectors"), ("llm", "async_llm"),
+    ("models",), ("adapters",), ("engine",), ("chat", "vectors", "beams"), ("llm", "async_llm"),
     ("openai",), ("batch",),
     ("server",), ("bench",), ("command",), ("ray",),
 )  # fmt: skip
@@ -41,6 +41,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.config": HEAVY,
     "nanovllm.sampling_params": HEAVY,
     "nanovllm.structured_outputs": HEAVY,
+    "nanovllm.beam_search_params": HEAVY,
+    "nanovllm.beams.search": HEAVY,
     "nanovllm.speculative_config": HEAVY,
     "nanovllm.prompts": HEAVY,
     "nanovllm.outputs": HEAVY,
@@ -263,7 +265,8 @@ def test_imports_are_resolved(tmp_path: Path) -> None:
 def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
-        "LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "PoolingRequestOutput",
+        "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput",
+        "EmbeddingRequestOutput", "PoolingRequestOutput",
         "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
         "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
     }  # fmt: skip

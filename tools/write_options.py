@@ -52,10 +52,10 @@ ENGINE = """\
 SAMPLING = """\
 ## Sampling
 
-`SamplingParams(...)` takes its fields by name only. They apply in this order: `allowed_token_ids`,
-`bad_words`, `min_tokens`, `logit_bias`, penalties, `structured_outputs`, `temperature`, `min_p`,
-`top_k`, `top_p`. Each one applies to what the one before it has left. They do not affect the other
-requests of a batch.
+`SamplingParams(...)` takes its fields by name only. They apply in this order:
+`logits_processors`, `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
+`structured_outputs`, `temperature`, `min_p`, `top_k`, `top_p`. Each one
+applies to what the one before it has left. They do not affect the other requests of a batch.
 """
 
 STRUCTURED = """\
@@ -97,6 +97,8 @@ def row(kind: type, field: "dataclasses.Field[Any]") -> str:
         name += f" (`{flag}`)"
     default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
     meaning = described.help
+    if described.only_python:
+        meaning += "; only in Python"
     if described.none not in (None, NOTHING):
         meaning += f"; `None`: {described.none}"
     return f"| {name} | {default} | {described.rule.allowed} | {meaning} |\n"

@@ -76,6 +76,8 @@ def add_field_options(
     """Add an option for each field of a dataclass; `defaults` replace the fields' in the help."""
     for field in dataclasses.fields(kind):
         described, default = options_of(kind)[field.name], defaults.get(field.name, field.default)
+        if described.only_python:
+            continue
         added = group.add_argument(
             option_flag(kind, field.name),
             dest=option_name(kind, field.name),

@@ -407,6 +407,7 @@ class LLMEngine:
         if streams:
             self._streaming.add(request.request_id)
         self.unfinished[request.request_id] = request
+        self.model_runner.keeps_states |= accepted.params.hidden_states
         self.scheduler.add(request.seqs[0])
         return request.request_id
 

@@ -17,7 +17,7 @@ from nanovllm.engine.step.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.engine.step.ledger import Ledger
-from nanovllm.engine.step.pooled import pooled_of
+from nanovllm.engine.step.pooled import drawn_states, pooled_of
 from nanovllm.engine.step.reports import drawn_reports, prompt_reports
 from nanovllm.engine.workers import Workers
 
@@ -34,6 +34,7 @@ class ModelRunner:
         self.config = config
         self.workers = workers
         self.ledger = Ledger(shard.table.layout, shard.guesser.longest)
+        self.keeps_states = False  # whether any request so far wants states of generated tokens
 
     def begin(self, batch: Batch) -> Begun:
         """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
@@ -45,6 +46,7 @@ class ModelRunner:
         pooled = pooled_of(batch)
         whole = self.workers is None or needs_logits(seqs)
         step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole, pooled)
+        step.keeps_hidden = self.keeps_states and any(seq.states is not None for seq in seqs)
         *before, inputs = with_catch_ups(step, shard.block_size, self.config.max_num_batched_tokens)
         for catch_up in before:
             with self._on_others(catch_up), shard.computing():
@@ -65,7 +67,8 @@ class ModelRunner:
             draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
             token_ids, columns = shard.draw(computed, draws)
             reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
-            return Launched(begun, token_ids, reports, computed.prompt_logprobs + columns)
+            drawn = drawn_states(seqs, offsets, computed.hidden)
+            return Launched(begun, token_ids, reports, computed.prompt_logprobs + columns, drawn)
 
     def _on_others(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """A block that the other ranks take part in, with these inputs."""

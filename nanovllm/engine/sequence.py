@@ -48,9 +48,11 @@ class Sequence:
     so many more may come. Until then lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
-    the constraint, the text and the token counts that are kept, if any. With a `pool` it samples
-    nothing, and ends when the pool has what it wants of the prompt's hidden states. Its `adapter`
-    has a `number`, and while it runs a slot on the device; prefixes begin from the number.
+    the callables, the constraint, the text and the token counts that are kept, if any. With a
+    `pool` it samples nothing, and ends when the pool has what it wants of the prompt's hidden
+    states. `states` keeps those of the prompt and of generated tokens, for a request that wants
+    both. Its `adapter` has a `number`, and while it runs a slot on the device; prefixes begin from
+    the number.
     """
 
     __slots__ = (
@@ -84,12 +86,14 @@ class Sequence:
         "pace",
         "params",
         "pool",
+        "processors",
         "reads_tokens",
         "request_id",
         "root",
         "seed",
         "seq_id",
         "siblings",
+        "states",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -116,6 +120,8 @@ class Sequence:
         constraint: Any = None,
         pool: Any = None,
         adapter: Any = None,
+        states: Any = None,
+        processors: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
@@ -126,7 +132,9 @@ class Sequence:
         self.params = params
         self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
-        self.has_filters = params.narrows or bool(bad_words)  # beside a constraint
+        self.processors = processors
+        # Beside a constraint.
+        self.has_filters = params.narrows or bool(bad_words) or processors is not None
         self.narrows = self.has_filters or constraint is not None
         self.temperature = params.temperature
         self.seed = default_seed if params.seed is None else params.seed
@@ -136,17 +144,18 @@ class Sequence:
         self.constraint = constraint
         self.adapter = adapter
         self.root = 0 if adapter is None else -adapter.number  # of its prefixes
-        self.pool = pool
+        self.pool, self.states = pool, states
         if pool is not None:
             self.max_num_tokens = self.num_prompt_tokens
         # Whether its draws depend on the tokens before; and whether these, or the reports of its
         # tokens, are prepared for its position.
-        self.reads_tokens = params.penalizes or bool(bad_words) or constraint is not None
-        asks = logprobs is not None and params.logprobs is not None
+        kept = (processors, constraint, text, counts)
+        self.reads_tokens = params.penalizes or bool(bad_words)
+        self.reads_tokens |= constraint is not None or processors is not None
+        asks = states is not None or (logprobs is not None and params.logprobs is not None)
         self.must_be_known = self.reads_tokens or asks
         self.pace: Any = None  # of its drafts, from the first one on
-        followers: tuple[Follower | None, ...] = (constraint, text, counts)
-        self.followers = tuple(follower for follower in followers if follower is not None)
+        self.followers: tuple[Follower, ...] = tuple(one for one in kept if one is not None)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -233,13 +242,14 @@ class Sequence:
         """Leading tokens that need no computing where their KV is cached.
 
         The last token's logits are needed, and so are those that prompt log-probabilities lack, or
-        the hidden states that a pool wants.
+        the hidden states that are wanted of the prompt.
         """
-        if self.pool is not None:
-            return min(int(self.pool.wanted.start), len(self.token_ids) - 1)
+        most, keeper = len(self.token_ids) - 1, self.pool or self.states
+        if keeper is not None and keeper.wanted:
+            most = min(most, int(keeper.wanted.start))
         if self.num_reported_tokens == self.num_prompt_tokens:
-            return len(self.token_ids) - 1
-        return self.num_reported_tokens - 1
+            return most
+        return min(most, self.num_reported_tokens - 1)
 
     @property
     def unreported_indices(self) -> range | list[int]:

@@ -113,15 +113,17 @@ class Shard:
         """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
         self.table.write(inputs.changes)
         if inputs.prefill is not None:
-            return self._compute_prefill(inputs.prefill, inputs.width, inputs.report)
+            return self._compute_prefill(inputs)
         self.share_tokens()
         batch = Size(inputs.num_seqs, inputs.num_queries, inputs.adapts)
-        if self.graphs and (size := self.graphs.fitting(batch)):
+        keeps = inputs.keeps_hidden
+        if self.graphs and not keeps and (size := self.graphs.fitting(batch)):
             return self._replay(self.graphs, size, inputs.whole_logits)
         self._tokens_are_shared = False
         hidden, decoding, adapters = self._decode(batch, inputs.width)
         logits = self.model.compute_logits(hidden, adapters=adapters)
-        return _computed(batch, decoding, logits)
+        computed = _computed(batch, decoding, logits)
+        return computed._replace(hidden=hidden) if keeps else computed
 
     def _replay(self, graphs: DecodeGraphs, size: Size, whole_logits: bool) -> Computed:
         """A decode graph's step. If ranks draw together, rank 0 has all logits where it needs them.
@@ -187,15 +189,15 @@ class Shard:
             self.ranks.broadcast(self.table.results)
         self._tokens_are_shared = True
 
-    def _compute_prefill(
-        self, prefill: PrefillInputs, width: int, report: ReportInputs | None
-    ) -> Computed:
-        hidden = self.prefill_hidden(prefill, width, prefill.needed_tokens())
+    def _compute_prefill(self, inputs: StepInputs) -> Computed:
+        prefill = inputs.prefill
+        assert prefill is not None
+        hidden = self.prefill_hidden(prefill, inputs.width, prefill.needed_tokens())
         if prefill.copied_blocks is not None:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self.pool.copy(source, target)
         states, hidden = hidden[: prefill.num_pooled], hidden[prefill.num_pooled :]
-        columns = self._report_prompts(hidden[: prefill.num_reported], prefill, report)
+        columns = self._report_prompts(hidden[: prefill.num_reported], prefill, inputs.report)
         hidden = hidden[prefill.num_reported :]
         if prefill.shared_samples is not None:
             hidden = hidden.index_select(0, upload(prefill.shared_samples, self.device))
@@ -205,7 +207,8 @@ class Shard:
             logits = self.model.compute_logits(hidden, adapters=adapters)
             self._tokens_are_shared = False
         table_rows = upload(prefill.sample_table_rows, self.device)
-        return Computed(logits, table_rows, prompt_logprobs=columns, states=states)
+        kept = hidden if inputs.keeps_hidden else None
+        return Computed(logits, table_rows, prompt_logprobs=columns, states=states, hidden=kept)
 
     def _report_prompts(
         self, hidden: torch.Tensor, prefill: PrefillInputs, report: ReportInputs | None

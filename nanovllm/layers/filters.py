@@ -1,10 +1,12 @@
 """Filters: per-row options that change the logits before sampling. R rows that use any, V tokens.
 
-The order is: masks, allowed ids, forbidden ids, biases, penalties, all of which `narrow` writes
-into the logits (minus infinity for an excluded token); then, for rows that are not greedy, the cuts
-of `draw`. Rows that have masks and nothing else are not copied: `sample_masked` draws them.
+The order is: callables, masks, allowed ids, forbidden ids, biases, penalties, all of which `narrow`
+writes into the logits (minus infinity for an excluded token); then, for rows that are not greedy,
+the cuts of `draw`. Rows that have masks and nothing else are not copied: `sample_masked` draws
+them.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ from nanovllm.kernels.table import PLAIN, Kernels
 FORBIDDEN = -torch.inf
 
 Entries = tuple[torch.Tensor, torch.Tensor]  # rows, and a token id each
+Process = tuple[int, Callable[[torch.Tensor], torch.Tensor]]  # a row, and what changes its logits
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class Filters:
     biases: tuple[Entries, torch.Tensor] | None = None
     penalties: Penalties | None = None
     cuts: Cuts | None = None
+    processors: Sequence[Process] = ()
 
     @property
     def writes(self) -> bool:
@@ -61,7 +65,7 @@ class Filters:
     @property
     def _lists(self) -> bool:
         parts = (self.allowed, self.forbidden, self.biases, self.penalties)
-        return any(part is not None for part in parts)
+        return bool(self.processors) or any(part is not None for part in parts)
 
 
 def narrow(logits: torch.Tensor, filters: Filters, kernels: Kernels = PLAIN) -> None:
@@ -69,6 +73,8 @@ def narrow(logits: torch.Tensor, filters: Filters, kernels: Kernels = PLAIN) -> 
 
     It does not wait for the device.
     """
+    for row, process in filters.processors:
+        logits[row] = process(logits[row])
     if filters.masks is not None:
         kernels.mask(logits, filters.masks)
     if filters.allowed is not None:

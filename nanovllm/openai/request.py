@@ -13,6 +13,7 @@ from nanovllm.chat.answers import PLAIN, AnswerFormat
 from nanovllm.openai.response_format import structured_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, check_name, shorten
+from nanovllm.utils.option import options_of
 from nanovllm.vllm_names import SAMPLING as VLLM_NAMES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -91,6 +92,8 @@ def _check_fields(url: str, body: Mapping[str, Any]) -> None:
             why = VLLM_NAMES[name].why.replace("`", "")
             raise ValueError(f"unknown field {name!r}: {why}")
         check_name(name, known)
+        if name in SAMPLING and options_of(SamplingParams)[name].only_python and value:
+            raise ValueError(f"{name} is for calls in Python, not for requests; leave it out")
         if name in FIXED and (value != FIXED[name] or type(value) is not type(FIXED[name])):
             raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten(value)}")
     if not isinstance(body.get("model", ""), str):

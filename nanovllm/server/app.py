@@ -1,7 +1,8 @@
 """The application: its routes, and what holds for all of them."""
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.ranks.errors import RankError
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.adapters import ServedModels
@@ -54,6 +56,8 @@ def make_app(
         Route("/v1/models/{name:path}", server.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/start_profile", server.start_profile, methods=["POST"]),
+        Route("/stop_profile", server.stop_profile, methods=["POST"]),
         Route("/health", server.health),
         Route("/version", server.version),
         Route("/metrics", server.metrics),
@@ -98,6 +102,17 @@ class Server:
             ) from None
         return Response(status_code=200)
 
+    async def start_profile(self, _: Request) -> Response:
+        """Begin to record what the engine does."""
+        with _named_errors():
+            await self._llm.start_profile()
+        return Response(status_code=200)
+
+    async def stop_profile(self, _: Request) -> JSONResponse:
+        """End the recording; the answer has the names of the traces."""
+        with _named_errors():
+            return JSONResponse({"traces": [str(p) for p in await self._llm.stop_profile()]})
+
     async def version(self, _: Request) -> JSONResponse:
         """The version of nanovllm."""
         return JSONResponse({"version": __version__})
@@ -109,3 +124,14 @@ class Server:
     async def page(self, _: Request) -> Response:
         """A page to chat, and to watch the engine."""
         return FileResponse(PAGE, media_type="text/html")
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Status 400 for what the engine refuses, as long as it lives."""
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise APIError(400, str(error)) from None

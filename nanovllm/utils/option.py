@@ -41,13 +41,15 @@ class Rule:
 class Option:
     """What a field's metadata holds. `none` says what None means; without it None is refused.
 
-    `value_of_none` makes the value that replaces None at once; without it None is kept.
+    `value_of_none` makes the value that replaces None at once; without it None is kept. An option
+    that is `only_python` is neither on the command line nor in bodies of requests.
     """
 
     help: str
     rule: Rule
     none: str | None = None
     value_of_none: Callable[[], Any] | None = None
+    only_python: bool = False
 
     def check(self, name: str, value: Any) -> Any:
         """Return the value to keep; TypeError or ValueError if it is not allowed."""
@@ -129,9 +131,10 @@ def option(
     rule: Rule,
     none: str | None = None,
     value_of_none: Callable[[], T] | None = None,
+    only_python: bool = False,
 ) -> T:
     """A dataclass field with a default."""
-    described = Option(help, rule, none, value_of_none)
+    described = Option(help, rule, none, value_of_none, only_python)
     return dataclasses.field(default=default, metadata={"option": described})
 
 

@@ -17,6 +17,12 @@ def _check_path(name: str, value: Any) -> str:
     return str(os.fspath(value))
 
 
+def _check_directory(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise TypeError(f"{name} must be {DIRECTORY.allowed}, got {shorten(value)}")
+    return str(os.fspath(value))
+
+
 def _check_revision(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise TypeError(f"{name} must be {A_REVISION}, got {shorten(value)}")
@@ -41,6 +47,7 @@ def type_of(choices: tuple[str, ...], others: dict[str, str]) -> Rule:
 
 
 PATH = Rule(_check_path, A_PATH)
+DIRECTORY = Rule(_check_directory, "the path of a directory")
 REVISION = Rule(_check_revision, A_REVISION)
 QUANTIZATION = type_of(QUANTIZATIONS, {"awq_marlin": "awq", "gptq_marlin": "gptq"})  # vLLM's
 SOME_TEXT = Rule(_check_some_text, "a text that is not empty")

@@ -58,6 +58,21 @@ class Forcing:
         pass
 
 
+class Keeper:
+    """Wants the states of a prompt's tokens, all except the last one, without gaps."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.wanted = range(num_prompt_tokens - 1)
+
+    def scheduled(self, seq: Sequence) -> range:
+        end = seq.num_cached_tokens + seq.num_scheduled_tokens
+        return range(max(seq.num_cached_tokens, self.wanted.start), min(end, self.wanted.stop))
+
+    def add(self, tokens: range) -> None:
+        assert tokens.start == self.wanted.start < tokens.stop, "a gap, or twice the same"
+        self.wanted = range(tokens.stop, self.wanted.stop)
+
+
 def first_prompts() -> list[list[int]]:
     """Prefixes of the first prompts; later prompts begin like any earlier request."""
     return [[0] * 80, [0, 1] * 40]
@@ -96,6 +111,7 @@ class Simulation:
                 grammar=GrammarProposer(), most_forced=MOST_DRAFTS,
             )  # fmt: skip
         self.scheduler = Scheduler(self.config, window, speculator)
+        self.arriving: dict[int, list[tuple[Sequence, range]]] = {}  # states, by id of a batch
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
         self.most_held, self.longest = sys.maxsize, self.num_slots
@@ -121,10 +137,11 @@ class Simulation:
         asked = SamplingParams(**params)
         options: dict[str, Any] = dict(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
         constrained = self.forces and self.rng.random() < 0.5
+        keeps = sum(prompt) % 3 == 0  # as good as at random
         seqs = [
             Sequence(
                 prompt, asked, index=index, constraint=Forcing(self.rng) if constrained else None,
-                **options,
+                states=Keeper(len(prompt)) if keeps and index == 0 else None, **options,
             )
             for index in range(asked.n)
         ]  # fmt: skip
@@ -147,6 +164,7 @@ class Simulation:
         batch = self.scheduler.schedule()
         if batch is not None:
             self.check_batch(batch)
+            self.note_states(batch)
             sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
             if batch.num_drafts:
                 sampled, drawn = self.verify(batch, sampled)
@@ -166,6 +184,22 @@ class Simulation:
         assert batch is not None or before is not None, "no progress"
         if before is not None:
             self.postprocess_late(*before)
+
+    def note_states(self, batch: Batch) -> None:
+        """Note which states the step computes for sequences that keep them."""
+        kept = [
+            (seq, seq.states.scheduled(seq))
+            for seq in (batch.seqs[batch.num_decodes :] if batch.is_prefill else ())
+            if seq.states is not None
+        ]
+        self.arriving[id(batch)] = [(seq, tokens) for seq, tokens in kept if tokens]
+
+    def deliver_states(self, batch: Batch) -> None:
+        """The states of a step arrive; a sequence that has sampled a token lacks none."""
+        for seq, tokens in self.arriving.pop(id(batch)):
+            seq.states.add(tokens)
+        for seq in batch.sampling_seqs:
+            assert seq.states is None or not seq.states.wanted
 
     def interrupted_step(self, computed: bool, restart: bool) -> None:
         """A step that is not booked, whether or not the device computed it, and what follows."""
@@ -377,6 +411,7 @@ class Simulation:
                 self.tokens[seq] += self.until_end(seq, more)
                 if (ending := self.ending(seq, self.tokens[seq]))[0] is not None:
                     expected.append((seq, ending))
+        self.deliver_states(batch)
         finished = self.scheduler.postprocess(batch, sampled)
         assert [(seq, (seq.finish_reason, seq.stop_reason)) for seq in finished] == expected
         for seq in finished:
@@ -464,6 +499,7 @@ class Simulation:
             reason, stop_reason = self.ending(seq, token_ids)
             cached = 0 if reason else len(token_ids) - 1
             expected[seq] = (token_ids, cached, reason, stop_reason)
+        self.deliver_states(batch)
         finished = self.scheduler.postprocess(batch, sampled)
         for seq in booked:
             state = (seq.token_ids, seq.num_cached_tokens, seq.finish_reason, seq.stop_reason)

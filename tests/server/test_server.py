@@ -229,6 +229,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/score", dict(text_1="a"), 400, "documents is missing"),
     ("/score", dict(text_1="a", queries="a", text_2="b"), 400, "another name of queries"),
     ("/v1/score", dict(text_1=["a", "b"], text_2="b"), 400, "queries must be one or as many"),
+    ("/start_profile", dict(), 400, "start_profile writes into profiler_dir"),
+    ("/stop_profile", dict(), 400, "no profile is being recorded"),
     ("/rerank", dict(query="a", documents=[]), 400, "documents must be a list that is not"),
     ("/rerank", dict(query="a", documents=["b", 5]), 400, "documents[1] must be a text"),
     ("/rerank", dict(query="a", documents=["b"], top_n=-1), 400, "top_n must be"),

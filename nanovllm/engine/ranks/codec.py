@@ -25,7 +25,8 @@ LAYOUT: dict[str, Any] = {
     "words": np.int32,
 }  # fmt: skip
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
-NUMBERS = ("num_seqs", "width", "num_queries", "whole_logits", "adapts", "catches_up")
+FLAGS = ("whole_logits", "keeps_hidden", "adapts", "catches_up")
+NUMBERS = ("num_seqs", "width", "num_queries", *FLAGS)
 HEADER = struct.Struct(f"{len(LAYOUT) + len(NUMBERS)}q")  # the arrays' lengths, then these
 NONE = -1  # the length of an array that is None
 
@@ -58,6 +59,6 @@ def decode(message: bytearray) -> StepInputs:
         prefill = PrefillInputs(**{name: arrays[name] for name in PREFILL})
     changes = TableChanges(arrays["offsets"], arrays["words"])
     step = StepInputs(changes=changes, prefill=prefill, **dict(zip(NUMBERS, numbers, strict=True)))
-    for name in ("whole_logits", "adapts", "catches_up"):
+    for name in FLAGS:
         setattr(step, name, bool(getattr(step, name)))
     return step

@@ -4,6 +4,7 @@ PyTorch is imported late: the process must first be able to notice the end of it
 """
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import queue
@@ -91,7 +92,22 @@ class Followed:
         first, times = self.request.seqs[0], self.request.times
         asked = first.params.prompt_logprobs is not None
         likely = first.logprobs.prompt if asked else None
-        return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool)
+        states = [seq.states for seq in self.request.seqs] if first.params.hidden_states else None
+        return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool, states)
+
+
+def _whole_params(command: Submit) -> SamplingParams:
+    """The parameters with their callables."""
+    if command.processors is None:
+        return command.params
+    try:
+        calls = pickle.loads(command.processors)
+    except Exception as error:
+        raise ValueError(
+            "logits_processors must be importable in the engine's process, which is another one:"
+            f" {type(error).__name__}: {error}"
+        ) from None
+    return dataclasses.replace(command.params, logits_processors=calls)
 
 
 def _progress(number: int, seq: Sequence, start: int) -> Progress:
@@ -181,8 +197,8 @@ class EngineLoop:
 
     def _submit(self, command: Submit) -> None:
         params = command.params
-        is_quick = params.structured_outputs is None and not params.bad_words
-        if is_quick and command.lora_request is None:
+        takes_long = params.structured_outputs or params.bad_words or command.processors
+        if not takes_long and command.lora_request is None:
             self._enqueue(command.number, self._accept(command))
             return
         self._compiling.add(command.number)
@@ -207,7 +223,7 @@ class EngineLoop:
         try:
             token_ids = array("i", command.token_ids).tolist()
             asked = command.wanted, command.lora_request
-            return self._engine.accept(token_ids, command.params, *asked)
+            return self._engine.accept(token_ids, _whole_params(command), *asked)
         except (TypeError, ValueError) as error:
             return error
 
@@ -262,11 +278,11 @@ def main(caller: int, line: int, connection: int) -> None:
 
 
 def _serve(link: socket.socket, outbox: Outbox) -> None:
-    from nanovllm.engine.weights.calls import WeightCalls
+    from nanovllm.engine.remote.served import ServedEngine
 
     model, options = receive(link)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine = WeightCalls(model, **options)
+    engine = ServedEngine(model, **options)
     try:
         read_vocabulary(engine)
         keep_what_lives()

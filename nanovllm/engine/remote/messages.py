@@ -13,6 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports PyTorch
     from nanovllm.engine.requests.pool import Pool, Wanted
+    from nanovllm.engine.requests.states import States
 
 NO_ARGUMENTS = pickle.dumps(((), {}))
 
@@ -21,7 +22,7 @@ class Submit(NamedTuple):
     """Queue a request. `number` is the caller's name for it; stop strings are left to the caller.
 
     `token_ids` are 32-bit integers, which travel faster than a list. With `wanted` nothing is
-    generated.
+    generated. `processors` are `logits_processors`, pickled: loading them may fail.
     """
 
     number: int
@@ -29,6 +30,7 @@ class Submit(NamedTuple):
     params: SamplingParams
     wanted: "Wanted | None" = None
     lora_request: LoRARequest | None = None
+    processors: bytes | None = None
 
 
 class Drop(NamedTuple):
@@ -100,7 +102,8 @@ class Progress(NamedTuple):
 class Ended(NamedTuple):
     """All samples of a request have ended: what is known of it as a whole.
 
-    `pool` has what was wanted of a prompt that generates nothing.
+    `pool` has what was wanted of a prompt that generates nothing, and `states` the hidden states of
+    each sample, where they were asked for.
     """
 
     number: int
@@ -108,6 +111,7 @@ class Ended(NamedTuple):
     num_hit_tokens: int
     prompt_logprobs: list[list[LikelyToken]] | None
     pool: "Pool | None" = None
+    states: "list[States] | None" = None
 
 
 class Refused(NamedTuple):

@@ -64,6 +64,8 @@ class Mirror:
             first.logprobs.prompt = ended.prompt_logprobs
         if ended.pool is not None:
             first.pool = ended.pool
+        for seq, states in zip(self.request.seqs, ended.states or (), strict=False):
+            seq.states = states
 
     def events(self) -> Iterable[StreamEvent]:
         """What is new since the last call, of all samples."""

@@ -12,7 +12,9 @@ from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.pool import Pool, Wanted
+from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.request import Request
+from nanovllm.engine.requests.states import States
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.bare import NO_HEAD
@@ -121,6 +123,10 @@ class Intake:
                 constraint=accepted.constraint and accepted.constraint.copy(),
                 pool=accepted.pool,
                 adapter=accepted.adapter,
+                processors=Processors(calls) if (calls := params.logits_processors) else None,
+                states=States(len(accepted.token_ids), index == 0)
+                if params.hidden_states
+                else None,
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]
@@ -194,6 +200,14 @@ class Intake:
         check_text("prompt", text)
         token_ids: list[int] = self.tokenizer.encode(text, verbose=False)  # we check the length
         return token_ids
+
+
+def check_whole(params: SamplingParams) -> None:
+    """Raise if what is asked for is in whole outputs alone, and not in the events of a stream."""
+    if params.hidden_states:
+        raise ValueError(
+            "hidden_states must be False in a stream, whose events have none, got True"
+        )
 
 
 def _reports(params: SamplingParams) -> bool:

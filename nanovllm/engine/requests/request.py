@@ -55,7 +55,7 @@ class Request:
         if first.params.prompt_logprobs is not None:
             entries = (_logprobs(entry, tokenizer) for entry in first.logprobs.prompt)
             prompt_logprobs = [None, *entries]
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
@@ -71,6 +71,10 @@ class Request:
             prompt_logprobs=prompt_logprobs,
             metrics=self.times.metrics(longest),
         )
+        if first.states is not None:
+            output["prompt_hidden_states"] = first.states.prompt
+            output["hidden_states"] = outputs[0].hidden_states
+        return output
 
 
 def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
@@ -78,7 +82,7 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
     text, reason, stop = ending(seq, tokenizer)
     token_ids = seq.output_token_ids
     likely = logprobs(seq, seq.num_prompt_tokens, tokenizer)
-    return CompletionOutput(
+    output = CompletionOutput(
         index=seq.index,
         text=text,
         token_ids=token_ids,
@@ -87,6 +91,9 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         logprobs=likely,
         cumulative_logprob=None if likely is None else sum(t[0].logprob for t in likely),
     )
+    if seq.states is not None:
+        output["hidden_states"] = seq.states.generated(seq)
+    return output
 
 
 def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str | None]:

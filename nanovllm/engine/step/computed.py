@@ -24,6 +24,7 @@ class Computed(NamedTuple):
     decoding: Decoding | None = None
     outcome: torch.Tensor | None = None  # of `accept`
     states: torch.Tensor | None = None  # [N, hidden]: those of a prefill that are pooled
+    hidden: torch.Tensor | None = None  # [B, hidden]: what the logits are made of, if it is wanted
 
     def results(self, num_samples: int) -> torch.Tensor:
         """What the host is sent: the token ids, or with drafts what was accepted."""

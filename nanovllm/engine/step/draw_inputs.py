@@ -1,5 +1,6 @@
 """DrawInputs: what the sampler needs for a step's samples, on the host. Only rank 0 makes it."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +86,8 @@ def _parts(draws: dict[int, Draw], vocab_size: int, device_type: str) -> list[Fi
     alike: dict[tuple[bool, ...], list[int]] = {}
     for row, (seq, _) in draws.items():
         kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
-        alike.setdefault((seq.constraint is not None, *kind), []).append(row)
+        wide = (seq.constraint is not None, seq.processors is not None)
+        alike.setdefault((*wide, *kind), []).append(row)
     size = rows_narrowed_together(vocab_size, device_type)
     parts = [
         rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
@@ -116,6 +118,11 @@ def noise_key(seq: Sequence, offset: int = 0) -> int:
 
 def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> Filters:
     filters = Filters(torch.from_numpy(np.array(rows)))
+    if draws[0][0].processors is not None:
+        filters.processors = [
+            (row, functools.partial(seq.processors.apply, seq, drafts))
+            for row, (seq, drafts) in enumerate(draws)
+        ]
     listed = [  # most constraints are alone
         (row, seq, drafts)
         for row, (seq, drafts) in enumerate(draws)

@@ -86,8 +86,9 @@ class StepInputs:
     A decode step of `num_seqs` sequences reads everything else from the table: for each of them
     `num_queries` tokens, the last one and drafts. `width` is the number of columns of its block
     tables, 0 for a prefill that reads none. `whole_logits`: whether rank 0 needs the logits of a
-    decode step, and not only the tokens that the ranks draw together. If a decode step `adapts`,
-    some of its sequences have adapters.
+    decode step, and not only the tokens that the ranks draw together. `keeps_hidden`: whether it
+    needs the hidden states that tokens are drawn from, which decode graphs do not leave. If a
+    decode step `adapts`, some of its sequences have adapters.
     If it `catches_up`, the draft model computes the prefill's tokens, and nothing else is done.
     Rank 0 alone has these: `report` says what is reported of the prompts, and `lacks` what the
     draft model has to compute before.
@@ -103,6 +104,7 @@ class StepInputs:
     lacks: list[Lack] = field(default_factory=list)
     report: ReportInputs | None = None
     catches_up: bool = False
+    keeps_hidden: bool = False
 
 
 def step_inputs(

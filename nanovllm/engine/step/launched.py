@@ -6,7 +6,13 @@ import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.pooled import Pooled, deliver_states, states_in_flight
+from nanovllm.engine.step.pooled import (
+    DrawnStates,
+    Pooled,
+    deliver_drawn,
+    deliver_states,
+    states_in_flight,
+)
 from nanovllm.engine.step.reports import Columns, Report, deliver
 from nanovllm.engine.step.transfer import download
 
@@ -34,9 +40,10 @@ class Launched:
         token_ids: torch.Tensor,
         reports: list[Report],
         columns: tuple[Columns, ...],
+        drawn: DrawnStates | None = None,
     ) -> None:
         self.batch, self.num_tokens = begun.batch, begun.num_tokens
-        self._reports, self._columns = reports, columns
+        self._reports, self._columns, self._drawn = reports, columns, drawn
         self._host = download(token_ids)
         self._pooled = states_in_flight(begun.pooled, begun.computed.states)
         self._copied: torch.cuda.Event | None = None
@@ -54,5 +61,6 @@ class Launched:
         self.synchronize()
         deliver(self._reports, self._columns)
         deliver_states(self._pooled)
+        deliver_drawn(self._drawn)
         token_ids: list[int] = self._host.tolist()
         return token_ids

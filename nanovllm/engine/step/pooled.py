@@ -1,27 +1,29 @@
-"""Pooled: hidden states that pooled sequences wait for, and their delivery."""
+"""Pooled: hidden states that sequences wait for, and their delivery."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.transfer import Array, download
+from nanovllm.engine.step.transfer import Array, download, upload
 
 
 class Pooled(NamedTuple):
     """A sequence that waits for the states of these tokens of its prompt, or for their sum."""
 
     seq: Sequence
+    pool: Any  # its pool, or its states
     tokens: range
 
 
 def pooled_of(batch: Batch) -> list[Pooled]:
     """What a step reports to sequences that want states, in the order of `pooled_tokens`."""
-    pooled = (
-        Pooled(seq, seq.pool.scheduled(seq)) for seq in batch.pooled_seqs if not seq.pool.labels
-    )
+    if not batch.is_prefill:
+        return []
+    keepers = ((seq, seq.pool or seq.states) for seq in batch.seqs[batch.num_decodes :])
+    pooled = (Pooled(s, p, p.scheduled(s)) for s, p in keepers if p is not None and not p.labels)
     return [each for each in pooled if each.tokens]
 
 
@@ -30,10 +32,10 @@ def pooled_tokens(batch: Batch, pooled: list[Pooled], q_ends: Array) -> Array | 
     if not pooled:
         return None
     starts = dict(zip(batch.seqs, q_ends.tolist(), strict=False))
-    firsts = (starts[seq] - seq.num_cached_tokens for seq, _ in pooled)
+    firsts = (starts[each.seq] - each.seq.num_cached_tokens for each in pooled)
     places = [
         np.arange(first + tokens.start, first + tokens.stop)
-        for first, (_, tokens) in zip(firsts, pooled, strict=True)
+        for first, (_, _, tokens) in zip(firsts, pooled, strict=True)
     ]
     return np.concatenate(places, dtype=np.int64)
 
@@ -49,12 +51,12 @@ def states_in_flight(pooled: list[Pooled], states: torch.Tensor | None) -> InFli
     """The states, or their sums in float32 where these are enough; None if none are pooled."""
     if not pooled or states is None:
         return None
-    if not any(seq.pool.adds_up for seq, _ in pooled):
+    if not any(pool.adds_up for _, pool, _ in pooled):
         return InFlight(pooled, download(states))
-    parts = torch.split(states, [len(tokens) for _, tokens in pooled])
+    parts = torch.split(states, [len(tokens) for _, _, tokens in pooled])
     sums = [
-        part.sum(dim=0, keepdim=True, dtype=torch.float32) if seq.pool.adds_up else part.float()
-        for (seq, _), part in zip(pooled, parts, strict=True)
+        part.sum(dim=0, keepdim=True, dtype=torch.float32) if pool.adds_up else part.float()
+        for (_, pool, _), part in zip(pooled, parts, strict=True)
     ]
     return InFlight(pooled, download(torch.cat(sums)))
 
@@ -63,6 +65,38 @@ def deliver_states(states: InFlight | None) -> None:
     """Give the states, which have arrived on the host, to the sequences that wait for them."""
     if states is None:
         return
-    sizes = [1 if seq.pool.adds_up else len(tokens) for seq, tokens in states.pooled]
-    for (seq, tokens), part in zip(states.pooled, torch.split(states.states, sizes), strict=True):
-        seq.pool.add_states(tokens, part)
+    sizes = [1 if pool.adds_up else len(tokens) for _, pool, tokens in states.pooled]
+    parts = torch.split(states.states, sizes)
+    for (_, pool, tokens), part in zip(states.pooled, parts, strict=True):
+        pool.add_states(tokens, part)
+
+
+class DrawnStates(NamedTuple):
+    """States [N, hidden] from which tokens are drawn, in flight, and who waits for each.
+
+    A token is known by its sequence and its index in `token_ids`.
+    """
+
+    tokens: list[tuple[Sequence, int]]
+    states: torch.Tensor
+
+
+def drawn_states(
+    seqs: list[Sequence], offsets: list[int], hidden: torch.Tensor | None
+) -> DrawnStates | None:
+    """The states of the next tokens of those `seqs` that keep them, out of the `hidden` of all."""
+    if hidden is None:
+        return None
+    rows = [row for row, seq in enumerate(seqs) if seq.states is not None]
+    if not rows:
+        return None
+    tokens = [(seqs[row], seqs[row].num_tokens + offsets[row]) for row in rows]
+    places = upload(np.array(rows, np.int64), hidden.device)
+    return DrawnStates(tokens, download(hidden.index_select(0, places)))
+
+
+def deliver_drawn(drawn: DrawnStates | None) -> None:
+    """Give the states, which have arrived on the host, to the sequences that keep them."""
+    if drawn is not None:
+        for (seq, index), state in zip(drawn.tokens, drawn.states, strict=True):
+            seq.states.add_drawn(index, state)

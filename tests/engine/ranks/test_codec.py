@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.ranks.codec import decode, encode
+from nanovllm.engine.ranks.codec import FLAGS, decode, encode
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.device_table import TableLayout
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
@@ -18,7 +18,8 @@ from nanovllm.sampling_params import SamplingParams
 def assert_equal(one: StepInputs, other: StepInputs) -> None:
     assert (one.prefill is None) == (other.prefill is None)
     assert (one.num_seqs, one.width) == (other.num_seqs, other.width)
-    assert one.whole_logits is other.whole_logits and one.catches_up is other.catches_up
+    for name in FLAGS:
+        assert getattr(one, name) is getattr(other, name)
     pairs = [*zip(one.changes, other.changes, strict=True)]
     if one.prefill is not None:
         names = [field.name for field in dataclasses.fields(one.prefill)]
@@ -55,7 +56,8 @@ def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
         is_prefill = data.draw(st.booleans())
         batch = Batch(seqs, is_prefill)
         inputs = step_inputs(batch, 4, ledger, [])
-        inputs.whole_logits, inputs.catches_up = data.draw(st.booleans()), data.draw(st.booleans())
+        for name in FLAGS:
+            setattr(inputs, name, data.draw(st.booleans()))
         if inputs.prefill is not None and data.draw(st.booleans()):
             some = np.arange(step, dtype=np.int64)
             blocks = np.arange(2 * step, dtype=np.int32)

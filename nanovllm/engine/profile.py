@@ -1,0 +1,102 @@
+"""ProfileCalls: traces of what all ranks do between two calls, by PyTorch's profiler."""
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.shard import Shard
+
+_running: list[profile] = []  # of this process, one at most
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin to record on a rank."""
+
+    directory: str
+
+    def run(self, shard: Shard) -> None:
+        """Record the host's work, and the device's if it is a GPU."""
+        if _running:
+            raise RuntimeError("this process is being profiled already, for another engine")
+        Path(self.directory).mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU]
+        if shard.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities)
+        profiler.start()
+        _running.append(profiler)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the recording of a rank, and write its trace."""
+
+    directory: str
+    name: str
+
+    def run(self, shard: Shard) -> Path:
+        """Wait for the device, and return the file."""
+        shard.synchronize()
+        profiler = _running.pop()
+        profiler.stop()
+        path = Path(self.directory) / f"{self.name}-rank{shard.ranks.rank}.pt.trace.json.gz"
+        profiler.export_chrome_trace(str(path))
+        return path
+
+
+class ProfileCalls(LLMEngine):
+    """`start_profile` and `stop_profile`."""
+
+    _is_profiling = False
+    _num_profiles = 0
+
+    def start_profile(self) -> None:
+        """Begin to record what all ranks do, on host and device. It makes steps slower."""
+        self.check_open()
+        if self._asked.profiler_dir is None:
+            raise ValueError(
+                "start_profile writes into profiler_dir, which must be a directory, got None; pass"
+                " profiler_dir=... when the engine is made"
+            )
+        if self._is_profiling:
+            raise RuntimeError("a profile is being recorded already; stop_profile() ends it")
+        self._start_recording(self._asked.profiler_dir)
+
+    def stop_profile(self) -> list[Path]:
+        """End the recording; returns the trace of each rank, for Perfetto or chrome://tracing."""
+        self.check_open()
+        if not self._is_profiling:
+            raise RuntimeError("no profile is being recorded; start_profile() begins one")
+        assert self._asked.profiler_dir is not None
+        return self._stop_recording(self._asked.profiler_dir)
+
+    @exclusive
+    def _start_recording(self, directory: str) -> None:
+        self.model_runner.everywhere(Start(str(Path(directory).absolute())))
+        self._is_profiling = True
+
+    @exclusive
+    def _stop_recording(self, directory: str) -> list[Path]:
+        self._is_profiling = False
+        self._num_profiles += 1
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{self._num_profiles}"
+        paths: list[Path] = self.model_runner.everywhere(
+            Stop(str(Path(directory).absolute()), name)
+        )
+        return paths
+
+    def close(self) -> None:
+        """Close the engine; a recording that was not ended is dropped."""
+        if self._is_profiling and not self._generating:
+            self._is_profiling = False
+            if torch.cuda.is_available():
+                with suppress(RuntimeError):  # of a device that has failed
+                    torch.cuda.synchronize()
+            _running.pop().stop()
+        super().close()

@@ -1,0 +1,84 @@
+"""Processors: a request's callables that change its logits before anything else does."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from nanovllm.engine.sequence import End, Sequence
+from nanovllm.engine.step.transfer import download
+
+EMPTY = "left no token to draw: all logits are minus infinity, or some are NaN"
+
+
+class Processors:
+    """A follower that ends a sequence whose callables have failed, with an "error".
+
+    In place of the failed logits a token that stops nothing is drawn, which the end removes.
+    """
+
+    def __init__(self, calls: Iterable[Callable[..., Any]]) -> None:
+        self._calls = [(call, len(inspect.signature(call).parameters) == 3) for call in calls]
+        # By the index in `token_ids` of the token that was drawn: what failed, and whether no token
+        # was left, in flight.
+        self._errors: dict[int, str] = {}
+        self._empty: dict[int, torch.Tensor] = {}
+
+    def apply(self, seq: Sequence, drafts: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """The logits [V] for the token after the `drafts`, out of those of the model in float32.
+
+        The callables may write into the latter. It does not wait for the device.
+        """
+        index, size = len(seq.token_ids) + len(drafts), seq.num_prompt_tokens
+        self._errors.pop(index, None)
+        for place, (call, takes_prompt) in enumerate(self._calls):
+            output = seq.token_ids[size:] + drafts
+            given = (seq.token_ids[:size], output) if takes_prompt else (output,)
+            try:
+                result = call(*given, logits)
+                _check(result, logits)
+            except Exception as error:
+                self._errors[index] = f"logits_processors[{place}]: {_shown(error)}"
+                return _fallback(seq, logits)
+            logits = result
+        is_empty = logits.isnan().any() | (logits.max() == -torch.inf)
+        self._empty[index] = download(is_empty)
+        return torch.where(is_empty, _fallback(seq, logits), logits)
+
+    def update(self, seq: Sequence) -> End | None:
+        """The end of a sequence whose last known token was drawn without the callables."""
+        index = seq.num_known_tokens - 1
+        is_empty = self._empty.pop(index, None)
+        error = self._errors.get(index)
+        if error is None and is_empty is not None and bool(is_empty):
+            error = f"logits_processors {EMPTY}"
+        return None if error is None else End("error", error)
+
+    def reset(self) -> None:
+        """Drop what was noted: the tokens that follow are drawn again."""
+        self._errors.clear()
+        self._empty.clear()
+
+
+def _check(result: Any, logits: torch.Tensor) -> None:
+    """Raise if a callable has returned something else than logits."""
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"it must return a tensor, got {type(result).__name__}")
+    for name in ("shape", "dtype", "device"):
+        mine, theirs = getattr(logits, name), getattr(result, name)
+        if mine != theirs:
+            shown = [list(x) if name == "shape" else x for x in (mine, theirs)]
+            raise ValueError(f"it must return logits of {name} {shown[0]}, got {shown[1]}")
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _fallback(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
+    """Logits that leave one token, which stops nothing."""
+    left = torch.full_like(logits, -torch.inf)
+    left[next(i for i in itertools.count() if i not in seq.stop_token_ids) % len(logits)] = 0.0
+    return left
