@@ -70,7 +70,9 @@ def make_adapted_case(folder: Path, every: int = 1, **overrides: Any) -> Adapted
         best = logits.topk(2, dim=-1).values
         clear = ((best[..., 0] - best[..., 1]).amin(dim=1) > MIN_MARGIN).tolist()
         kept += [index for index, decides in zip(own, clear, strict=True) if decides]
-        tokens += [row for row, decides in zip(logits.argmax(-1).tolist(), clear, strict=True) if decides]
+        tokens += [
+            row for row, decides in zip(logits.argmax(-1).tolist(), clear, strict=True) if decides
+        ]
     assert len(kept) >= 5 * len(prompts) // 6, "too many near-ties: choose another seed"
     assert len({token for row in tokens for token in row}) > 50, "the model says always the same"
     order = sorted(range(len(kept)), key=kept.__getitem__)

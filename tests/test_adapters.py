@@ -1,6 +1,5 @@
 """Requests with adapters: greedy output equals transformers' and peft's, in every regime."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -75,6 +75,11 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         f"in [0, {2**63 - 1}]",
         [(-1, ValueError), (2**63, ValueError), (0.5, TypeError), (True, TypeError)],
     ),
+    "enable_lora": ("True or False", [(1, TypeError), ("yes", TypeError)]),
+    "max_loras": ("in [1, 1024]", [(0, ValueError), (1.5, TypeError), (True, TypeError)]),
+    "max_lora_rank": ("in [1, 512]", [(0, ValueError), ("8", TypeError)]),
+    "max_cpu_loras": (">= 1", [(0, ValueError), ("8", TypeError)]),
+    "lora_modules": ("a list of texts", [("a=b", TypeError), (3, TypeError)]),
 }
 CASES = [
     pytest.param(name, allowed, value, error, id=f"{name}={value!r:.12}")
@@ -232,6 +237,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
         "enable_sleep_mode": False, "speculative_config": None,
         "tool_parser": None, "reasoning_parser": None, "profiler_dir": None, "seed": 0,
+        "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None,
+        "lora_modules": None,
     }  # fmt: skip
     assert dataclasses.asdict(config()) == expected
 

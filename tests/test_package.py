@@ -27,7 +27,8 @@ SCHEDULER_SIDE = (
 FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
-     "beam_search_params", "prompts", "outputs", "metrics", "embedded", "option_names"),
+     "beam_search_params", "lora_request",
+     "prompts", "outputs", "metrics", "embedded", "option_names"),
     ("kernels",), ("layers",),
     ("models",), ("adapters",), ("engine",), ("chat", "vectors", "beams"), ("llm", "async_llm"),
     ("openai",), ("batch",),
@@ -266,7 +267,7 @@ def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
         "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput",
-        "EmbeddingRequestOutput", "PoolingRequestOutput",
+        "EmbeddingRequestOutput", "LoRARequest", "PoolingRequestOutput",
         "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
         "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
     }  # fmt: skip

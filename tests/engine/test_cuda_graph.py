@@ -96,7 +96,7 @@ def test_the_runners_ladder_follows_its_config(
         assert graphs.sizes[-1].num_seqs == top == len(graphs.logits)
     with make_llm(model_dir, max_num_seqs=max_num_seqs, max_num_batched_tokens=2) as llm:
         graphs = llm.model_runner.shard.decode_graphs(llm.config.max_num_running)
-        assert graphs.sizes[-1] == (min(top, 2), 1)
+        assert graphs.sizes[-1] == Size(min(top, 2))
 
 
 # Padded batches on the CPU

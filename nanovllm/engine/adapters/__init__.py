@@ -3,5 +3,7 @@
 loaded.py    an adapter that requests use, and what says that its files have changed
 store.py     the adapters in the host's memory, read by threads beside the steps
 residents.py the slots on the device: who holds them, who gets them next
-parts.py     one rank's part: the slots' tensors, and the command that fills one
+parts.py     one rank's part: the slots' tensors
+place.py     the command that fills a slot on every rank
+calls.py     what the engine asks of all this
 """

@@ -1,7 +1,7 @@
 """AdapterCalls: an engine's adapters, from requests to slots."""
 
 from nanovllm.engine.adapters.loaded import Adapter
-from nanovllm.engine.adapters.parts import Place
+from nanovllm.engine.adapters.place import Place
 from nanovllm.engine.adapters.residents import Residents
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.model_runner import ModelRunner

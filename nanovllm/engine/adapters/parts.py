@@ -1,9 +1,8 @@
-"""AdapterParts: one rank's slots, and the command that fills one on all ranks."""
+"""AdapterParts: one rank's slots."""
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +13,6 @@ from nanovllm.engine.engine_config import most_kept
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.lora import AdapterRows, group_rows
 from nanovllm.models.decoder import CausalLM
-
-if TYPE_CHECKING:
-    from nanovllm.engine.shard import Shard
 
 
 class AdapterParts:
@@ -51,22 +47,6 @@ class AdapterParts:
             self.tensors[number] = self.read(path)
         while len(self.tensors) > self._most:
             del self.tensors[next(iter(self.tensors))]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Fill a slot on every rank."""
-
-    slot: int
-    number: int
-    path: Path
-
-    def run(self, shard: "Shard") -> None:
-        """Fill this rank's part of the slot."""
-        assert shard.adapters is not None
-        if shard.ranks.rank > 0:
-            shard.adapters.keep(self.number, self.path)
-        shard.adapters.place(self.slot, self.number, self.path)
 
 
 def adapter_parts(config: Config, model: CausalLM) -> AdapterParts | None:

@@ -1,0 +1,22 @@
+"""Place: the command that fills a slot on every rank."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.engine.shard import Shard
+
+
+@dataclass(frozen=True)
+class Place:
+    """Fill a slot on every rank."""
+
+    slot: int
+    number: int
+    path: Path
+
+    def run(self, shard: Shard) -> None:
+        """Fill this rank's part of the slot."""
+        assert shard.adapters is not None
+        if shard.ranks.rank > 0:
+            shard.adapters.keep(self.number, self.path)
+        shard.adapters.place(self.slot, self.number, self.path)
