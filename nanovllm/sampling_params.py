@@ -269,5 +269,8 @@ class SamplingParams:
 
     @property
     def narrows(self) -> bool:
-        """Whether any parameter except bad words changes or restricts the choice of every token."""
+        """Whether any parameter changes or restricts the choice of every token.
+
+        Except bad words, callables and structured outputs.
+        """
         return bool(self.allowed_token_ids or self.logit_bias) or self.penalizes or self.cuts

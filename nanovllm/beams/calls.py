@@ -79,13 +79,13 @@ class BeamCalls(LLMEngine):
 
     def _likely_tokens(self, going: list[tuple[Accepted, Search]]) -> list[list[tuple[int, float]]]:
         """The most likely tokens after all running sequences, with their log-probabilities."""
-        ids = []
-        for prompt, search in going:
-            number = min(search.num_candidates, self.model_config.vocab_size)
-            params = replace(STEP, logprobs=number)
-            for beam in search.running:
-                token_ids = prompt.token_ids + beam.token_ids
-                ids.append(self.enqueue(replace(prompt, token_ids=token_ids, params=params)))
+        number = min(going[0][1].num_candidates, self.model_config.vocab_size)  # all have the same
+        params = replace(STEP, logprobs=number)
+        ids = [
+            self.enqueue(Accepted(prompt.token_ids + beam.token_ids, None, params, None))
+            for prompt, search in going
+            for beam in search.running
+        ]
         run_until_done(self, ids, False, "")
         likely = []
         for request_id in ids:

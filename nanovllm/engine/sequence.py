@@ -133,7 +133,7 @@ class Sequence:
         self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
         self.bad_words = bad_words  # as token ids, each in every way that it may be written
         self.processors = processors
-        # Beside a constraint.
+        # Filters beside a constraint.
         self.has_filters = params.narrows or bool(bad_words) or processors is not None
         self.narrows = self.has_filters or constraint is not None
         self.temperature = params.temperature
@@ -149,13 +149,14 @@ class Sequence:
             self.max_num_tokens = self.num_prompt_tokens
         # Whether its draws depend on the tokens before; and whether these, or the reports of its
         # tokens, are prepared for its position.
-        kept = (processors, constraint, text, counts)
-        self.reads_tokens = params.penalizes or bool(bad_words)
-        self.reads_tokens |= constraint is not None or processors is not None
+        self.reads_tokens = (
+            params.penalizes or bool(bad_words) or constraint is not None or processors is not None
+        )
         asks = states is not None or (logprobs is not None and params.logprobs is not None)
         self.must_be_known = self.reads_tokens or asks
         self.pace: Any = None  # of its drafts, from the first one on
-        self.followers: tuple[Follower, ...] = tuple(one for one in kept if one is not None)
+        followers: tuple[Follower | None, ...] = (processors, constraint, text, counts)
+        self.followers = tuple(follower for follower in followers if follower is not None)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine.ranks.errors import RankError
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.adapters import ServedModels
@@ -104,14 +103,23 @@ class Server:
 
     async def start_profile(self, _: Request) -> Response:
         """Begin to record what the engine does."""
-        with _named_errors():
+        with self._refusals():
             await self._llm.start_profile()
         return Response(status_code=200)
 
     async def stop_profile(self, _: Request) -> JSONResponse:
         """End the recording; the answer has the names of the traces."""
-        with _named_errors():
+        with self._refusals():
             return JSONResponse({"traces": [str(p) for p in await self._llm.stop_profile()]})
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Status 400 for what a living engine refuses."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._llm.check()
+            raise APIError(400, str(error)) from None
 
     async def version(self, _: Request) -> JSONResponse:
         """The version of nanovllm."""
@@ -124,14 +132,3 @@ class Server:
     async def page(self, _: Request) -> Response:
         """A page to chat, and to watch the engine."""
         return FileResponse(PAGE, media_type="text/html")
-
-
-@contextlib.contextmanager
-def _named_errors() -> Iterator[None]:
-    """Status 400 for what the engine refuses, as long as it lives."""
-    try:
-        yield
-    except RankError:
-        raise
-    except RuntimeError as error:
-        raise APIError(400, str(error)) from None
