@@ -17,8 +17,10 @@ from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.weights import matrix
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -224,3 +226,36 @@ def test_parts_on_ranks_add_up(size: int, heads: tuple[int, int], tmp_path: Path
 
     wanted = expected(path, adapters, SLOTS)
     torch.testing.assert_close(on_ranks(size, logits)[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_adapters_of_quantized_layers_multiply_rows_that_are_not_rounded(
+    quantization: str, tmp_path: Path
+) -> None:
+    """Rows that the kernel before a layer would round stay as they are for its adapters."""
+    if torch.cuda.is_available():
+        pytest.skip("tensors are on the CPU")
+    path = make_model(tmp_path / "model")
+    adapter = make_adapter(path, tmp_path / "adapter")
+    config, kernels = ModelConfig.from_dir(path, quantization), triton_kernels()
+    model = CausalLM(config, 64, formats=Formats(config.quantization))
+    load_model(model, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix, "can_pack", lambda _: False)  # as on a GPU
+        model.bind(Backend(TorchBackend(), kernels))
+    read = read_adapter(adapter, model, 8)
+    AdapterSlots(model, 1, 8).place(0, read)
+    name = "model.layers.0.mlp.down_proj"
+    layer, pair = model.get_submodule(name), read.pairs[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 96, generator=generator)
+    assert (layer.rounding(x) is not None) == (quantization == "fp8")
+    without = layer(x)
+    rows = group_rows(torch.zeros(40, dtype=torch.int32), 1, kernels)
+    context = Context(True, torch.full((40,), -1), torch.tensor([0, 40]), torch.tensor([0, 40]))
+    context.adapters = rows
+    with attending(context, TorchBackend()):
+        assert layer.rounding(x) is None
+        found = layer(x)
+    torch.testing.assert_close(found - without, x @ pair.a.T @ pair.b, rtol=1e-3, atol=1e-4)

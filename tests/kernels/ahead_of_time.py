@@ -572,7 +572,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "guess_ngrams, guess_inputs and accept": drafts,
     **{f"lora, {rows} rows": partial(lora, rows) for rows in (1, 64, 256, 8 * TOKENS)},
     **{
-        f"few_rows, adapted, {hidden}, {rows} rows": partial(adapted_few_rows, hidden, inner, rows)
+        f"few_adapted_rows, {hidden}, {rows} rows": partial(adapted_few_rows, hidden, inner, rows)
         for hidden, inner, all_rows in ((1024, 3072, (1, 8, 32, 64)), (4096, 12288, (1, 64)))
         for rows in all_rows
     },
@@ -604,6 +604,7 @@ SPILLS = {
     **{f"prefill_attention, {name}, codes": 224 for name in (*HEADS, "Mistral's window")},
     "prefill_attention, head_dim 256, codes": 512,
     "experts, int4": 160,
+    "lora, 64 rows": 16,  # on an RTX 50
     "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32
 }
 
@@ -616,7 +617,8 @@ def max_spill(name: str) -> int:
 def capabilities(name: str) -> tuple[int, ...]:
     """The GPUs where its kernels are used, and differ from those of another case."""
     alone = any(
-        part in name for part in ("few_rows", "few_experts", "hopper", "eager", "many tokens")
+        part in name
+        for part in ("few_rows", "few_experts", "few_adapted", "hopper", "eager", "many tokens")
     )
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)

@@ -21,7 +21,7 @@ MOST_PROJECTIONS = 3
 FEW = 32  # rows
 # Parts of the inputs that programs share, by the most rows: enough programs to read A at full
 # speed, few enough sums. Few values, as each is a binary.
-PARTS = {FEW: 32, 128: 8, 2048: 4}
+PARTS = {FEW: 16, 128: 8, 2048: 4}
 LEAST_PART = 128  # inputs
 
 
