@@ -52,6 +52,7 @@ class HeldWeights:
         self.shard = shard
         self.blank = blank_model(shard)
         self.targets = checkpoint_targets(self.blank)
+        self.in_place = shard.device.type == "cuda"  # graphs have addresses of all weights
         self._usual: dict[str, str] = {}  # names that callers have used
         self._needs: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
         self._places: dict[str, list[Place]] = {}
@@ -260,12 +261,11 @@ class HeldWeights:
         self._keep_old(layer, stage)
         stage.layer.bind(self.shard.backend)
         live = self.shard.model.get_submodule(layer)
-        in_place = self.shard.device.type == "cuda"
         for name in BOUND:
             new = getattr(stage.layer, name, None)
             if new is None:
                 continue
-            if in_place and getattr(live, name, None) is not None:
+            if self.in_place and getattr(live, name, None) is not None:
                 replace_values(getattr(live, name), new, layer)
             else:
                 setattr(live, name, new)
