@@ -112,9 +112,10 @@ class VirtualMemory:
     def restore(self) -> None:
         """Map all, with the values that were saved, or else zeros. Does not wait for the copies.
 
-        A chunk is copied while the next one is mapped.
+        A chunk is copied while the next one is mapped. If memory is short, another call goes on.
         """
-        saved, self._host = self._host, []
+        torch.cuda.synchronize(self.device)  # the driver's calls need this thread's context
+        saved = self._host
         while self.mapped < self.num_bytes:
             start = self.mapped
             self.map(start + CHUNK)
@@ -123,6 +124,7 @@ class VirtualMemory:
                 part.copy_(saved[start // CHUNK], non_blocking=True)
             else:
                 part.zero_()
+        self._host = []
 
     def close(self) -> None:
         """Free memory and addresses; no tensor may be used that is in here."""
