@@ -9,7 +9,7 @@ import os
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
@@ -20,9 +20,9 @@ from nanovllm.engine.remote.connection import Connection
 from nanovllm.engine.remote.messages import Drop, Event, Progress, Refused, Stop, Submit, Tokens
 from nanovllm.engine.remote.mirror import Mirror
 from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.pool import Pooling
+from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
-from nanovllm.engine.weights.calls import Running, Weights
-from nanovllm.engine.weights.update import sendable_weight
 from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
@@ -30,11 +30,23 @@ from nanovllm.outputs import EngineStats, RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
+from nanovllm.utils.tasks import all_of
+from nanovllm.vectors.outputs import (
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
+
+if TYPE_CHECKING:  # they import PyTorch
+    from nanovllm.engine.weights.calls import Running, Weights
 
 T = TypeVar("T")
 TENSORS_SENT = 8  # in a message, as they are copied for it
 READERS = 2  # threads that tokenize prompts and apply chat templates
-LARGE = 1 << 17  # characters of a prompt that waits for a thread of its own, not others for it
+# Characters or token ids of a prompt. Changing threads takes longer than reading a small one; a
+# large one waits for a thread of its own, not others for it.
+SMALL, LARGE = 1 << 11, 1 << 17
 
 
 class EngineFullError(RuntimeError):
@@ -70,6 +82,7 @@ class AsyncLLM:
             self._connection.process.close()
             raise
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
+        self._planner = Planner(self._intake, self.model_config, path, str(asked.model))
         self._chat_format = ChatFormat(self.tokenizer, asked.tool_parser, asked.reasoning_parser)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="nanovllm-read")
         self._large_reader = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-read-large")
@@ -147,9 +160,17 @@ class AsyncLLM:
         params = _params(sampling_params, priority)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
-        accepted = await self._in_thread(accept, num_characters(prompt))
+        accepted = await self._read(accept, prompt_size(prompt))
+        async with self._running(accepted, params, request_id, is_whole) as call:
+            yield call
+
+    @contextlib.asynccontextmanager
+    async def _running(
+        self, accepted: Accepted, params: SamplingParams, name: Any = None, is_whole: bool = True
+    ) -> AsyncIterator[Call]:
+        """Queue what was accepted for the time of the block."""
         await self._connection.open()
-        call = self._open(accepted, params, request_id, is_whole)
+        call = self._open(accepted, params, name, is_whole)
         try:
             yield call
         finally:
@@ -157,6 +178,41 @@ class AsyncLLM:
                 self._drop(call)
             del self._calls[call.number]
             self._count(call, 0)
+
+    async def embed(self, prompts: Prompts, **options: Any) -> list[EmbeddingRequestOutput]:
+        """The vectors of prompts; options are those of `LLM.embed`, without a progress bar.
+
+        As many prompts of a call are queued at once as sequences may run. A bad prompt raises
+        before any is queued. Leaving the call aborts its requests.
+        """
+        plan = functools.partial(self._planner.embed, prompts, **options)
+        return await self._carry_out(plan, prompts)
+
+    async def encode(
+        self, prompts: Prompts, pooling: Pooling | None = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """The hidden states of prompts, by the options of `LLM.encode`. Otherwise as `embed`."""
+        plan = functools.partial(self._planner.encode, prompts, pooling, **options)
+        return await self._carry_out(plan, prompts)
+
+    async def score(
+        self, queries: Prompts, documents: Prompts, **options: Any
+    ) -> list[ScoringRequestOutput]:
+        """How well documents fit queries, by the options of `LLM.score`. Otherwise as `embed`."""
+        plan = functools.partial(self._planner.score, queries, documents, **options)
+        return await self._carry_out(plan, documents)
+
+    async def _carry_out(self, make: Callable[[], Plan[Output]], prompts: Any) -> list[Output]:
+        """Make a plan, compute its requests, and return its outputs."""
+        texts = prompts if isinstance(prompts, list | tuple) else [prompts]
+        plan = await self._read(make, sum(map(prompt_size, texts)))
+        room = asyncio.Semaphore(self.config.max_num_seqs)
+
+        async def compute(accepted: Accepted) -> Request:
+            async with room, self._running(accepted, accepted.params) as call:
+                return await call.request()
+
+        return plan.outputs(await all_of(map(compute, plan.accepted)))
 
     async def chat_turn(
         self, messages: list[Any], params: SamplingParams | None = None, **options: Any
@@ -166,7 +222,8 @@ class AsyncLLM:
         turns = functools.partial(
             self._chat_format.turns, [messages], lambda number: [given] * number, **options
         )
-        (turn,) = await self._in_thread(turns, num_characters(messages))
+        size = prompt_size(messages) + SMALL * bool(options)  # such as tools
+        (turn,) = await self._read(turns, size)
         return turn
 
     @property
@@ -198,12 +255,14 @@ class AsyncLLM:
         metrics: list[Metric] = await self._connection.ask("get_metrics")
         return metrics
 
-    async def update_weights(self, weights: Weights, *, running: Running = "refuse") -> None:
+    async def update_weights(self, weights: "Weights", *, running: "Running" = "refuse") -> None:
         """Replace weights, as `LLM.update_weights`.
 
         CUDA tensors are opened by the engine's process; others are sent to it, a few at a time.
         What is wrong with a tensor is found when it is loaded, also in a list.
         """
+        from nanovllm.engine.weights.update import sendable_weight
+
         await self._connection.ask("begin_update", running)
         items = iter(weights.items() if isinstance(weights, Mapping) else weights)
         try:
@@ -214,7 +273,7 @@ class AsyncLLM:
             raise
         await self._connection.ask("end_update")
 
-    async def reload_weights(self, *, running: Running = "refuse") -> None:
+    async def reload_weights(self, *, running: "Running" = "refuse") -> None:
         """Load all weights of the checkpoint again."""
         await self._connection.ask("reload_weights", running=running)
 
@@ -234,7 +293,7 @@ class AsyncLLM:
         done: bool = await self._connection.ask("reset_prefix_cache")
         return done
 
-    async def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
+    async def sleep(self, level: int = 1, *, running: "Running" = "refuse") -> None:
         """Free the device's memory until `wake_up`, as `LLM.sleep`."""
         await self._connection.ask("sleep", level, running=running)
 
@@ -292,9 +351,11 @@ class AsyncLLM:
         self._disconnect()
         await asyncio.to_thread(self._connection.process.close)
 
-    async def _in_thread(self, read: Callable[[], T], size: int) -> T:
-        """Run what takes long for long prompts beside the event loop."""
+    async def _read(self, read: Callable[[], T], size: int) -> T:
+        """Run what takes long for long prompts, and for those beside the event loop."""
         self.check()
+        if size < SMALL:
+            return read()
         threads = self._readers if size < LARGE else self._large_reader
         return await asyncio.get_running_loop().run_in_executor(threads, read)
 
@@ -311,7 +372,7 @@ class AsyncLLM:
         token_ids = array("i", accepted.token_ids).tobytes()
         if params.stop is not None:  # stops are found here
             params = dataclasses.replace(params, stop=None)
-        self._connection.send(Submit(number, token_ids, params))
+        self._connection.send(Submit(number, token_ids, params, accepted.wanted))
         call = self._calls[number] = Call(number, name, mirror, is_whole)
         self.num_open += call.num_open
         return call
@@ -373,14 +434,14 @@ class AsyncLLM:
             call.end(failure)
 
 
-def num_characters(prompt: Any) -> int:
-    """The characters of a prompt's text, or of a conversation's messages; 0 for token ids."""
-    if isinstance(prompt, str):
-        return len(prompt)
+def prompt_size(prompt: Any) -> int:
+    """The token ids of a prompt, or the characters of its text or of a conversation's messages."""
     if isinstance(prompt, Mapping):
-        return sum(num_characters(prompt.get(name)) for name in ("prompt", "content", "text"))
-    is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping)
-    return sum(map(num_characters, prompt)) if is_conversation else 0
+        parts = ("prompt", "prompt_token_ids", "content", "text")
+        return sum(prompt_size(prompt.get(name)) for name in parts)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        return sum(map(prompt_size, prompt))
+    return len(prompt) if hasattr(prompt, "__len__") else 0
 
 
 def _params(given: Any, priority: int | None) -> SamplingParams:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from nanovllm.structured_outputs import STRUCTURED, StructuredOutputs
@@ -54,12 +55,22 @@ def _check_biases(name: str, value: Any) -> dict[int, float]:
     }
 
 
+def _check_kept(name: str, value: Any) -> int:
+    """How many tokens of a prompt are kept: -1, or at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, {KEPT.allowed}, got {shorten(value)}")
+    if value < -1 or value == 0:
+        raise ValueError(f"{name} must be {KEPT.allowed}, got {value}")
+    return int(value)
+
+
 STOP = Rule(_check_stop, "a text or a list of texts")
 TEXTS = Rule(check_texts, "a list of texts")
 IDS = Rule(check_ids, "a list of token ids")
 SOME_IDS = Rule(_check_allowed_ids, "a list of token ids that is not empty")
 BIASES = Rule(_check_biases, BIASES_ALLOWED)
 COUNT = int_range(0)
+KEPT = Rule(_check_kept, "-1 or >= 1")
 PENALTY = float_range(-2.0, 2.0)
 
 
@@ -168,6 +179,16 @@ class SamplingParams:
         STRUCTURED,
         none=NOTHING,
     )
+    truncate_prompt_tokens: int | None = option(
+        None,
+        "keep this many of the prompt's last tokens, if it has more; -1 keeps as many as"
+        " `max_model_len` leaves beside one generated token",
+        KEPT,
+        none="a prompt that is too long is an error",
+    )
+    detokenize: bool = option(
+        True, "make text of the tokens; without it texts are empty", TRUE_OR_FALSE
+    )
     include_stop_str_in_output: bool = option(
         False,
         "keep what ended the output in its text: the text of `stop`, or the token's",
@@ -186,6 +207,11 @@ class SamplingParams:
         check_options(self)
         if self.max_tokens is not None:
             check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                "stop must be None with detokenize=False, which makes no text to look for it, got"
+                f" {shorten(self.stop)}; see stop_token_ids"
+            )
 
     def __hash__(self) -> int:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))

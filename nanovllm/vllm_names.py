@@ -71,8 +71,6 @@ ENGINE = {
 
 SAMPLING = {
     "best_of": OtherName((None, 1), "all `n` samples are returned"),
-    "detokenize": OtherName((True,), "text is made of all tokens"),
-    "truncate_prompt_tokens": OtherName((None,), "a prompt that is too long is an error"),
     "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),
     "logits_processors": OtherName((None,), "see `logit_bias`, `allowed_token_ids`, `bad_words`"),
     "guided_decoding": OtherName((None,), "see `structured_outputs`"),

@@ -16,7 +16,7 @@ import pytest
 from reference import make_llm, make_prompts
 
 from nanovllm import LLM, RankError, SamplingParams
-from nanovllm.async_llm import LARGE, AsyncLLM, EngineFullError, num_characters
+from nanovllm.async_llm import LARGE, AsyncLLM, EngineFullError, prompt_size
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.remote.loop import read_vocabulary
 
@@ -136,11 +136,11 @@ def test_large_prompts_do_not_hold_up_others(
 
 @pytest.mark.parametrize(
     ("prompt", "number"),
-    [("abc", 3), ({"prompt": "abc"}, 3), ([1, 2], 0), ({"prompt_token_ids": [1]}, 0), (None, 0),
+    [("abc", 3), ({"prompt": "abc"}, 3), ([1, 2], 2), ({"prompt_token_ids": [1]}, 1), (None, 0),
      ([{"role": "user", "content": "abc"}, {"content": [{"type": "text", "text": "de"}]}], 5)],
 )  # fmt: skip
-def test_characters_of_prompts_and_conversations(prompt: Any, number: int) -> None:
-    assert num_characters(prompt) == number
+def test_sizes_of_prompts_and_conversations(prompt: Any, number: int) -> None:
+    assert prompt_size(prompt) == number
 
 
 def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:
@@ -519,3 +519,51 @@ def test_the_vocabulary_is_read_before_the_first_request(model_dir: Path, tmp_pa
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     with make_llm(tmp_path) as llm:
         read_vocabulary(llm)  # there is none
+
+
+def test_vectors_are_those_of_llm(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:
+    """Of more prompts than may run at once, beside requests that generate."""
+    prompts = [[i % 256, 5, 9, *range(i)] for i in range(40)]
+
+    async def all_at_once() -> Any:
+        return await asyncio.gather(
+            engine.embed(prompts, dimensions=9), engine.encode(prompts, "all"),
+            engine.encode(prompts[7], "mean"), engine.score("a", ["b", "a"]),
+            engine.complete(prompts[3], LONG),
+        )  # fmt: skip
+
+    embedded, encoded, means, scored, completed = run(all_at_once())
+    want = llm.embed(prompts, dimensions=9, use_tqdm=False)
+    for mine, theirs in zip(embedded, want, strict=True):
+        assert mine.prompt_token_ids == theirs.prompt_token_ids
+        assert mine.embedding == pytest.approx(theirs.embedding, abs=1e-5)
+        assert mine.outputs.embedding is mine.embedding and mine.metrics.end_to_end_time > 0
+    for mine, theirs in zip(encoded, llm.encode(prompts, "all", use_tqdm=False), strict=True):
+        assert (mine.outputs.data - theirs.outputs.data).abs().max() < 1e-5
+    (mean,) = means
+    assert (mean.outputs.data - encoded[7].outputs.data.mean(0)).abs().max() < 1e-5
+    assert [s.score for s in scored] == pytest.approx(
+        [s.score for s in llm.score("a", ["b", "a"], use_tqdm=False)], abs=1e-5
+    )
+    assert completed.token_ids == llm.generate(prompts[3], LONG, use_tqdm=False)[0].token_ids
+
+
+def test_bad_vector_calls_queue_nothing(engine: AsyncLLM, run: Run[Any]) -> None:
+    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt must have 1 to"):
+        run(engine.embed(["a", ""]))
+    with pytest.raises(ValueError, match="dimensions must be in"):
+        run(engine.embed("a", dimensions=0))
+    with pytest.raises(TypeError, match="dimension"):
+        run(engine.embed("a", dimension=1))
+    assert engine.num_open == 0
+
+
+def test_cancelled_vectors_end_in_the_engine(engine: AsyncLLM, run: Run[Any]) -> None:
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(engine.embed([[1] * 400] * 300))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(cancelled())

@@ -62,6 +62,10 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "stop": (
         "a list of texts", [(5, TypeError), ([5], TypeError), ([""], ValueError), ("", ValueError)],
     ),
+    "truncate_prompt_tokens": (
+        "-1 or >= 1", [(0, ValueError), (1.0, TypeError), (True, TypeError), ("1", TypeError)]
+    ),
+    "detokenize": ("True or False", [(1, TypeError), (None, TypeError)]),
     "include_stop_str_in_output": ("True or False", [(1, TypeError), (None, TypeError)]),
     "skip_special_tokens": ("True or False", [(1, TypeError), (None, TypeError)]),
     "seed": (
@@ -149,6 +153,8 @@ def test_defaults_are_the_documented_ones_and_valid() -> None:
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None,
         "allowed_token_ids": None, "bad_words": None, "include_stop_str_in_output": False,
         "skip_special_tokens": True, "priority": 0, "structured_outputs": None,
+        "truncate_prompt_tokens": None,
+        "detokenize": True,
     }  # fmt: skip
     assert SamplingParams(**defaults) == SamplingParams()
     assert dataclasses.asdict(SamplingParams()) == defaults

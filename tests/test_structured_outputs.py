@@ -144,6 +144,24 @@ def test_greedy_equals_transformers_with_an_oracle(
         assert (llm.stats().accepted_tokens > 0) == (llm.scheduler.speculator is not None)
 
 
+ON_DEVICE = dict(device="cuda", num_kvcache_blocks=2000)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [
+    {}, dict(speculative_config=GRAMMAR), dict(speculative_config=SPECULATION),
+    dict(enforce_eager=True), HARD,
+])  # fmt: skip
+def test_greedy_equals_transformers_with_an_oracle_on_a_device(
+    options: dict[str, Any], greedy: Greedy, model_dir: Path
+) -> None:
+    """Masks are filled while graphs run, and drafts of a grammar are in the device table."""
+    prompts, params, expected = greedy
+    with make_llm(model_dir, **ON_DEVICE | options) as llm:
+        assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
+        audit_at_rest(llm)
+
+
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, overlap=True)])
 @pytest.mark.parametrize("in_table", [False, True])
 def test_drafts_keep_the_output(

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.openai.request import CHAT, COMPLETIONS, APIRequest, parse_body
-from nanovllm.utils.checks import check_name, shorten
+from nanovllm.openai.vectors import EMBEDDINGS, VectorRequest, parse_embeddings
+from nanovllm.utils.checks import check_choice, check_name, shorten
 from nanovllm.utils.json_text import parse_json
 
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
 ENVELOPE = ("custom_id", "method", "url", "body")
 
 
@@ -36,9 +38,14 @@ def custom_id_of(line: Mapping[str, Any]) -> str | None:
     return custom_id
 
 
-def parse_request(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
+def parse_request(
+    line: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> APIRequest | VectorRequest:
     """Parse a line's request; `defaults` are sampling parameters for lines without them."""
-    request = parse_body(*_open_envelope(line), defaults)
+    url, body = _open_envelope(line)
+    if url == EMBEDDINGS:
+        return parse_embeddings(body)
+    request = parse_body(url, body, defaults)
     if request.streams:
         raise ValueError("stream must be False here, got True: a job writes whole answers")
     if len(request.prompts) != 1:
@@ -57,8 +64,7 @@ def _open_envelope(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
             raise ValueError(f"{name} is missing")
     if line["method"] != "POST":
         raise ValueError(f"method must be 'POST', got {shorten(line['method'])}")
-    if line["url"] not in (CHAT, COMPLETIONS):
-        raise ValueError(f"url must be {CHAT!r} or {COMPLETIONS!r}, got {shorten(line['url'])}")
+    check_choice("url", line["url"], URLS)
     if not isinstance(line["body"], dict):
         raise TypeError(f"body must be an object, got {shorten(line['body'])}")
     return line["url"], line["body"]

@@ -7,7 +7,7 @@ how often the job was restarted.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.batch.digests import Seen, digest_of
@@ -15,9 +15,9 @@ from nanovllm.batch.envelope import custom_id_of, parse_line
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import Line
 from nanovllm.batch.records import error_record, result_record
-from nanovllm.batch.submit import check_tokenizer, submit
+from nanovllm.batch.submit import Submitted, check_tokenizer, submit
 from nanovllm.llm import LLM
-from nanovllm.openai.request import APIRequest
+from nanovllm.outputs import RequestOutput
 from nanovllm.utils.checks import shorten
 
 LINE_ID = re.compile("line-[0-9]+")  # the ids of lines without one
@@ -41,11 +41,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request in the engine, and the line that it came from."""
+    """A line whose requests are in the engine, and the outputs of those that have finished."""
 
     number: int
     custom_id: str
-    request: APIRequest
+    submitted: Submitted
+    outputs: list[RequestOutput] = field(default_factory=list)
 
 
 class Job:
@@ -89,15 +90,17 @@ class Job:
         try:
             if isinstance(value, Exception):
                 raise value
-            request_id, request = submit(self.llm, custom_id, value, self.defaults)
+            submitted = submit(self.llm, custom_id, value, self.defaults)
         except (TypeError, ValueError) as error:
             if self.strict:
                 raise ValueError(f"line {line.number}: {error}") from error
             self.journal.append([error_record(line.number, custom_id, str(error))])
             self.tally.failed += 1
             return
-        self._pending[request_id] = Pending(line.number, custom_id, request)
-        self._room -= request.params.n
+        pending = Pending(line.number, custom_id, submitted)
+        for request_id in submitted.request_ids:
+            self._pending[request_id] = pending
+            self._room -= submitted.num_samples
 
     def _identify(self, line: Line) -> tuple[str, dict[str, Any] | Exception]:
         """A line's id, and its object or its error.
@@ -125,7 +128,10 @@ class Job:
         records = []
         for output in self.llm.step():
             pending = self._pending.pop(output["request_id"])
-            self._room += pending.request.params.n
+            self._room += pending.submitted.num_samples
+            pending.outputs.append(output)
+            if len(pending.outputs) < len(pending.submitted.request_ids):
+                continue
             place = (pending.number, pending.custom_id)
             if all(sample["finish_reason"] == "error" for sample in output["outputs"]):
                 self.tally.failed += 1
@@ -133,6 +139,7 @@ class Job:
                 continue
             self.tally.computed += 1
             self.tally.tokens += sum(len(sample["token_ids"]) for sample in output["outputs"])
-            records.append(result_record(*place, pending.request, output, self.llm))
+            body = pending.submitted.body(str(pending.number), pending.outputs)
+            records.append(result_record(*place, body))
         if records:
             self.journal.append(records)

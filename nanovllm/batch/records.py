@@ -6,12 +6,8 @@ lines are done.
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from nanovllm.llm import LLM
-from nanovllm.openai.request import APIRequest
-from nanovllm.openai.response import response_body
-from nanovllm.outputs import RequestOutput
 
 ID = "batch_req_"
 NUMBERED = re.compile(f"{ID}([1-9][0-9]{{0,9}})")  # a journal holds 8 bytes for each line
@@ -27,11 +23,8 @@ class Record(NamedTuple):
     failed: bool
 
 
-def result_record(
-    number: int, custom_id: str, request: APIRequest, output: RequestOutput, llm: LLM
-) -> bytes:
-    """The record of a line that `llm` has answered."""
-    body = response_body(str(number), request, [output], llm.config.model, llm.tokenizer)
+def result_record(number: int, custom_id: str, body: Mapping[str, Any]) -> bytes:
+    """The record of a line that was answered with `body`."""
     response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
     return _record(number, custom_id, response, None)
 

@@ -1,13 +1,16 @@
 """Check a line's request and queue it in an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.batch.digests import digest_of
 from nanovllm.batch.envelope import parse_request
 from nanovllm.llm import LLM
-from nanovllm.openai.request import CHAT, APIRequest
+from nanovllm.openai.request import CHAT
+from nanovllm.openai.response import response_body
+from nanovllm.openai.vectors import VectorRequest, embeddings_body
+from nanovllm.outputs import RequestOutput
 
 
 def check_tokenizer(llm: LLM) -> None:
@@ -16,10 +19,21 @@ def check_tokenizer(llm: LLM) -> None:
         raise RuntimeError(f"{llm.config.model} has no tokenizer; --tokenizer names one")
 
 
+class Submitted(NamedTuple):
+    """A line's requests in the engine, and the samples that each has.
+
+    `body(name, outputs)` makes the response's body when all have finished; `name` is for its id.
+    """
+
+    request_ids: list[int]
+    num_samples: int
+    body: Callable[[str, list[RequestOutput]], dict[str, Any]]
+
+
 def submit(
     llm: LLM, custom_id: str, line: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> tuple[int, APIRequest]:
-    """Queue a line's request; return the request's id in the engine, and the request.
+) -> Submitted:
+    """Queue a line's requests: one, or of an embedding one for each input.
 
     `defaults` are sampling parameters for lines without them. A line without a seed gets one that
     depends on `custom_id`. A bad line is a TypeError or ValueError and changes nothing in the
@@ -27,6 +41,8 @@ def submit(
     """
     seed = digest_of(custom_id, llm.config.seed) >> 1
     request = parse_request(line, {"seed": seed, **defaults})
+    if isinstance(request, VectorRequest):
+        return _submit_vectors(llm, request)
     (prompt,) = request.prompts
     if request.url == CHAT:
         if not llm.has_chat_template:
@@ -34,4 +50,20 @@ def submit(
         (turn,) = llm.chat_turns([prompt], request.params, **request.chat_options)
         prompt = turn.prompt
         request = replace(request, params=turn.params, answer=turn.answer)
-    return llm.add_request(prompt, request.params), request
+    request_id = llm.add_request(prompt, request.params)
+
+    def body(name: str, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return response_body(name, request, outputs, llm.config.model, llm.tokenizer)
+
+    return Submitted([request_id], request.params.n, body)
+
+
+def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
+    plan = llm.planner.embed(*asked.arguments, **asked.options)
+    ids = [llm.enqueue(one) for one in plan.accepted]
+    requests = [llm.unfinished[request_id] for request_id in ids]
+
+    def body(_: str, __: list[RequestOutput]) -> dict[str, Any]:
+        return embeddings_body(asked, plan.outputs(requests), llm.config.model)
+
+    return Submitted(ids, 1, body)

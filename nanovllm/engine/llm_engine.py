@@ -14,6 +14,7 @@ from nanovllm.engine.guess.costs import costs_of
 from nanovllm.engine.guess.source import find_source
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.masks import take
+from nanovllm.engine.requests.pool import Wanted
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.scheduler import Scheduler
@@ -339,9 +340,11 @@ class LLMEngine:
             self.drop_output(request_id)
         return outputs
 
-    def accept(self, prompt: Prompt, params: SamplingParams) -> Accepted:
+    def accept(
+        self, prompt: Prompt, params: SamplingParams, wanted: Wanted | None = None
+    ) -> Accepted:
         """Encode a prompt; raises if it or its parameters do not fit the model."""
-        return self._intake.accept(prompt, params)
+        return self._intake.accept(prompt, params, wanted)
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
         """Queue what `accept` returned and return its id.

@@ -33,6 +33,10 @@ NOTES = (
 )  # fmt: skip
 # Fields with a single allowed value, which is what happens in any case.
 FIXED: dict[str, Any] = {"best_of": 1}
+KNOWN = {
+    url: dict.fromkeys((*names, *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED))
+    for url, names in INPUTS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     streams = check_bool("stream", body.get("stream", False))
     return APIRequest(
         url=url,
-        prompts=[prompt] if url == CHAT else _prompts(prompt),
+        prompts=[prompt] if url == CHAT else prompts_of(prompt),
         chat_options=_chat_options(body, option_names),
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
@@ -81,7 +85,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _check_fields(url: str, body: Mapping[str, Any]) -> None:
-    known = (*INPUTS[url], *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED)
+    known = KNOWN[url]
     for name, value in body.items():
         if name in VLLM_NAMES and name not in known:
             why = VLLM_NAMES[name].why.replace("`", "")
@@ -99,7 +103,7 @@ def _chat_options(body: Mapping[str, Any], names: Collection[str]) -> dict[str, 
     return {"tool_choice": "auto", **given} if given.get("tools") else given
 
 
-def _prompts(prompt: Any) -> list[Any]:
+def prompts_of(prompt: Any) -> list[Any]:
     """The prompts in a text, a list of token ids, or a list of either."""
     if isinstance(prompt, list) and prompt and all(isinstance(p, str | list) for p in prompt):
         return prompt

@@ -20,13 +20,11 @@ except ImportError as error:
 
 from nanovllm.batch.digests import digest_of
 from nanovllm.batch.envelope import custom_id_of, parse_line
-from nanovllm.batch.submit import check_tokenizer, submit
+from nanovllm.batch.submit import Submitted, check_tokenizer, submit
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.ranks.errors import RankError
 from nanovllm.llm import LLM
-from nanovllm.openai.request import APIRequest
-from nanovllm.openai.response import response_body
 from nanovllm.outputs import RequestOutput
 from nanovllm.ray.placement import is_on_cuda
 from nanovllm.sampling_params import SamplingParams
@@ -39,11 +37,12 @@ Answer = tuple[str | None, str | None, str | None, str | None]  # their values f
 
 
 class Pending(NamedTuple):
-    """A request in the engine, and the row that it came from."""
+    """A row whose requests are in the engine, and the outputs of those that have finished."""
 
     row: int
     custom_id: str
-    request: APIRequest
+    submitted: Submitted
+    outputs: list[RequestOutput]
 
 
 class EngineReplica:
@@ -108,15 +107,18 @@ class EngineReplica:
             for index, line in enumerate(lines):
                 try:
                     custom_id, value = _identify(line)
-                    request_id, request = submit(self._llm, custom_id, value, self._sampling)
+                    submitted = submit(self._llm, custom_id, value, self._sampling)
                 except (TypeError, ValueError) as error:
                     answers[index] = (None, None, None, str(error))
                 else:
-                    pending[request_id] = Pending(index, custom_id, request)
+                    row = Pending(index, custom_id, submitted, [])
+                    pending |= dict.fromkeys(submitted.request_ids, row)
             while pending:
                 for output in self._llm.step():
                     done = pending.pop(output["request_id"])
-                    answers[done.row] = _answered(done, output, self._llm)
+                    done.outputs.append(output)
+                    if len(done.outputs) == len(done.submitted.request_ids):
+                        answers[done.row] = _answered(done)
         finally:
             self._llm.discard_requests(pending)  # Ray can be set to continue after an exception
         return [answers[index] for index in range(len(lines))]
@@ -214,9 +216,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _answered(pending: Pending, output: RequestOutput, llm: LLM) -> Answer:
+def _answered(row: Pending) -> Answer:
     """The first sample's text and finish reason, and the whole response body in JSON."""
-    body = response_body(
-        pending.custom_id, pending.request, [output], llm.config.model, llm.tokenizer
-    )
-    return output["text"], output["finish_reason"], json.dumps(body), None
+    body, first = row.submitted.body(row.custom_id, row.outputs), row.outputs[0]
+    return first["text"], first["finish_reason"], json.dumps(body), None

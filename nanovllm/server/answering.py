@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -10,6 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -25,12 +25,13 @@ from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import APIError, as_api_error, error_body, error_response
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
+from nanovllm.utils.tasks import all_of, cancel
 
 T = TypeVar("T")
 CLIENT_LEFT = 499  # for the log, as nginx writes it
 LAST_SECONDS = 1.0  # for an error to leave
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+Part = tuple[bytes, bool]  # of a streamed response: events, and whether they are the last
 
 
 class Answering:
@@ -48,22 +49,14 @@ class Answering:
 
     async def handle(self, request: Request) -> Response:
         """Answer a request."""
-        url = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        url = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         line = RequestLine(url, uuid.uuid4().hex)
         try:
-            asked = await self._parse(url, await read_object(request, self._options.max_body_mib))
-            prepared = await _unless_gone(
-                request.receive, self._prepare(asked), self._options.timeout
-            )
-            if prepared is None:
-                line.write(CLIENT_LEFT)
-                return Response(status_code=CLIENT_LEFT)
-            asked, prompts = prepared
+            asked = self._parse(url, await read_object(request, self._options.max_body_mib))
             if asked.streams:
-                chunks = self._chunks(line, asked, prompts)
-                return EventStream(chunks, self._options.timeout, line)
-            body = await _unless_gone(
-                request.receive, self._body(line, asked, prompts), self._options.timeout
+                return EventStream(self._chunks(line, asked), self._options.timeout, line)
+            body = await unless_gone(
+                request.receive, self._body(line, asked), self._options.timeout
             )
         except asyncio.CancelledError:  # by what runs the application
             line.write(CLIENT_LEFT)
@@ -77,13 +70,9 @@ class Answering:
         line.write(200)
         return JSONResponse(body)
 
-    async def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
+    def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
         asked = parse_body(url, body, self._defaults[url])
-        if asked.model is not None and asked.model not in self._names:
-            raise APIError(
-                404, f"there is no model {asked.model!r}, but {', '.join(self._names)}",
-                "model_not_found",
-            )  # fmt: skip
+        check_model(asked.model, self._names)
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
         most = self._llm.config.max_num_seqs + self._llm.max_waiting
@@ -101,11 +90,10 @@ class Answering:
         turn = await self._llm.chat_turn(messages, asked.params, **asked.chat_options)
         return replace(asked, params=turn.params, answer=turn.answer), [turn.prompt]
 
-    async def _body(
-        self, line: RequestLine, asked: APIRequest, prompts: list[Any]
-    ) -> dict[str, Any]:
+    async def _body(self, line: RequestLine, asked: APIRequest) -> dict[str, Any]:
         """The body of a whole response."""
-        outputs = await _all(self._llm.complete(prompt, asked.params) for prompt in prompts)
+        asked, prompts = await self._prepare(asked)
+        outputs = await all_of(self._llm.complete(prompt, asked.params) for prompt in prompts)
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise APIError(400, str(samples[0]["stop_reason"]))
@@ -114,10 +102,9 @@ class Answering:
         line.first = outputs[0].metrics.time_to_first_token
         return body
 
-    async def _chunks(
-        self, line: RequestLine, asked: APIRequest, prompts: list[Any]
-    ) -> AsyncIterator[bytes]:
-        """The events of a streamed response. Requests end with the iterator."""
+    async def _chunks(self, line: RequestLine, asked: APIRequest) -> AsyncIterator[Part]:
+        """A streamed response. Requests end with the iterator."""
+        asked, prompts = await self._prepare(asked)
         async with AsyncExitStack() as stack:
             calls = [
                 await stack.enter_async_context(self._llm.request(prompt, asked.params))
@@ -125,16 +112,20 @@ class Answering:
             ]
             writers = self._writers(line.name, asked, calls)
             begun: set[int] = set()
+            num_open, last = len(writers), b""
             async for place, event in _merged(calls):
                 if event["finish_reason"] == "error" and not begun:
                     raise APIError(400, str(event["stop_reason"]))
                 index = place * asked.params.n + event["sample"]
                 if asked.echo and index not in begun:
-                    yield _sse(writers[index].echo(self._prompt_text(calls[place])))
+                    yield _sse(writers[index].echo(self._prompt_text(calls[place]))), False
                 begun.add(index)
                 chunk = writers[index].chunk(event)
-                if chunk is not None:
-                    yield _sse(chunk)
+                num_open -= event["finish_reason"] is not None
+                if not num_open and calls[place].is_over:  # the end leaves with the last event
+                    last = b"" if chunk is None else _sse(chunk)
+                elif chunk is not None:
+                    yield _sse(chunk), False
                 line.reason = event["finish_reason"]
             counts = (
                 sum(call.num_prompt_tokens for call in calls),
@@ -143,8 +134,7 @@ class Answering:
             )
         usage = writers[0].usage_chunk(*counts)
         line.count(usage["usage"], line.reason)
-        if asked.includes_usage:
-            yield _sse(usage)
+        yield last + (_sse(usage) if asked.includes_usage else b"") + DONE, True
 
     def _writers(self, name: str, asked: APIRequest, calls: Sequence[Call]) -> list[ChunkWriter]:
         """A writer for each sample of each prompt."""
@@ -159,6 +149,13 @@ class Answering:
         request = call.mirror.request
         ids = request.seqs[0].token_ids[: call.num_prompt_tokens]
         return echoed_text(request.prompt, ids, self._llm.tokenizer)
+
+
+def check_model(asked: str | None, names: Sequence[str]) -> None:
+    """Raise if a body asks for a model that has none of these `names`."""
+    if asked is not None and asked not in names:
+        message = f"there is no model {asked!r}, but {', '.join(names)}"
+        raise APIError(404, message, "model_not_found")
 
 
 def refuse_templates(asked: APIRequest) -> None:
@@ -176,7 +173,7 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, chunks: AsyncIterator[bytes], timeout: float | None, line: RequestLine
+        self, chunks: AsyncIterator[Part], timeout: float | None, line: RequestLine
     ) -> None:
         self._chunks, self._timeout, self._line = chunks, timeout, line
         self.background = None
@@ -186,7 +183,7 @@ class EventStream(Response):
         """Send the events."""
         status = 200
         try:
-            if not await _unless_gone(receive, self._pump(send), self._timeout):
+            if not await unless_gone(receive, self._pump(send), self._timeout):
                 status = CLIENT_LEFT
         except asyncio.CancelledError:
             status = CLIENT_LEFT
@@ -201,14 +198,11 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> bool:
         """Send the events; True at the end."""
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
+            async for chunk, is_last in chunks:
                 if not self._begun:
                     self._line.first = time.perf_counter() - self._line.start
                     await self._begin(send)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        if not self._begun:
-            await self._begin(send)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
         return True
 
     async def _begin(self, send: Send) -> None:
@@ -234,7 +228,7 @@ class EventStream(Response):
 
 def _sse(value: Any) -> bytes:
     """A server-sent event."""
-    return b"data: " + _encode(value).encode() + b"\n\n"
+    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent]]:
@@ -251,7 +245,7 @@ async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent
 
     async def follow_all() -> None:
         try:
-            await _all(follow(place, call) for place, call in enumerate(calls))
+            await all_of(follow(place, call) for place, call in enumerate(calls))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
@@ -263,39 +257,29 @@ async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent
                 raise item
             yield item
     finally:
-        await _cancel(task)
+        await cancel(task)
 
 
-async def _all(coroutines: Any) -> list[Any]:
-    """The results of all; if one raises, the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _cancel(*tasks)
-
-
-async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _unless_gone(
+async def unless_gone(
     receive: Receive, work: Coroutine[Any, Any, T], timeout: float | None
 ) -> T | None:
     """What `work` returns; None, and it is cancelled, if the client leaves before."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
+    gone.add_done_callback(lambda _: task.cancel())
+    limit = timeout and asyncio.get_running_loop().call_later(timeout, task.cancel)
     try:
-        await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return await task
+        return await task
+    except asyncio.CancelledError:
         if gone.done():
             return None
-        raise asyncio.TimeoutError
+        if limit and limit.when() <= asyncio.get_running_loop().time():
+            raise asyncio.TimeoutError from None
+        raise
     finally:
-        await _cancel(task, gone)
+        gone.cancel()
+        if limit:
+            limit.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.request import CHAT, COMPLETIONS
+from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.answering import Answering
 from nanovllm.server.errors import APIError, handle_error
 from nanovllm.server.guard import Guard
@@ -24,6 +25,7 @@ from nanovllm.server.metrics import metrics_text
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.sleeping import Sleeping
 from nanovllm.server.tokens import Tokens
+from nanovllm.server.vectors import Vectors
 
 PAGE = Path(__file__).with_name("page.html")
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,12 +40,13 @@ def make_app(
     """
     names = tuple(options.served_model_name or (llm.config.model,))
     answering = Answering(llm, names, options, defaults)
+    vectors = Vectors(llm, names, options)
     tokens = Tokens(llm, options)
     server = Server(llm, names, options.health_seconds)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
         Route(COMPLETIONS, answering.handle, methods=["POST"]),
-        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        *(Route(url, vectors.handle, methods=["POST"]) for url in (EMBEDDINGS, *SCORE, *RERANK)),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -98,10 +101,6 @@ class Server:
             "parent": None,
             "max_model_len": self._llm.config.max_model_len,
         }
-
-    async def embeddings(self, _: Request) -> Response:
-        """There are none."""
-        raise APIError(501, "embeddings are not supported: the model generates text")
 
     async def health(self, _: Request) -> Response:
         """Status 200 as long as the engine answers."""

@@ -18,6 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
+from nanovllm.utils.heap import keep_what_lives
 from nanovllm.utils.option import options_of
 
 logger = logging.getLogger("nanovllm.server")
@@ -41,6 +42,7 @@ def serve(
     _check_certificate(options)
     with _listening(options) as listener:  # before the model is loaded, which takes long
         llm = open_engine(engine, options)
+        keep_what_lives()
         try:
             return _run(_Life(llm, options, sampling).run(listener, announce))
         finally:

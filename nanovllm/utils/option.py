@@ -147,10 +147,25 @@ def options_of(kind: Any) -> dict[str, Option]:
 
 
 def check_options(instance: Any) -> None:
-    """Check every field of a frozen dataclass, and keep the values that the rules return."""
+    """Check every field of a frozen dataclass, and keep the values that the rules return.
+
+    Defaults are allowed: most fields have theirs, and a server checks many instances a second.
+    """
     kind: Any = type(instance)
-    for name, described in options_of(kind).items():
-        object.__setattr__(instance, name, described.check(name, getattr(instance, name)))
+    for name, (described, default) in _with_defaults(kind).items():
+        value = getattr(instance, name)
+        if value is not default:
+            object.__setattr__(instance, name, described.check(name, value))
+
+
+@functools.cache
+def _with_defaults(kind: Any) -> dict[str, tuple[Option, Any]]:
+    """The options of a dataclass, and the default of each that needs no check."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    return {
+        name: (described, dataclasses.MISSING if described.value_of_none else defaults[name])
+        for name, described in options_of(kind).items()
+    }
 
 
 def int_range(low: int, high: int | None = None) -> Rule:

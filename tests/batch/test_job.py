@@ -1,5 +1,6 @@
 """Batch jobs in one process: lines, their records, and the journal."""
 
+import base64
 import errno
 import io
 import json
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from reference import make_llm
 
@@ -47,6 +49,10 @@ def chat(custom_id: str = "a", **body: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "12+34="}]
     body = {"model": "adder", "messages": messages, **GREEDY, **body}
     return dict(custom_id=custom_id, method="POST", url=CHAT, body=body)
+
+
+def embedding(custom_id: str = "a", **body: Any) -> dict[str, Any]:
+    return dict(custom_id=custom_id, method="POST", url="/v1/embeddings", body=body)
 
 
 def run(llm: LLM, output: Path, data: bytes, strict: bool = False) -> list[dict[str, Any]]:
@@ -86,6 +92,30 @@ def test_records_have_openais_form(llm: LLM, tmp_path: Path) -> None:
     answer = second["response"]["body"]
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "46"}
+
+
+def test_embeddings_stand_beside_completions(llm: LLM, tmp_path: Path) -> None:
+    """A line may have several inputs, of any kind; its record comes when all are computed."""
+    texts = ["12+34=", "7+8="]
+    many = [*texts] * 20
+    ids = llm.tokenizer.encode(texts[1])
+    lines = [
+        completion("a"), embedding("b", input=texts[0]), embedding("c", input=many, dimensions=5),
+        embedding("d", input=ids, encoding_format="base64"), embedding("e", input=[ids, ids]),
+    ]  # fmt: skip
+    first, *records = run(llm, tmp_path / "out", jsonl(*lines))
+    assert text_of(first) == "46"
+    bodies = [record["response"]["body"] for record in records]
+    assert [len(body["data"]) for body in bodies] == [1, 40, 1, 2]
+    assert [body["usage"]["total_tokens"] for body in bodies] == [6, 200, 4, 8]
+    vectors = [output.embedding for output in llm.embed(texts, use_tqdm=False)]
+    cut = [output.embedding for output in llm.embed(texts, use_tqdm=False, dimensions=5)]
+    assert bodies[0]["data"][0]["embedding"] == pytest.approx(vectors[0], abs=1e-6)
+    for index, item in enumerate(bodies[1]["data"]):
+        assert item["index"] == index
+        assert item["embedding"] == pytest.approx(cut[index % 2], abs=1e-6)
+    decoded = np.frombuffer(base64.b64decode(bodies[2]["data"][0]["embedding"]), "<f4")
+    assert decoded.tolist() == pytest.approx(vectors[1], abs=1e-6)
 
 
 def test_plain_lines_are_answered(llm: LLM, tmp_path: Path) -> None:
@@ -178,7 +208,10 @@ def test_fields_become_sampling_params(body: dict[str, Any], expected: dict[str,
         ({"prompt": "x", "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids as keys, got 'a'"),
         ({"prompt": "x", "temperature": -1}, "temperature must be finite and >= 0.0, got -1"),
-        ({**completion(), "url": "/v1/embeddings"}, "url must be '/v1/chat/completions' or"),
+        ({**completion(), "url": "/v1/score"}, "url must be one of '/v1/chat/completions',"),
+        (embedding(inputs="a"), "unknown field 'inputs'"),
+        (embedding(input=[]), "input must not be empty"),
+        (embedding(input="a", encoding_format="hex"), "encoding_format must be one of"),
         ({**completion(), "method": "GET"}, "method must be 'POST', got 'GET'"),
         ({**completion(), "body": "x"}, "body must be an object, got 'x'"),
         ({**completion(), "custom_id": None}, "custom_id is missing"),
@@ -278,7 +311,7 @@ def test_lines_are_read_as_there_is_room(llm: LLM, tmp_path: Path) -> None:
         job = Job(llm, journal, GREEDY)
         for tally in job.run(endless()):
             assert taken - tally.lines <= 2 * llm.config.max_num_seqs
-            assert sum(p.request.params.n for p in job._pending.values()) <= 16 + 2
+            assert sum(p.submitted.num_samples for p in job._pending.values()) <= 16 + 2
             if tally.computed > 100:
                 break
     for request_id in list(llm.unfinished):

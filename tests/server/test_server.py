@@ -218,7 +218,20 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", dict(messages=[{}]), 400, 'a dict with a "role"'),
     ("/v1/chat/completions", dict(messages=HI, prompt="a"), 400, "unknown field 'prompt'"),
     ("/v1/chat/completions", dict(messages=HI, tools=[1]), 400, "tools[0] must be"),
-    ("/v1/embeddings", dict(input="a"), 501, "embeddings are not supported"),
+    ("/v1/embeddings", dict(), 400, "input is missing"),
+    ("/v1/embeddings", dict(input=""), 400, "input must not be empty"),
+    ("/v1/embeddings", dict(input=["a", 5]), 400, "input"),
+    ("/v1/embeddings", dict(input=[[1], [999]]), 400, "input[1]: prompt token id"),
+    ("/v1/embeddings", dict(input="a", model="x"), 404, "there is no model 'x', but tiny, t"),
+    ("/v1/embeddings", dict(input="a", dimensions=65), 400, "dimensions must be in [1, 64]"),
+    ("/v1/embeddings", dict(input="a", encoding_format="x"), 400, "encoding_format must be one"),
+    ("/v1/embeddings", dict(input="a", temperature=1), 400, "unknown field 'temperature'"),
+    ("/score", dict(text_1="a"), 400, "documents is missing"),
+    ("/score", dict(text_1="a", queries="a", text_2="b"), 400, "another name of queries"),
+    ("/v1/score", dict(text_1=["a", "b"], text_2="b"), 400, "queries must be one or as many"),
+    ("/rerank", dict(query="a", documents=[]), 400, "documents must be a list that is not"),
+    ("/rerank", dict(query="a", documents=["b", 5]), 400, "documents[1] must be a text"),
+    ("/rerank", dict(query="a", documents=["b"], top_n=-1), 400, "top_n must be"),
     ("/v1/nothing", dict(), 404, "Not Found"),
     ("/tokenize", dict(prompt=5), 400, "prompt must be a text, got 5"),
     ("/detokenize", dict(tokens="a"), 400, "tokens must be a list of token ids"),
@@ -242,6 +255,50 @@ def test_bad_requests_get_their_status(
 def test_bodies_that_are_no_objects(server: Server, data: bytes) -> None:
     response = httpx.post(f"{server.url}/v1/completions", content=data)
     assert response.status_code == 400 and "the body" in response.json()["error"]["message"]
+
+
+def test_openais_client_gets_embeddings(server: Server, client: openai.OpenAI, llm: LLM) -> None:
+    """It asks for base64 by itself."""
+    texts = [f"text {i}" for i in range(30)]  # more than may run at once
+    want = [output.embedding for output in llm.embed(texts, use_tqdm=False)]
+    ids = [llm.tokenizer.encode(text) for text in texts]
+    asked: list[Any] = [texts, ids, texts[0], ids[0]]
+    for given in asked:
+        for kind in ({}, {"encoding_format": "float"}):
+            found = client.embeddings.create(model="tiny", input=given, **kind)  # type: ignore
+            assert found.model == "tiny"
+            assert found.usage.prompt_tokens == found.usage.total_tokens > 0
+            for index, item in enumerate(found.data):
+                assert item.index == index
+                assert item.embedding == pytest.approx(want[index], abs=1e-5)
+    (cut,) = client.embeddings.create(model="t", input="a", dimensions=7).data
+    assert len(cut.embedding) == 7
+    wait_for_rest(server)
+
+
+def test_scores_and_rankings(server: Server, llm: LLM) -> None:
+    texts = ["a", "b c", "zz top", "a b"]
+    want = [output.score for output in llm.score("a b", texts, use_tqdm=False)]
+    for path in ("/score", "/v1/score"):
+        for names in (("text_1", "text_2"), ("queries", "documents")):
+            found = post(server, path, **dict(zip(names, ("a b", texts), strict=True))).json()
+            assert [item["score"] for item in found["data"]] == pytest.approx(want, abs=1e-5)
+    assert found["usage"]["total_tokens"] == sum(3 + len(text) for text in texts)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        documents = [texts[0], {"text": texts[1]}, *texts[2:]]
+        found = post(server, path, query="a b", documents=documents, top_n=3).json()
+        order = sorted(range(4), key=lambda index: -want[index])[:3]
+        assert [item["index"] for item in found["results"]] == order
+        assert [item["document"]["text"] for item in found["results"]] == [texts[i] for i in order]
+    assert order[0] == 3 and found["results"][0]["relevance_score"] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_client_that_leaves_ends_its_embeddings(server: Server) -> None:
+    body = {"input": ["a" * 500] * 1500}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=0.3)
+    wait_for_rest(server)
+    assert post(server, "/v1/embeddings", input="a").status_code == 200
 
 
 def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> None:

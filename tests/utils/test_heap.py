@@ -1,6 +1,7 @@
 """Freed memory goes back to the system."""
 
 import ctypes
+import gc
 import os
 import platform
 import threading
@@ -34,6 +35,16 @@ def test_memory_that_threads_have_freed_is_returned() -> None:
     before = resident()
     heap.trim_heap()
     assert before - resident() > SIZE * COUNT // 2
+
+
+def test_what_lives_is_not_searched_again() -> None:
+    one = [object()]
+    try:
+        heap.keep_what_lives()
+        assert not any(each is one for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    assert any(each is one for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])

@@ -98,6 +98,16 @@ def test_two_ranks_give_the_states_of_one(model_dir: Path, expected: list[torch.
             check(llm, make_prompts(), expected, pooling)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["whole", "odd chunks, mixed", "drafts"])
+def test_pooled_states_on_a_device_are_those_of_transformers(
+    name: str, model_dir: Path, expected: list[torch.Tensor]
+) -> None:
+    with make_llm(model_dir, **dict(device="cuda", num_kvcache_blocks=2000) | REGIMES[name]) as llm:
+        for pooling in POOLINGS:
+            check(llm, make_prompts(), expected, pooling)
+
+
 def test_prompts_run_beside_requests_that_generate(
     model_dir: Path, expected: list[torch.Tensor]
 ) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from nanovllm.engine.remote.mirror import Mirror
+from nanovllm.engine.requests.request import Request
 from nanovllm.outputs import RequestOutput, StreamEvent
 
 
@@ -35,6 +36,11 @@ class Call:
         output = self.mirror.output()
         output["request_id"] = self.name
         return output
+
+    async def request(self) -> Request:
+        """The request, when it has finished."""
+        await self._wait()
+        return self.mirror.request
 
     @property
     def num_prompt_tokens(self) -> int:

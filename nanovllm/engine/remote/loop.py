@@ -39,6 +39,7 @@ from nanovllm.engine.remote.messages import (
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.utils.heap import keep_what_lives
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -89,9 +90,8 @@ class Followed:
         """The last event: all samples have ended."""
         first, times = self.request.seqs[0], self.request.times
         asked = first.params.prompt_logprobs is not None
-        return Ended(
-            self.number, times, first.num_hit_tokens or 0, first.logprobs.prompt if asked else None
-        )
+        likely = first.logprobs.prompt if asked else None
+        return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool)
 
 
 def _progress(number: int, seq: Sequence, start: int) -> Progress:
@@ -196,7 +196,8 @@ class EngineLoop:
         if self._engine.refusal is not None:
             return NotReadyError(self._engine.refusal)
         try:
-            return self._engine.accept(array("i", command.token_ids).tolist(), command.params)
+            token_ids = array("i", command.token_ids).tolist()
+            return self._engine.accept(token_ids, command.params, command.wanted)
         except (TypeError, ValueError) as error:
             return error
 
@@ -258,6 +259,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
     engine = WeightCalls(model, **options)
     try:
         read_vocabulary(engine)
+        keep_what_lives()
         outbox.send(Ready(engine.config, engine.model_config))
         threading.Thread(target=_read, args=(link, commands), daemon=True).start()
         EngineLoop(engine, commands, outbox).run()

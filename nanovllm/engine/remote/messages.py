@@ -1,7 +1,7 @@
 """The messages between an engine's process and its caller."""
 
 import pickle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.logprobs import LikelyToken
@@ -10,18 +10,23 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
+if TYPE_CHECKING:  # it imports PyTorch
+    from nanovllm.engine.requests.pool import Pool, Wanted
+
 NO_ARGUMENTS = pickle.dumps(((), {}))
 
 
 class Submit(NamedTuple):
     """Queue a request. `number` is the caller's name for it; stop strings are left to the caller.
 
-    `token_ids` are 32-bit integers, which travel faster than a list.
+    `token_ids` are 32-bit integers, which travel faster than a list. With `wanted` nothing is
+    generated.
     """
 
     number: int
     token_ids: bytes
     params: SamplingParams
+    wanted: "Wanted | None" = None
 
 
 class Drop(NamedTuple):
@@ -89,12 +94,16 @@ class Progress(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """All samples of a request have ended: what is known of it as a whole."""
+    """All samples of a request have ended: what is known of it as a whole.
+
+    `pool` has what was wanted of a prompt that generates nothing.
+    """
 
     number: int
     times: RequestTimes
     num_hit_tokens: int
     prompt_logprobs: list[list[LikelyToken]] | None
+    pool: "Pool | None" = None
 
 
 class Refused(NamedTuple):

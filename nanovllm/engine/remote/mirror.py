@@ -62,6 +62,8 @@ class Mirror:
         self.request.times, first.num_hit_tokens = ended.times, ended.num_hit_tokens
         if ended.prompt_logprobs is not None:
             first.logprobs.prompt = ended.prompt_logprobs
+        if ended.pool is not None:
+            first.pool = ended.pool
 
     def events(self) -> Iterable[StreamEvent]:
         """What is new since the last call, of all samples."""

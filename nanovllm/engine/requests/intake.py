@@ -10,7 +10,7 @@ from nanovllm.engine.requests.constraint import Constraint
 from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
-from nanovllm.engine.requests.pool import Pool
+from nanovllm.engine.requests.pool import Pool, Wanted
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
@@ -37,6 +37,11 @@ class Accepted:
     bad_words: tuple[tuple[int, ...], ...] = ()
     pool: Pool | None = None
 
+    @property
+    def wanted(self) -> Wanted | None:
+        """What the pool is for, if there is one."""
+        return None if self.pool is None else Wanted(self.pool.pooling, self.pool.labels)
+
 
 class Intake:
     """Knows the model's vocabulary and length, and its tokenizer if it has one."""
@@ -55,18 +60,22 @@ class Intake:
         self._num_requests = 0
         self._grammars = Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
 
-    def accept(self, prompt: Prompt, params: SamplingParams, head: bool = True) -> Accepted:
+    def accept(
+        self, prompt: Prompt, params: SamplingParams, wanted: Wanted | None = None
+    ) -> Accepted:
         """Encode the prompt, compile a constraint. What does not fit the model raises.
 
-        `head`: whether logits are needed, as always but for hidden states.
+        With `wanted`, the prompt is computed for that, and nothing is generated.
         """
-        if head and not self.has_head:
+        if not self.has_head and (wanted is None or wanted.labels):
             raise ValueError(NO_HEAD)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
         self._check_params(params)
         source, text = split_prompt(prompt)
         token_ids = self._tokenize(source) if isinstance(source, str) else as_list("prompt", source)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._num_kept(params.truncate_prompt_tokens) :]
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
@@ -83,11 +92,13 @@ class Intake:
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
         bad_words = self._bad_words(params)
-        return Accepted(token_ids, text, params, self._constraint(params), bad_words)
+        pool = None if wanted is None else Pool(wanted.pooling, len(token_ids), wanted.labels)
+        return Accepted(token_ids, text, params, self._constraint(params), bad_words, pool)
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
         params = accepted.params
+        tokenizer = self.tokenizer if params.detokenize else None
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
         seqs: list[Sequence] = []
@@ -101,7 +112,7 @@ class Intake:
                 max_model_len=self.max_model_len,
                 default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),
                 bad_words=accepted.bad_words,
-                text=OutputText(self.tokenizer, params) if streams or params.stop else None,
+                text=OutputText(tokenizer, params) if streams or params.stop else None,
                 counts=TokenCounts() if params.penalizes else None,
                 logprobs=Logprobs() if _reports(params) else None,
                 constraint=accepted.constraint and accepted.constraint.copy(),
@@ -128,6 +139,16 @@ class Intake:
                 )
         if params.allowed_token_ids is not None:
             self._check_allowed(params)
+
+    def _num_kept(self, asked: int) -> int:
+        """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
+        most = self.max_model_len - 1
+        if asked > most:
+            raise ValueError(
+                f"truncate_prompt_tokens must be at most {most} (max_model_len="
+                f"{self.max_model_len} less one to generate), got {asked}"
+            )
+        return most if asked == -1 else asked
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         """What `structured_outputs` ask for, if anything; raises if it is wrong."""

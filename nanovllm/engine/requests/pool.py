@@ -4,7 +4,7 @@ They are those after the final norm. A request with labels keeps no states, but 
 these tokens is after the prompt.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,6 +13,13 @@ from nanovllm.engine.sequence import Sequence
 
 Pooling = Literal["last", "cls", "mean", "all"]
 POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean", "all")
+
+
+class Wanted(NamedTuple):
+    """What a request without generated tokens is for: states, or how likely labels are."""
+
+    pooling: Pooling
+    labels: tuple[int, ...] = ()
 
 
 class Pool:

@@ -46,8 +46,9 @@ class Request:
         meter.add(self.times.metrics(max(nums)), self.seqs[0].num_prompt_tokens, samples)
 
     def output(self, tokenizer: Any) -> RequestOutput:
-        """Make the output; without a tokenizer its texts are empty."""
+        """Make the output; without a tokenizer, or with `detokenize=False`, its texts are empty."""
         first = self.seqs[0]
+        tokenizer = tokenizer if first.params.detokenize else None
         outputs = [completion(seq, tokenizer) for seq in self.seqs]
         longest = max(len(output.token_ids) for output in outputs)
         prompt_logprobs = None
@@ -106,6 +107,7 @@ def logprobs(seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogpro
     """Those of the known tokens from place `start` on; None if they are not asked for."""
     if seq.params.logprobs is None:
         return None
+    tokenizer = tokenizer if seq.params.detokenize else None
     return [_logprobs(entry, tokenizer) for entry in seq.logprobs.generated(seq, start)]
 
 

@@ -1,0 +1,164 @@
+"""The bodies of /v1/embeddings, and of vLLM's /score and /rerank: requests and responses.
+
+An unknown field is an error. Values are checked by the calls that they go to. It knows no engine.
+"""
+
+import base64
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nanovllm.openai.request import prompts_of
+from nanovllm.utils.checks import check_choice, check_int, check_name, shorten
+from nanovllm.vectors.outputs import EmbeddingRequestOutput, ScoringRequestOutput
+
+EMBEDDINGS = "/v1/embeddings"
+SCORE = ("/score", "/v1/score")
+RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
+FORMATS = ("float", "base64")
+EMBED_OPTIONS = (
+    "dimensions", "normalize", "pooling", "prompt_name", "instruction", "truncate_prompt_tokens",
+)  # fmt: skip
+SCORE_OPTIONS = ("instruction", "method", "truncate_prompt_tokens")
+OTHER_NAMES = {"text_1": "queries", "text_2": "documents"}  # vLLM's first ones
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRequest:
+    """What a body asks for: the arguments of `embed` or `score`, and how to write the answer.
+
+    `top_n` is how many documents a ranking has at most; None for what is no ranking.
+    """
+
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    model: str | None
+    encoding_format: str = "float"
+    top_n: int | None = None
+
+
+def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
+    """Parse the body of /v1/embeddings; a field that is null counts as missing."""
+    body = _given(body, ("input", "encoding_format", *EMBED_OPTIONS))
+    prompts = _required(body, "input")
+    if prompts in ("", []):
+        raise ValueError(f"input must not be empty, got {prompts!r}")
+    kind = body.get("encoding_format", "float")
+    check_choice("encoding_format", kind, FORMATS)
+    options = {name: body[name] for name in EMBED_OPTIONS if name in body}
+    arguments = (prompts_of(prompts),)
+    return VectorRequest(arguments, {"name": "input", **options}, body.get("model"), kind)
+
+
+def parse_score(body: Mapping[str, Any]) -> VectorRequest:
+    """Parse the body of /score: `queries` and `documents`, by vLLM's older names `text_1`, ...."""
+    body = _given(body, (*OTHER_NAMES, *OTHER_NAMES.values(), *SCORE_OPTIONS))
+    given = dict(body)
+    for other, name in OTHER_NAMES.items():
+        if other in given:
+            if name in given:
+                raise ValueError(f"{other} is another name of {name}; give one of them")
+            given[name] = given.pop(other)
+    texts = [prompts_of(_required(given, name)) for name in ("queries", "documents")]
+    return VectorRequest(tuple(texts), _score_options(body), body.get("model"))
+
+
+def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
+    """Parse the body of /rerank: a `query`, `documents`, and how many of them to return."""
+    body = _given(body, ("query", "documents", "top_n", *SCORE_OPTIONS))
+    query, documents = _required(body, "query"), _required(body, "documents")
+    if not isinstance(query, str):
+        raise TypeError(f"query must be a text, got {shorten(query)}")
+    if not isinstance(documents, list) or not documents:
+        raise TypeError(f"documents must be a list that is not empty, got {shorten(documents)}")
+    texts = [_text_of(f"documents[{i}]", document) for i, document in enumerate(documents)]
+    top_n = check_int("top_n", body.get("top_n", 0), 0) or len(texts)
+    return VectorRequest(
+        (query, texts), _score_options(body), body.get("model"), top_n=min(top_n, len(texts))
+    )
+
+
+def embeddings_body(
+    request: VectorRequest, outputs: Sequence[EmbeddingRequestOutput], model: str
+) -> dict[str, Any]:
+    """The body that answers /v1/embeddings."""
+    is_coded = request.encoding_format == "base64"
+    return {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(output.embedding) if is_coded else output.embedding,
+            }
+            for index, output in enumerate(outputs)
+        ],
+        "model": request.model or model,
+        "usage": _usage(output.num_prompt_tokens for output in outputs),
+    }
+
+
+def score_body(
+    name: str, request: VectorRequest, outputs: Sequence[ScoringRequestOutput], model: str
+) -> dict[str, Any]:
+    """The body that answers /score or /rerank; `name` becomes a part of its `id`."""
+    head: dict[str, Any] = {"model": request.model or model}
+    usage = _usage(len(output.prompt_token_ids) for output in outputs)
+    if request.top_n is None:
+        data = [
+            {"index": index, "object": "score", "score": output.score}
+            for index, output in enumerate(outputs)
+        ]
+        head |= {"id": f"score-{name}", "object": "list", "created": int(time.time())}
+        return {**head, "data": data, "usage": usage}
+    order = sorted(range(len(outputs)), key=lambda index: -outputs[index].score)[: request.top_n]
+    results = [
+        {
+            "index": index,
+            "document": {"text": request.arguments[1][index]},
+            "relevance_score": outputs[index].score,
+        }
+        for index in order
+    ]
+    return {"id": f"rerank-{name}", **head, "results": results, "usage": usage}
+
+
+def _given(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields that are not null; others than `names` and the common ones are errors."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
+        check_name(name, (*names, "model", "user"))
+    if not isinstance(given.get("model", ""), str):
+        raise TypeError(f"model must be a text, got {shorten(given['model'])}")
+    return given
+
+
+def _required(body: Mapping[str, Any], name: str) -> Any:
+    if name not in body:
+        raise ValueError(f"{name} is missing")
+    return body[name]
+
+
+def _score_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in SCORE_OPTIONS if name in body}
+
+
+def _text_of(name: str, document: Any) -> str:
+    """A document is a text, or an object with one."""
+    text = document.get("text") if isinstance(document, Mapping) else document
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a text or an object with a text, got {shorten(document)}")
+    return text
+
+
+def _base64(vector: list[float]) -> str:
+    """The numbers as float32, little-endian."""
+    return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()
+
+
+def _usage(nums_tokens: Any) -> dict[str, int]:
+    number = sum(nums_tokens)
+    return {"prompt_tokens": number, "total_tokens": number}

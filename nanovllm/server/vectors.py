@@ -1,0 +1,66 @@
+"""Answering /v1/embeddings, /score and /rerank: vectors of prompts, and scores of documents."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.vectors import (
+    EMBEDDINGS,
+    RERANK,
+    embeddings_body,
+    parse_embeddings,
+    parse_rerank,
+    parse_score,
+    score_body,
+)
+from nanovllm.server.answering import CLIENT_LEFT, check_model, unless_gone
+from nanovllm.server.bodies import read_object
+from nanovllm.server.errors import as_api_error
+from nanovllm.server.log import RequestLine
+from nanovllm.server.options import ServerOptions
+
+
+class Vectors:
+    """Answers bodies by an engine that has these names."""
+
+    def __init__(self, llm: AsyncLLM, names: Sequence[str], options: ServerOptions) -> None:
+        self._llm, self._names, self._options = llm, names, options
+
+    async def handle(self, request: Request) -> Response:
+        """Answer a request."""
+        url = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        line = RequestLine(url, uuid.uuid4().hex)
+        try:
+            body = await read_object(request, self._options.max_body_mib)
+            work = self._body(line.name, url, body)
+            answer = await unless_gone(request.receive, work, self._options.timeout)
+        except asyncio.CancelledError:  # by what runs the application
+            line.write(CLIENT_LEFT)
+            raise
+        except Exception as error:
+            line.write(as_api_error(error).status)
+            raise
+        if answer is None:
+            line.write(CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
+        line.count({**answer["usage"], "completion_tokens": 0}, None)
+        line.write(200)
+        return JSONResponse(answer)
+
+    async def _body(self, name: str, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of the response."""
+        model = self._names[0]
+        if url == EMBEDDINGS:
+            asked = parse_embeddings(body)
+            check_model(asked.model, self._names)
+            vectors = await self._llm.embed(*asked.arguments, **asked.options)
+            return embeddings_body(asked, vectors, model)
+        asked = parse_rerank(body) if url in RERANK else parse_score(body)
+        check_model(asked.model, self._names)
+        scores = await self._llm.score(*asked.arguments, **asked.options)
+        return score_body(name, asked, scores, model)
