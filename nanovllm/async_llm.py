@@ -10,7 +10,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
@@ -25,8 +25,6 @@ from nanovllm.engine.requests.intake import Accepted, Intake, check_whole
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
-from nanovllm.engine.weights.calls import Running, Weights
-from nanovllm.engine.weights.update import sendable_weight
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
@@ -42,6 +40,9 @@ from nanovllm.vectors.outputs import (
     ScoringRequestOutput,
 )
 from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
+
+if TYPE_CHECKING:  # they import PyTorch
+    from nanovllm.engine.weights.calls import Running, Weights
 
 T = TypeVar("T")
 TENSORS_SENT = 8  # in a message, as they are copied for it
@@ -288,12 +289,14 @@ class AsyncLLM:
         metrics: list[Metric] = await self._connection.ask("get_metrics")
         return metrics
 
-    async def update_weights(self, weights: Weights, *, running: Running = "refuse") -> None:
+    async def update_weights(self, weights: "Weights", *, running: "Running" = "refuse") -> None:
         """Replace weights, as `LLM.update_weights`.
 
         CUDA tensors are opened by the engine's process; others are sent to it, a few at a time.
         What is wrong with a tensor is found when it is loaded, also in a list.
         """
+        from nanovllm.engine.weights.update import sendable_weight
+
         await self._connection.ask("begin_update", running)
         items = iter(weights.items() if isinstance(weights, Mapping) else weights)
         try:
@@ -304,7 +307,7 @@ class AsyncLLM:
             raise
         await self._connection.ask("end_update")
 
-    async def reload_weights(self, *, running: Running = "refuse") -> None:
+    async def reload_weights(self, *, running: "Running" = "refuse") -> None:
         """Load all weights of the checkpoint again."""
         await self._connection.ask("reload_weights", running=running)
 
@@ -324,7 +327,7 @@ class AsyncLLM:
         done: bool = await self._connection.ask("reset_prefix_cache")
         return done
 
-    async def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
+    async def sleep(self, level: int = 1, *, running: "Running" = "refuse") -> None:
         """Free the device's memory until `wake_up`, as `LLM.sleep`."""
         await self._connection.ask("sleep", level, running=running)
 

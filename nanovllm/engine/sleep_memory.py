@@ -80,9 +80,8 @@ class SleepMemory:
     def _moved(self, tensors: list[torch.Tensor]) -> list[Region]:
         storages: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes():
-                storages.setdefault(storage.data_ptr(), []).append(tensor)
+            if tensor.untyped_storage().nbytes():
+                storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         if not storages:
             return []
         sizes = [group[0].untyped_storage().nbytes() for group in storages.values()]

@@ -110,15 +110,21 @@ class VirtualMemory:
         torch.cuda.synchronize(self.device)
 
     def restore(self) -> None:
-        """Map all, with the values that were saved, or else zeros."""
-        self.map()
-        memory = self.bytes
-        if not self._host:
-            memory.zero_()
-        for index, part in enumerate(self._host):
-            memory[index * CHUNK : (index + 1) * CHUNK].copy_(part, non_blocking=True)
-        torch.cuda.synchronize(self.device)
-        self._host.clear()
+        """Map all, with the values that were saved, or else zeros. Does not wait for the copies.
+
+        A chunk is copied while the next one is mapped. If memory is short, another call goes on.
+        """
+        torch.cuda.synchronize(self.device)  # the driver's calls need this thread's context
+        saved = self._host
+        while self.mapped < self.num_bytes:
+            start = self.mapped
+            self.map(start + CHUNK)
+            part = self.bytes[start : start + CHUNK]
+            if saved:
+                part.copy_(saved[start // CHUNK], non_blocking=True)
+            else:
+                part.zero_()
+        self._host = []
 
     def close(self) -> None:
         """Free memory and addresses; no tensor may be used that is in here."""

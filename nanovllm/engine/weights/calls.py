@@ -280,11 +280,12 @@ class WeightCalls(LLMEngine):
     def _give_up(self) -> None:
         """After an update that failed: if a weight has changed, all must be updated."""
         self._is_updating = False
+        if self.model_runner.failure is not None or not self._finalizer.alive:
+            return  # a rank has ended, and so has the engine
         if self._has_changed:
             self._missing, self._why_missing = frozenset(self._held.parts), TORN
         self._settle()
-        if self.model_runner.failure is None and self._finalizer.alive:
-            self._finish_update(False)
+        self._finish_update(False)
 
     @exclusive
     def _read(self, name: str) -> torch.Tensor:

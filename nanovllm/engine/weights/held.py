@@ -52,6 +52,7 @@ class HeldWeights:
         self.shard = shard
         self.blank = blank_model(shard)
         self.targets = checkpoint_targets(self.blank)
+        self.in_place = shard.device.type == "cuda"  # graphs have addresses of all weights
         self._usual: dict[str, str] = {}  # names that callers have used
         self._needs: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
         self._places: dict[str, list[Place]] = {}
@@ -63,8 +64,10 @@ class HeldWeights:
 
     @property
     def parts(self) -> set[str]:
-        """The names of all tensors in a checkpoint that has nothing fused."""
-        return {part for target in self.targets.values() for part in target.parts}
+        """The names of all tensors that can change, of a checkpoint that has nothing fused."""
+        return {
+            part for target in self.targets.values() if can_change(target) for part in target.parts
+        }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -101,7 +104,7 @@ class HeldWeights:
     def _need(self, name: str) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
         """The shape and the types that a tensor of this name may have."""
         target = self.targets[self.usual_name(name)]
-        if layer_name(target).endswith(".attn"):
+        if not can_change(target):
             raise ValueError(f"tensor {name!r} is part of compiled steps and cannot change")
         dtype = self.blank.get_parameter(target.param).dtype
         return self._whole_shape(target), (dtype,) if dtype in TYPES else FLOATS
@@ -260,12 +263,11 @@ class HeldWeights:
         self._keep_old(layer, stage)
         stage.layer.bind(self.shard.backend)
         live = self.shard.model.get_submodule(layer)
-        in_place = self.shard.device.type == "cuda"
         for name in BOUND:
             new = getattr(stage.layer, name, None)
             if new is None:
                 continue
-            if in_place and getattr(live, name, None) is not None:
+            if self.in_place and getattr(live, name, None) is not None:
                 replace_values(getattr(live, name), new, layer)
             else:
                 setattr(live, name, new)
@@ -301,6 +303,11 @@ class HeldWeights:
         head._buffers = dict(head._buffers)
         self._staged["lm_head"] = Stage(head, ())
         self._replace("lm_head")
+
+
+def can_change(target: Target) -> bool:
+    """Whether a tensor can change: a scale of the KV cache is a constant of compiled steps."""
+    return not layer_name(target).endswith(".attn")
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

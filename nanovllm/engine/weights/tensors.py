@@ -55,10 +55,16 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
     return [*{id(tensor): tensor for tensor in found}.values()]
 
 
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a type has all values of another floating-point type, or is the same."""
+    widths = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
+    return dtype == other or widths.get(dtype, -1) > widths.get(other, 9)
+
+
 def replace_values(old: Any, new: Any, name: str) -> None:
     """Copy the values of `new`, of the same structure, into the memory of `old`."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        if (old.shape, old.dtype) != (new.shape, new.dtype):
+        if old.shape != new.shape or not holds(old.dtype, new.dtype):
             raise ValueError(
                 f"{name}: the new weights need another layout ({new.dtype}, {tuple(new.shape)})"
                 f" than the old ones ({old.dtype}, {tuple(old.shape)}), for which steps were"

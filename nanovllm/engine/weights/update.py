@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.weights.held import Spec, blank_model, held_weights
+from nanovllm.engine.weights.held import Spec, blank_model, can_change, held_weights
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.formats import checkpoint_name
 from nanovllm.models.loader import dummy_values, is_left_out, read_weights
@@ -179,10 +179,11 @@ class Reload(NamedTuple):
             for name, values in dummy_weights(shard, self.seed):
                 weights.load(name, values)
         else:
-            tied = weights.blank.tied_weights
             for tensors in read_weights(self.path):
                 for name, tensor in tensors.items():
-                    if not is_left_out(name, tensor, weights.targets) and name not in tied:
+                    if is_left_out(name, tensor, weights.targets):
+                        continue
+                    if can_change(weights.targets[weights.usual_name(name)]):
                         weights.load(name, tensor)
         weights.finish()
         trim_heap()

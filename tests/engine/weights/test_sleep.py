@@ -211,9 +211,13 @@ class HostRegion:
     def close(self) -> None: ...
 
 
-def test_weights_that_move_keep_their_values_and_what_they_share(model_dir: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_move_keep_their_values_and_what_they_share(
+    tied: bool, tmp_path: Path
+) -> None:
     """Here on the CPU, in the layout that plain kernels read; on a GPU `test_weights_cuda`."""
-    with make_llm(model_dir, dtype="bfloat16", attention_backend="torch") as llm:
+    path = make_model(tmp_path / "model", tie_word_embeddings=tied)
+    with make_llm(path, dtype="bfloat16", attention_backend="torch") as llm:
         before = generate(llm)
         shard = llm.model_runner.shard
         memory = SleepMemory(HostRegion)
@@ -225,6 +229,11 @@ def test_weights_that_move_keep_their_values_and_what_they_share(model_dir: Path
             memory.release(keeps_weights=True)
             memory.restore(["weights"])
         assert generate(llm) == before
+        if tied:
+            llm.update_weights(
+                {"lm_head.weight": llm.get_weights("lm_head.weight")["lm_head.weight"]}
+            )
+            assert generate(llm) == before
 
 
 def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> None:

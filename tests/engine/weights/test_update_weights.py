@@ -11,7 +11,7 @@ from conftest import edit_config, make_model
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import reduce_tensor
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RankError, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -239,6 +239,25 @@ def test_after_an_update_that_failed_all_weights_are_needed(
         assert generate(llm) == answers(models("plain", 1), size)
         llm.reload_weights()
         assert generate(llm) == before
+
+
+def test_a_rank_that_dies_in_an_update_raises_rank_error(
+    models: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.engine.weights.update.BATCH_BYTES", 1)
+    new = tensors_of(models("plain", 1))
+    with make_llm(models("plain", 0), 2) as llm:
+        (worker,) = llm.model_runner.workers._workers
+
+        def killing() -> Iterator[tuple[str, torch.Tensor]]:
+            yield NORM, new[NORM]
+            worker.process.kill()
+            yield Q, new[Q]
+
+        with pytest.raises(RankError, match="rank 1 of 2 was killed"):
+            llm.update_weights(killing())
+        with pytest.raises(RuntimeError, match="closed"):
+            generate(llm)
 
 
 def test_running_requests_are_refused_or_aborted(models: Callable[[str, int], Path]) -> None:
