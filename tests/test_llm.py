@@ -1129,7 +1129,7 @@ def test_arguments_of_the_wrong_type_are_refused(llm: LLM) -> None:
     with pytest.raises(TypeError, match="use_tqdm must be True or False, got 'no'"):
         llm.generate(TEXT, greedy(), use_tqdm="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="positional arguments"):
-        llm.chat([{"role": "user", "content": "Hi"}], greedy(), False, None)  # type: ignore[misc]
+        llm.chat([{"role": "user", "content": "Hi"}], greedy(), False, None, None)  # type: ignore[misc]
     with pytest.raises(TypeError, match="add_generation_prompt must be True or False, got None"):
         llm.chat([{"role": "user", "content": "Hi"}], add_generation_prompt=None)  # type: ignore[arg-type]
     for request_id in ([1], "1", None):

@@ -87,7 +87,7 @@ def test_every_field_is_an_option(capsys: Any, command: str) -> None:
             help_text = options_of(kind)[field.name].help.replace("`", "")
             assert re.search(rf"{re.escape(help_text)}((?! --).)* \(default: ", text)
     assert "(default: 16384)" in text
-    assert ("(default: 64)" in text) == (command in ("generate", "run-batch"))
+    assert ("leaves (default: 64)" in text) == (command in ("generate", "run-batch"))
 
 
 def test_every_renamed_option_is_of_a_field() -> None:

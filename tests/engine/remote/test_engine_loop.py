@@ -76,7 +76,7 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
     let_go, compiling = threading.Event(), threading.Semaphore(0)
     accept = llm.accept
 
-    def slow(prompt: Any, params: SamplingParams, _: Any = None) -> Any:
+    def slow(prompt: Any, params: SamplingParams, *_: Any) -> Any:
         if params.structured_outputs is not None:
             compiling.release()
             assert let_go.wait(SECONDS)
