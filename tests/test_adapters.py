@@ -1,7 +1,10 @@
 """Requests with adapters: greedy output equals transformers' and peft's, in every regime."""
 
 import dataclasses
+import gc
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,13 @@ import torch
 from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case
 from conftest import make_model
 from drafts import make_eager
-from lora import EVERY_LINEAR, make_adapter
+from heads import make_head
+from lora import EVERY_LINEAR, make_adapter, peft_logits
 from reference import HARD, SMALL_POOL, assert_same, audit_at_rest, make_llm
 
 from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm.models.eagle3_config import LAYER_IDS
+from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -102,6 +108,16 @@ def test_a_draft_model_without_adapters_keeps_the_output(case: AdaptedCase) -> N
 
 
 @pytest.mark.slow
+def test_a_head_that_drafts_keeps_the_output(case: AdaptedCase, tmp_path: Path) -> None:
+    """An EAGLE-3 head reads hidden states that the adapters have changed."""
+    head = make_head(tmp_path, case.path, **{LAYER_IDS: [0, 1, 0]})
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    with make_eager(case.path, drafts, **OPTIONS | dict(max_loras=2)) as llm:
+        check(llm, case)
+        assert llm.stats().drafted_tokens > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_regimes_agree_on_quantized_weights(quantization: str, case: AdaptedCase) -> None:
     """One sequence at a time, and all of them with fewer slots than adapters."""
@@ -187,6 +203,23 @@ def test_samples_and_log_probabilities_of_an_adapter(case: AdaptedCase) -> None:
     assert one["prompt_logprobs"] != plain["prompt_logprobs"]
 
 
+def test_forks_and_prompts_of_an_adapter_for_the_head(case: AdaptedCase) -> None:
+    """Forks draw from their own adapter's logits, and prompts are reported by them."""
+    prompts, requests = case.prompts[:10], case.requests[:10]
+    params = dataclasses.replace(GREEDY, n=2, prompt_logprobs=0)
+    with adapted_llm(case, max_num_batched_tokens=48) as llm:
+        outputs = llm.generate(prompts, params, False, requests)
+    for output, prompt, request, tokens in zip(
+        outputs, prompts, requests, case.tokens, strict=False
+    ):
+        assert [sample.token_ids for sample in output.outputs] == [tokens[:8]] * 2
+        adapter = None if request is None else Path(request.path)
+        expected = peft_logits(case.path, adapter, prompt).log_softmax(-1)
+        for place, entries in enumerate(output["prompt_logprobs"][1:], start=1):
+            want = expected[place - 1, prompt[place]].item()
+            assert entries[0]["logprob"] == pytest.approx(want, abs=1e-3)
+
+
 def test_vectors_with_an_adapter(case: AdaptedCase) -> None:
     first = case.adapters[0]
     with adapted_llm(case, max_loras=1) as llm:
@@ -241,6 +274,77 @@ def test_aborted_requests_release_their_slot(case: AdaptedCase) -> None:
                 break
             llm.step()
         assert llm.is_finished()
+        audit_at_rest(llm)
+
+
+def test_files_that_vanish_end_the_requests_that_wait_for_them(
+    case: AdaptedCase, tmp_path: Path
+) -> None:
+    """With an error; other requests go on, and the engine can be used again."""
+    path = tmp_path / "adapter"
+    shutil.copytree(case.adapters[0].path, path)
+    with adapted_llm(case, max_loras=1, max_cpu_loras=1) as llm:
+        lost = llm.add_request(PROMPT, GREEDY, LoRARequest("lost", path))
+        kept = llm.add_request(PROMPT, GREEDY, case.adapters[1])  # in place of the first one
+        shutil.rmtree(path)
+        outputs: dict[int, RequestOutput] = {}
+        deadline = time.monotonic() + 30
+        while not llm.is_finished():
+            assert time.monotonic() < deadline
+            for output in llm.step():
+                outputs[output["request_id"]] = output
+        assert outputs[lost].outputs[0].finish_reason == "error"
+        assert "adapter" in str(outputs[lost].outputs[0].stop_reason)
+        expected = llm.generate([PROMPT], GREEDY, False, case.adapters[1])[0]
+        assert outputs[kept]["token_ids"] == expected["token_ids"]
+        check(llm, case)
+
+
+def test_an_interrupted_engine_fills_its_slots_again(
+    case: AdaptedCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with adapted_llm(case, max_loras=2) as llm:
+        wait = llm.model_runner.wait
+        countdown = iter(range(6))
+
+        def interrupt(launched: Any) -> Any:
+            if next(countdown, None) is None:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            return wait(launched)
+
+        monkeypatch.setattr(llm.model_runner, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            case.generate(llm)
+        check(llm, case)
+
+
+@pytest.mark.slow
+def test_adapters_come_and_go_without_growth(case: AdaptedCase, tmp_path: Path) -> None:
+    """New directories, evictions and reloads: objects, slots and threads stay as they are."""
+    one = dataclasses.replace(GREEDY, max_tokens=1)
+    sources = [adapter.path for adapter in case.adapters[:3]]
+    with adapted_llm(case, max_loras=2, max_cpu_loras=2, kvcache_block_size=8) as llm:
+
+        def use(number: int) -> None:
+            path = shutil.copytree(sources[number % 3], tmp_path / str(number))
+            requests = [LoRARequest("new", path), *case.adapters[: 1 + number % 3]]
+            llm.generate([[1, 2, 3]] * len(requests), one, False, requests)
+            shutil.rmtree(path)
+
+        for number in range(30):
+            use(number)
+        gc.collect()
+        threads, objects = threading.active_count(), len(gc.get_objects())
+        for number in range(30, 130):
+            use(number)
+        gc.collect()
+        assert threading.active_count() == threads
+        assert len(gc.get_objects()) < objects + 1000, "an adapter has 57 objects at least"
+        assert llm.adapters is not None
+        assert len(llm.adapters.store.tensors) <= 2
+        assert llm.adapters.store.num_reads > 130
+        audit_slots(llm)
         audit_at_rest(llm)
 
 
