@@ -151,13 +151,14 @@ def test_the_order_of_admission(num_slots: int, arrivals: str, order: str) -> No
 
 def test_endless_requests_of_one_adapter_do_not_starve_another() -> None:
     queue = Queue(1)
-    for _ in range(4):
-        queue.add("A", 6)
-        queue.step()
-    late = queue.add("B")
-    for _ in range(12):
-        queue.add("A", 6)
-        queue.step()
+    late = None
+    for index in range(60):  # of different lengths, so that some always run
+        queue.add("A", 8 + 5 * index % 19)
+        if index == 5:
+            late = queue.add("B")
+        for _ in range(3):
+            queue.step()
+    assert late is not None
     assert late.status is SequenceStatus.FINISHED
 
 

@@ -536,7 +536,9 @@ class Simulation:
 
     def numbered(self, seq: Sequence, drafts: list[int] | None = None) -> list[int]:
         """For each position the number of the prefix that ends there: equal iff all of it is."""
-        numbers, number = [], seq.root - 1  # adapters have prefixes of their own
+        numbers, number = [], -1
+        if seq.adapter is not None:  # adapters have prefixes of their own
+            number -= seq.adapter.number
         for token_id in self.computed[seq] + (drafts or []):
             number = self.prefixes.setdefault((number, token_id), len(self.prefixes))
             numbers.append(number)
