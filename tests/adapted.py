@@ -1,10 +1,10 @@
 """Prompts whose adapters differ, and what transformers and peft make of them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from conftest import make_model
 from lora import EVERY_LINEAR, make_adapter
 from peft import PeftModel
@@ -50,12 +50,14 @@ class AdaptedCase:
         return llm.generate(self.prompts, self.params, False, self.requests)
 
 
-def make_adapted_case(folder: Path, every: int = 1, **overrides: Any) -> AdaptedCase:
+def make_adapted_case(
+    folder: Path, every: int = 1, names: Collection[str] = tuple(ADAPTERS), **overrides: Any
+) -> AdaptedCase:
     """Each prompt, or some of them, with an adapter in turn, or none; equal prompts differ."""
     path = make_model(folder / "model", **overrides)
     adapters = [
-        LoRARequest(name, str(make_adapter(path, folder / name, seed, **options)))
-        for seed, (name, options) in enumerate(ADAPTERS.items())
+        LoRARequest(name, str(make_adapter(path, folder / name, seed, **ADAPTERS[name])))
+        for seed, name in enumerate(names)
     ]
     prompts = make_prompts()[::every]
     chosen: list[LoRARequest | None] = [None, *adapters]
@@ -69,10 +71,18 @@ def make_adapted_case(folder: Path, every: int = 1, **overrides: Any) -> Adapted
         logits = reference_logits(model, [prompts[index] for index in own])
         best = logits.topk(2, dim=-1).values
         clear = ((best[..., 0] - best[..., 1]).amin(dim=1) > MIN_MARGIN).tolist()
+<<<<<<< HEAD
         kept += [index for index, decides in zip(own, clear, strict=True) if decides]
         tokens += [
             row for row, decides in zip(logits.argmax(-1).tolist(), clear, strict=True) if decides
         ]
+=======
+        rows = zip(own, logits.argmax(-1).tolist(), clear, strict=True)
+        for index, row, decides in rows:
+            if decides:
+                kept.append(index)
+                tokens.append(row)
+>>>>>>> h-l3
     assert len(kept) >= 5 * len(prompts) // 6, "too many near-ties: choose another seed"
     assert len({token for row in tokens for token in row}) > 50, "the model says always the same"
     order = sorted(range(len(kept)), key=kept.__getitem__)
@@ -89,9 +99,3 @@ def audit_slots(llm: LLM) -> None:
     """Slots and sequences agree."""
     assert llm.adapters is not None
     llm.adapters.residents.audit(llm.scheduler.running)
-
-
-def random_adapter(path: Path, model: Path, seed: int, **options: Any) -> LoRARequest:
-    """An adapter of peft's in a directory."""
-    torch.manual_seed(seed)
-    return LoRARequest(path.name, str(make_adapter(model, path, seed, **options)))

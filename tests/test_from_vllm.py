@@ -1,5 +1,6 @@
 """Scripts in the style of vLLM's offline examples run here with the import line changed alone."""
 
+import ast
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lora import make_adapter
 
 from nanovllm.embedded import EMBEDDED_MODEL
 
@@ -16,11 +18,12 @@ IMPORTS = {
     "from vllm.v1.metrics.reader import": "from nanovllm.metrics import",
     "from vllm.sampling_params import": "from nanovllm.sampling_params import",
     "from vllm.inputs import": "from nanovllm import",
+    "from vllm.lora.request import": "from nanovllm import",
     "from vllm import": "from nanovllm import",
 }
 
 
-def run(script: str, folder: Path) -> list[str]:
+def run(script: str, folder: Path, *arguments: str) -> list[str]:
     """The lines that a script of vLLM's style prints here; only its import lines are changed."""
     text = (SCRIPTS / script).read_text()
     for theirs, ours in IMPORTS.items():
@@ -28,7 +31,8 @@ def run(script: str, folder: Path) -> list[str]:
     assert "vllm import" in text and not re.search(r"\bvllm\b", text)
     (folder / script).write_text(text)
     done = subprocess.run(
-        [sys.executable, str(folder / script), EMBEDDED_MODEL], capture_output=True, text=True,
+        [sys.executable, str(folder / script), EMBEDDED_MODEL, *arguments],
+        capture_output=True, text=True,
         timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -88,3 +92,14 @@ def test_beams_callables_and_vectors(tmp_path: Path) -> None:
     assert lines[1] == "False"
     assert lines[2:4] == ["6 46", "'' 3"]
     assert int(lines[4]) > 1
+
+
+@pytest.mark.slow
+def test_lora(tmp_path: Path) -> None:
+    """Both adapters are the same files; the third prompt's answer changes as the others do."""
+    adapter = make_adapter(Path(EMBEDDED_MODEL), tmp_path / "adapter")
+    lines = [ast.literal_eval(line) for line in run("lora.py", tmp_path, str(adapter))]
+    plain, adapted, mixed = lines
+    assert plain == ["46", "15", "500"]
+    assert plain != adapted
+    assert mixed == [plain[0], *adapted[1:]]

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 from nanovllm.config import Config
 from nanovllm.engine import block_manager
+from nanovllm.engine.adapters.loaded import Adapter
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
@@ -135,7 +136,9 @@ class Simulation:
     def add(self, prompt: list[int], max_model_len: int, **params: Any) -> None:
         """Queue a request that the pool can hold, as the engine sees to it."""
         asked = SamplingParams(**params)
-        options: dict[str, Any] = dict(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
+        options: dict[str, Any] = dict(
+            eos_token_ids=frozenset({EOS}), max_model_len=max_model_len, adapter=self.adapter()
+        )
         constrained = self.forces and self.rng.random() < 0.5
         keeps = sum(prompt) % 3 == 0  # as good as at random
         seqs = [
@@ -151,6 +154,18 @@ class Simulation:
             self.live.append(seq)
             self.tokens[seq], self.computed[seq] = list(prompt), list(prompt)
             self.asked[seq] = asked, min(len(prompt) + asked.max_tokens, max_model_len)
+
+    def adapter(self) -> Adapter | None:
+        """The adapter of the next request."""
+        return None
+
+    def waits_for_adapter(self) -> bool:
+        """Whether the last step had to wait until an adapter was read."""
+        return False
+
+    def restart(self) -> None:
+        """Start over after an interrupt."""
+        self.scheduler.restart(reversed(self.live))
 
     def step(self, tokens: list[int]) -> None:
         """A step, or where steps overlap the beginning of one and the end of the one before."""
@@ -181,7 +196,7 @@ class Simulation:
                 before = None
             self.scheduler.advance(batch)
             self.in_flight = batch, sampled, drawn
-        assert batch is not None or before is not None, "no progress"
+        assert batch is not None or before is not None or self.waits_for_adapter(), "no progress"
         if before is not None:
             self.postprocess_late(*before)
 
@@ -214,7 +229,7 @@ class Simulation:
         once = batch is None or batch.forks or batch.drafts or batch.num_drafts
         if restart or self.overlap or once:
             self.in_flight = None
-            self.scheduler.restart(reversed(self.live))
+            self.restart()
             self.computed |= {seq: list(self.tokens[seq]) for seq in self.live}
 
     def abort(self, index: int) -> None:
@@ -350,7 +365,7 @@ class Simulation:
         assert sorted(queued, key=lambda seq: seq.seq_id) == [
             seq for seq in self.live if seq not in siblings
         ]
-        if all((seq.params.n, seq.params.priority) == (1, 0) for seq in self.live):
+        if all((s.params.n, s.params.priority, s.adapter) == (1, 0, None) for s in self.live):
             assert queued == sorted(queued, key=lambda seq: seq.seq_id), "not first come"
         for seq in self.live:
             assert seq.token_ids[: seq.num_known_tokens] == self.tokens[seq]
@@ -522,6 +537,8 @@ class Simulation:
     def numbered(self, seq: Sequence, drafts: list[int] | None = None) -> list[int]:
         """For each position the number of the prefix that ends there: equal iff all of it is."""
         numbers, number = [], -1
+        if seq.adapter is not None:  # adapters have prefixes of their own
+            number -= seq.adapter.number
         for token_id in self.computed[seq] + (drafts or []):
             number = self.prefixes.setdefault((number, token_id), len(self.prefixes))
             numbers.append(number)

@@ -1,5 +1,6 @@
 """AdapterStore: the adapters in the host's memory. Threads read files beside the engine's steps."""
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -82,9 +83,10 @@ class AdapterStore:
         return False
 
     def want(self, adapters: Iterable[Adapter]) -> None:
-        """Keep these, at most as many as there is room for, until the next call."""
+        """Keep these until the next call: the first ones, if there is no room for all."""
         with self._lock:
-            self._wanted = frozenset(adapter.number for adapter in adapters)
+            wanted = itertools.islice(adapters, self.most)
+            self._wanted = frozenset(adapter.number for adapter in wanted)
 
     def wait(self, seconds: float) -> None:
         """Wait until something was read in the background, but not for long."""
