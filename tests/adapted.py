@@ -71,18 +71,11 @@ def make_adapted_case(
         logits = reference_logits(model, [prompts[index] for index in own])
         best = logits.topk(2, dim=-1).values
         clear = ((best[..., 0] - best[..., 1]).amin(dim=1) > MIN_MARGIN).tolist()
-<<<<<<< HEAD
-        kept += [index for index, decides in zip(own, clear, strict=True) if decides]
-        tokens += [
-            row for row, decides in zip(logits.argmax(-1).tolist(), clear, strict=True) if decides
-        ]
-=======
         rows = zip(own, logits.argmax(-1).tolist(), clear, strict=True)
         for index, row, decides in rows:
             if decides:
                 kept.append(index)
                 tokens.append(row)
->>>>>>> h-l3
     assert len(kept) >= 5 * len(prompts) // 6, "too many near-ties: choose another seed"
     assert len({token for row in tokens for token in row}) > 50, "the model says always the same"
     order = sorted(range(len(kept)), key=kept.__getitem__)

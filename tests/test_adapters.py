@@ -1,14 +1,11 @@
 """Requests with adapters: greedy output equals transformers' and peft's, in every regime."""
 
-<<<<<<< HEAD
-=======
 import dataclasses
 import gc
 import shutil
 import threading
 import time
 from pathlib import Path
->>>>>>> h-l3
 from typing import Any
 
 import pytest
