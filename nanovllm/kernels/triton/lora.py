@@ -20,10 +20,9 @@ BLOCK_R = 16  # ranks of a tile: the least that tensor cores multiply
 MOST_PROJECTIONS = 3
 FEW = 32  # rows
 # Parts of the inputs that programs share, by the most rows: enough programs to read A at full
-# speed, few enough sums. Few values, as each is a binary. A single projection has fewer programs.
+# speed, few enough sums. Few values, as each is a binary.
 PARTS = {128: 8, 2048: 4}
-PARTS_OF_ONE = {512: 8, 2048: 4}
-LEAST_PART = 128  # inputs
+LEAST_PART = 1024  # inputs: with fewer, more programs add up more parts
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -153,10 +152,9 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     let_next_begin(EARLY)
 
 
-def num_parts(num_rows: int, size_in: int, projections: int) -> int:
+def num_parts(num_rows: int, size_in: int) -> int:
     """Parts of the inputs that programs share."""
-    table = PARTS_OF_ONE if projections == 1 else PARTS
-    most = next((parts for rows, parts in table.items() if num_rows <= rows), 1)
+    most = next((parts for rows, parts in PARTS.items() if num_rows <= rows), 1)
     return max(1, min(most, size_in // LEAST_PART))
 
 
@@ -169,7 +167,7 @@ def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Ten
     size_in, projections = x.shape[1], weights.ranks.shape[1]
     assert x.stride(1) == 1 and weights.a.is_contiguous() and weights.a.shape[2] == size_in
     assert len(weights.a) == groups.num_groups
-    parts = num_parts(num_rows, size_in, projections)
+    parts = num_parts(num_rows, size_in)
     down = x.new_empty(parts, num_rows, weights.a.shape[1], dtype=torch.float32)
     if not num_rows:
         return down
