@@ -931,10 +931,13 @@ def test_short_prompts_use_the_same_blocks_again(
         assert int((cache != 0).any(-1).any(-1).any(-1).any(0).any(0).sum()) == 20
 
 
+@pytest.mark.parametrize("options", [{}, dict(enable_lora=True, max_lora_rank=4)])
 @pytest.mark.parametrize("how", ["close", "del"])
-def test_the_pool_is_freed_with_the_engine(model_dir: Path, how: str) -> None:
+def test_the_pool_is_freed_with_the_engine(
+    options: dict[str, Any], model_dir: Path, how: str
+) -> None:
     """Without the garbage collector: no reference cycle, no registry holds the runner."""
-    llm = make_llm(model_dir)
+    llm = make_llm(model_dir, **options)
     generate(llm, TEXT)
     llm.add_request(TEXT)  # a pending request must not keep it alive
     parts = [

@@ -178,6 +178,8 @@ class LLMEngine:
             self._close_asked = True
             return
         self._launched = None
+        if self.adapters is not None:
+            self.adapters.close()
         self._finalizer()
 
     def __reduce__(self) -> NoReturn:

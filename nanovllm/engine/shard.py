@@ -373,6 +373,8 @@ class Shard:
                 self.synchronize()  # a step may be in flight
         self.drop_graphs()
         self.held_weights = None
+        if self.adapters is not None:
+            self.adapters.close()
         del self.model, self.pool
         self.guesser = Guesser()
         self._drop_table()

@@ -1,7 +1,9 @@
 """AdapterCalls: an engine's adapters, from requests to slots."""
 
+import os
+
 from nanovllm.engine.adapters.loaded import Adapter
-from nanovllm.engine.adapters.place import Place
+from nanovllm.engine.adapters.place import PlaceAdapter
 from nanovllm.engine.adapters.residents import Residents
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.model_runner import ModelRunner
@@ -25,12 +27,17 @@ class AdapterCalls:
         self._kept = [self.store.accept(request) for request in self.named.values()]
 
     def _place(self, adapter: Adapter, slot: int) -> None:
-        self._runner.everywhere(Place(slot, adapter.number, adapter.path))
+        self._runner.everywhere(PlaceAdapter(slot, adapter.number, adapter.path))
 
     def failures(self) -> dict[int, Exception]:
         """Requests that wait for adapters that cannot be read, by id, and why."""
         failed = self.residents.take_failed().items()
         return {s.request_id: e for s, e in failed if s.status is SequenceStatus.WAITING}
+
+    def close(self) -> None:
+        """Read no more, and drop what is in the host's memory. Not in a forked process."""
+        if os.getpid() == self._runner.owner:
+            self.store.close()
 
     def wait(self) -> None:
         """Wait a little while adapters are read, as nothing else is to be done."""

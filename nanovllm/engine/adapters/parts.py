@@ -26,6 +26,11 @@ class AdapterParts:
         self.slots = AdapterSlots(model, num_slots, max_rank)
         self.tensors: MutableMapping[int, Any] = {}
 
+    def close(self) -> None:
+        """Let go of the model and the slots; nothing can be read or placed afterwards."""
+        del self._model, self.slots
+        self.tensors = {}
+
     def read(self, path: Path) -> Any:
         """An adapter's tensors; an error names what is wrong with its files."""
         return read_adapter(path, self._model, self.max_rank)

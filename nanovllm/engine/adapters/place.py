@@ -1,4 +1,4 @@
-"""Place: the command that fills a slot on every rank."""
+"""PlaceAdapter: the command that fills a slot on every rank."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from nanovllm.engine.shard import Shard
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceAdapter:
     """Fill a slot on every rank."""
 
     slot: int
