@@ -130,10 +130,16 @@ class Connection:
         if not isinstance(event, Answer):
             self._on_event(event)
         elif (answer := self._questions.get(event.number)) is not None and not answer.done():
-            if event.error is not None:
-                answer.set_exception(event.error)
+            error, value = event.error, None
+            if error is None:
+                try:
+                    value = pickle.loads(event.value)
+                except Exception as failed:  # the class may be known to the engine's process alone
+                    error = TypeError(f"a result cannot be read: {type(failed).__name__}: {failed}")
+            if error is not None:
+                answer.set_exception(error)
             else:
-                answer.set_result(event.value)
+                answer.set_result(value)
 
     def _end(self, failure: BaseException) -> None:
         """Nothing more comes from the process."""

@@ -134,7 +134,10 @@ class Apply(NamedTuple):
     function: Callable[[torch.nn.Module], Any]
 
     def run(self, shard: Shard) -> Any:
-        return self.function(shard.model)
+        try:
+            return self.function(shard.model)
+        except SystemExit as error:  # it would end other ranks
+            raise RuntimeError(f"the function raised SystemExit: {error}") from error
 
 
 def assembled(

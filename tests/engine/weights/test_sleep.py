@@ -1,6 +1,7 @@
 """Sleep: memory is freed, and an engine that wakes up answers as before."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,10 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
             assert generate(llm) == before
 
 
+def interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "other", seed=1)
     other = load_file(tmp_path / "other" / "model.safetensors")
@@ -266,6 +271,14 @@ def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> Non
             name = "model.norm.weight"
             assert torch.equal((await llm.get_weights([name]))[name], other[name])
             assert await llm.apply_model(lambda model: type(model).__name__) == ["CausalLM"]
+            for function, error, message in (
+                (lambda model: (p for p in model.parameters()), TypeError,
+                 "results of apply_model must pickle"),
+                (lambda model: sys.exit("mine"), RuntimeError, "SystemExit: mine"),
+                (interrupt, RuntimeError, "KeyboardInterrupt"),
+            ):  # fmt: skip
+                with pytest.raises(error, match=message):
+                    await llm.apply_model(function)
             assert await llm.reset_prefix_cache()
             long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
             async for _ in (events := llm.generate(IDS[0], long)):
