@@ -65,6 +65,11 @@ class Connection:
         assert self._writer is not None
         self._writer.write(frame(command))
 
+    def tell(self, method: str) -> None:
+        """Have a method called after all that was asked before; its result is not awaited."""
+        if self.failure is None and self._writer is not None:
+            self.send(Ask(next(self._numbers), method))
+
     async def ask(self, method: str, *args: Any, beside: bool = False, **options: Any) -> Any:
         """What a method of the engine returns, or raises, between two of its steps.
 

@@ -244,7 +244,7 @@ class EngineLoop:
             token_ids = array("i", command.token_ids).tolist()
             asked = command.wanted, command.lora_request
             return self._engine.accept(token_ids, _whole_params(command), *asked)
-        except (TypeError, ValueError) as error:
+        except (NotReadyError, TypeError, ValueError) as error:
             return error
 
     def _enqueue(self, number: int, accepted: "Accepted | Exception") -> None:
