@@ -90,6 +90,7 @@ class AsyncLLM:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="nanovllm-read")
         self._large_reader = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-read-large")
         self._numbers = itertools.count()
+        self._updating = asyncio.Lock()
 
     async def generate(
         self,
@@ -293,19 +294,22 @@ class AsyncLLM:
         """Replace weights, as `LLM.update_weights`.
 
         CUDA tensors are opened by the engine's process; others are sent to it, a few at a time.
-        What is wrong with a tensor is found when it is loaded, also in a list.
+        What is wrong with a tensor is found when it is loaded, also in a list. Another call waits
+        for the end of this one. A task that is cancelled gives its update up.
         """
-        from nanovllm.engine.weights.update import sendable_weight
+        from nanovllm.engine.weights.update import pairs, sendable_weight
 
-        await self._connection.ask("begin_update", running)
-        items = iter(weights.items() if isinstance(weights, Mapping) else weights)
-        try:
-            while part := list(itertools.islice(items, TENSORS_SENT)):
-                await self._connection.ask("load_weights", [sendable_weight(one) for one in part])
-        except BaseException:
-            await self._connection.ask("cancel_update")
-            raise
-        await self._connection.ask("end_update")
+        items = iter(pairs(weights))
+        async with self._updating:
+            try:
+                await self._connection.ask("begin_update", running)
+                while part := list(itertools.islice(items, TENSORS_SENT)):
+                    sent = [sendable_weight(one) for one in part]
+                    await self._connection.ask("load_weights", sent)
+                await self._connection.ask("end_update")
+            except BaseException:
+                self._connection.tell("cancel_update")
+                raise
 
     async def reload_weights(self, *, running: "Running" = "refuse") -> None:
         """Load all weights of the checkpoint again."""

@@ -88,8 +88,10 @@ class KVPool:
         self.release()
 
     def wake_up(self) -> None:
-        """Have as many blocks as before `sleep`."""
-        self.allocate(self._asleep_blocks)
+        """Have as many blocks as before `sleep`; nothing happens if that has not run."""
+        if self._asleep_blocks:
+            self.allocate(self._asleep_blocks)
+        self._asleep_blocks = 0
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory; on the CPU the system provides pages when they are first written."""

@@ -342,12 +342,15 @@ class LLMEngine:
         """Go on with these `requests` only, after an exception or Ctrl-C.
 
         Anything may be half done, so only the sequences' tokens are trusted: unfinished sequences
-        start over with the tokens that they have. Aborted requests stay aborted.
+        start over with the tokens that they have. Aborted requests stay aborted, and those whose
+        output is still to be returned stay finished.
         """
         self._generating = False
         self._launched = None
         self._begun.clear()
-        kept = {r.request_id: r for r in requests if not r.is_aborted}
+        kept = {
+            r.request_id: r for r in requests if not r.is_aborted or r.request_id in self.finished
+        }
         dropped = [r for request_id, r in self.unfinished.items() if request_id not in kept]
         self.finished = {i: r for i, r in kept.items() if not r.unfinished}
         self.unfinished = {i: r for i, r in kept.items() if r.unfinished}

@@ -1,5 +1,6 @@
 """ProfileCalls: traces of what all ranks do between two calls, by PyTorch's profiler."""
 
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.shard import Shard
 
-_running: list[profile] = []  # of this process, one at most
+_running: dict[int, profile] = {}  # of this process, by the id of a shard; one at most
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,32 @@ class Start:
         """Record the host's work, and the device's if it is a GPU."""
         if _running:
             raise RuntimeError("this process is being profiled already, for another engine")
-        Path(self.directory).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(self.directory).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise OSError(
+                f"profiler_dir must be a directory that can be written, got {self.directory!r}:"
+                f" {error}"
+            ) from error
         activities = [ProfilerActivity.CPU]
         if shard.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         profiler = profile(activities=activities)
         profiler.start()
-        _running.append(profiler)
+        _running[id(shard)] = profiler
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Drop the recording of a rank, if it has begun one."""
+
+    def run(self, shard: Shard) -> None:
+        """Stop to record; nothing is written."""
+        shard.synchronize()
+        if (profiler := _running.pop(id(shard), None)) is not None:
+            profiler.stop()
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,7 @@ class Stop:
     def run(self, shard: Shard) -> Path:
         """Wait for the device, and return the file."""
         shard.synchronize()
-        profiler = _running.pop()
+        profiler = _running.pop(id(shard))
         profiler.stop()
         path = Path(self.directory) / f"{self.name}-rank{shard.ranks.rank}.pt.trace.json.gz"
         profiler.export_chrome_trace(str(path))
@@ -78,7 +98,12 @@ class ProfileCalls(LLMEngine):
 
     @exclusive
     def _start_recording(self, directory: str) -> None:
-        self.model_runner.everywhere(Start(str(Path(directory).absolute())))
+        try:
+            self.model_runner.everywhere(Start(str(Path(directory).absolute())))
+        except Exception:
+            if self.model_runner.failure is None:
+                self.model_runner.everywhere(Cancel())  # ranks that had begun
+            raise
         self._is_profiling = True
 
     @exclusive
@@ -98,5 +123,5 @@ class ProfileCalls(LLMEngine):
             if torch.cuda.is_available():
                 with suppress(RuntimeError):  # of a device that has failed
                     torch.cuda.synchronize()
-            _running.pop().stop()
+            _running.pop(id(self.model_runner.shard)).stop()
         super().close()

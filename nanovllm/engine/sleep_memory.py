@@ -18,6 +18,7 @@ class Region(Protocol):
     def map(self, num_bytes: int | None = None) -> None: ...
     def unmap(self) -> None: ...
     def save(self) -> None: ...
+    def forget(self) -> None: ...
     def restore(self) -> None: ...
     def close(self) -> None: ...
 
@@ -57,9 +58,18 @@ class SleepMemory:
         self._pools.clear()
 
     def release(self, keeps_weights: bool) -> None:
-        """Return all memory to the device; weights are saved, or only those of drafts."""
-        for region in (*self._drafts, *(self._weights if keeps_weights else ())):
-            region.save()
+        """Return all memory to the device; weights are saved, or only those of drafts.
+
+        If the host has no memory for them, nothing is saved, and nothing returned.
+        """
+        saved = (*self._drafts, *(self._weights if keeps_weights else ()))
+        try:
+            for region in saved:
+                region.save()
+        except BaseException:
+            for region in saved:
+                region.forget()
+            raise
         for region in (*self._weights, *self._drafts, *self._pools):
             region.unmap()
 

@@ -102,12 +102,18 @@ class VirtualMemory:
                 call("cuMemRelease", self._chunks.pop())
 
     def save(self) -> None:
-        """Copy all that is mapped to pinned memory of the host."""
-        memory = self.bytes
+        """Copy all that is mapped to pinned memory of the host, in place of what was saved."""
+        memory, parts = self.bytes, []
+        self._host = []
         for start in range(0, self.mapped, CHUNK):
             part = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
-            self._host.append(part.copy_(memory[start : start + CHUNK], non_blocking=True))
+            parts.append(part.copy_(memory[start : start + CHUNK], non_blocking=True))
         torch.cuda.synchronize(self.device)
+        self._host = parts
+
+    def forget(self) -> None:
+        """Free what was saved."""
+        self._host = []
 
     def restore(self) -> None:
         """Map all, with the values that were saved, or else zeros. Does not wait for the copies.

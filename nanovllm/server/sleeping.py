@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.errors import APIError
+from nanovllm.utils.checks import shorten
 
 
 class Sleeping:
@@ -28,6 +29,7 @@ class Sleeping:
 
     async def sleep(self, request: Request) -> Response:
         """Free memory: `level` is 1 or 2, `running` is "refuse" or "abort"."""
+        _check_query(request, "level", "running")
         level = request.query_params.get("level", "1")
         if level not in ("1", "2"):
             raise APIError(400, f"level must be 1 or 2, got {level!r}")
@@ -37,14 +39,25 @@ class Sleeping:
 
     async def wake_up(self, request: Request) -> Response:
         """Get memory back: of `tags`, which may be repeated, or all."""
+        _check_query(request, "tags")
         await self._llm.wake_up(request.query_params.getlist("tags") or None)
         return Response(status_code=200)
 
-    async def is_sleeping(self, _: Request) -> JSONResponse:
+    async def is_sleeping(self, request: Request) -> JSONResponse:
         """Whether memory is freed."""
+        _check_query(request)
         return JSONResponse({"is_sleeping": await self._llm.is_sleeping()})
 
-    async def reset_prefix_cache(self, _: Request) -> Response:
+    async def reset_prefix_cache(self, request: Request) -> Response:
         """Empty the prefix cache."""
+        _check_query(request)
         await self._llm.reset_prefix_cache()
         return Response(status_code=200)
+
+
+def _check_query(request: Request, *allowed: str) -> None:
+    """Raise for parameters that the endpoint does not have."""
+    unknown = sorted(set(request.query_params) - set(allowed))
+    if unknown:
+        known = " and ".join(allowed) or "no parameters"
+        raise APIError(400, f"{request.url.path} takes {known}, got {shorten(unknown[0])}")

@@ -15,6 +15,7 @@ from nanovllm.engine.adapters.residents import Residents
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.lora_request import LoRARequest
@@ -206,6 +207,26 @@ def test_the_store_keeps_no_more_than_it_has_room_for() -> None:
             store.wait(0.1)
             assert len(store.tensors) <= 2
             store.want([adapter])
+    store.close()
+
+
+def test_nothing_is_read_while_there_is_a_reason() -> None:
+    """An adapter that waits is read when it is asked for again, afterwards."""
+    store = AdapterStore(lambda path: path, 1)
+    first, _ = (store.accept(LoRARequest("a", f"/none/{i}")) for i in range(2))
+    store.refuse("the engine sleeps")
+    with pytest.raises(NotReadyError, match="the engine sleeps"):
+        store.accept(LoRARequest("b", "/none/3"))
+    assert not store.is_ready(first)
+    while store.is_loading:
+        store.wait(0.1)
+    assert not store.is_ready(first) and first.error is None and store.num_reads == 2
+    while store.is_loading:
+        store.wait(0.1)
+    store.refuse(None)
+    while not store.is_ready(first):
+        store.wait(0.1)
+    assert store.num_reads == 3
     store.close()
 
 

@@ -81,7 +81,7 @@ def test_calls_out_of_order_are_named_errors(model_dir: Path, tmp_path: Path) ->
 def test_a_directory_that_cannot_be_made_is_an_error(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with make_llm(model_dir, profiler_dir=tmp_path / "file" / "x") as llm:
-        with pytest.raises(OSError, match="file"):
+        with pytest.raises(OSError, match="profiler_dir must be a directory that can be writ"):
             llm.start_profile()
         assert llm.generate([[1]], PARAMS, use_tqdm=False)
         with pytest.raises(RuntimeError, match="no profile is being recorded"):
@@ -111,3 +111,16 @@ def test_traces_have_the_devices_work(model_dir: Path, tmp_path: Path) -> None:
         with gzip.open(path) as file:
             kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
         assert "kernel" in kinds
+
+
+def test_a_start_that_fails_on_one_rank_is_undone_on_all(model_dir: Path, tmp_path: Path) -> None:
+    with (
+        make_llm(model_dir, profiler_dir=tmp_path / "one") as one,
+        make_llm(model_dir, tensor_parallel_size=2, profiler_dir=tmp_path / "two") as two,
+    ):
+        one.start_profile()
+        with pytest.raises(RuntimeError, match="for another engine"):
+            two.start_profile()
+        assert len(one.stop_profile()) == 1, "it goes on"
+        two.start_profile()
+        assert len(two.stop_profile()) == 2

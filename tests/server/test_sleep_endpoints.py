@@ -43,6 +43,14 @@ def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
             ("/sleep", {"level": "3"}), ("/sleep", {"running": "x"}), ("/wake_up", {"tags": "x"}),
         ):  # fmt: skip
             assert client.post(path, params=params).status_code == 400
+        for path, message in (
+            ("/sleep?levl=2", "/sleep takes level and running, got 'levl'"),
+            ("/wake_up?tag=weights", "/wake_up takes tags, got 'tag'"),
+            ("/reset_prefix_cache?x=1", "/reset_prefix_cache takes no parameters, got 'x'"),
+        ):
+            refused = client.post(path)
+            assert refused.status_code == 400 and not is_sleeping()
+            assert refused.json()["error"]["message"] == message
 
 
 def test_without_the_option_there_are_none(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.engine.adapters.loaded import Adapter, number_of
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.lora_request import LoRARequest
 
 
@@ -29,6 +30,7 @@ class AdapterStore:
         self._known: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
         self._wanted: frozenset[int] = frozenset()
         self._loading: set[int] = set()
+        self._refusal: str | None = None  # why nothing is read now
         self._lock = threading.Lock()  # of the fields above
         self._reading = threading.Lock()  # one adapter is read at a time
         self._loaded = threading.Event()  # in the background, or failed
@@ -41,6 +43,7 @@ class AdapterStore:
 
     def accept(self, request: LoRARequest) -> Adapter:
         """The adapter of a request. It is read now, and checked, unless it has been."""
+        self._check_allowed()
         path = Path(request.lora_path).expanduser().resolve()
         number = number_of(path)
         if (adapter := self._find(number, path)) is not None:
@@ -48,6 +51,7 @@ class AdapterStore:
         with self._reading:
             if (adapter := self._find(number, path)) is not None:  # by another thread
                 return adapter
+            self._check_allowed()
             adapter = Adapter(number, path)
             try:
                 tensors = self._read_unchanged(adapter)
@@ -93,6 +97,18 @@ class AdapterStore:
         self._loaded.wait(seconds)
         self._loaded.clear()
 
+    def refuse(self, reason: str | None) -> None:
+        """Read nothing while there is a reason: files are compared with the model's weights.
+
+        It waits for what is being read.
+        """
+        with self._reading:
+            self._refusal = reason
+
+    def _check_allowed(self) -> None:
+        if self._refusal is not None:
+            raise NotReadyError(self._refusal)
+
     def close(self) -> None:
         """Read no more, and drop the tensors."""
         if self._thread is not None:
@@ -103,9 +119,12 @@ class AdapterStore:
         """Read an adapter again. What goes wrong ends the requests that use it."""
         try:
             with self._reading:
+                self._check_allowed()
                 tensors = self._read_unchanged(adapter)
             with self._lock:
                 self._keep(adapter.number, tensors)
+        except NotReadyError:
+            pass  # it is read when a step asks for it again
         except Exception as error:
             adapter.error = error
         finally:

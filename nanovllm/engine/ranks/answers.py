@@ -5,6 +5,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.ranks.command import Command
@@ -55,13 +56,13 @@ def send(link: socket.socket, outcome: Outcome) -> None:
     link.sendall(message)
 
 
-def sendable(error: Exception) -> Exception:
-    """The error, or one with its text if it cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+def sendable(error: BaseException) -> Exception:
+    """The error, or one with its text if it cannot be pickled, or would end a process."""
+    if isinstance(error, Exception):
+        with suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Answers:

@@ -3,6 +3,7 @@
 Imported without PyTorch. A message of the ring is a step or a command; its first bytes say which.
 """
 
+import functools
 import pickle
 import struct
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,12 +36,18 @@ def by_value(value: Any) -> bytes:
     With the package cloudpickle, functions of that script are pickled by value. Without it, only
     those of importable modules can be.
     """
+    data: bytes = _pickler().dumps(value, pickle.HIGHEST_PROTOCOL)
+    return data
+
+
+@functools.cache
+def _pickler() -> Any:
+    """The module that pickles; looking for one that is missing takes long."""
     try:
         import cloudpickle
     except ImportError:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    data: bytes = cloudpickle.dumps(value)
-    return data
+        return pickle
+    return cloudpickle
 
 
 def unpack(message: bytearray) -> Command | None:

@@ -65,6 +65,11 @@ class Connection:
         assert self._writer is not None
         self._writer.write(frame(command))
 
+    def tell(self, method: str) -> None:
+        """Have a method called after all that was asked before; its result is not awaited."""
+        if self.failure is None and self._writer is not None:
+            self.send(Ask(next(self._numbers), method))
+
     async def ask(self, method: str, *args: Any, beside: bool = False, **options: Any) -> Any:
         """What a method of the engine returns, or raises, between two of its steps.
 
@@ -130,10 +135,16 @@ class Connection:
         if not isinstance(event, Answer):
             self._on_event(event)
         elif (answer := self._questions.get(event.number)) is not None and not answer.done():
-            if event.error is not None:
-                answer.set_exception(event.error)
+            error, value = event.error, None
+            if error is None:
+                try:
+                    value = pickle.loads(event.value)
+                except Exception as failed:  # the class may be known to the engine's process alone
+                    error = TypeError(f"a result cannot be read: {type(failed).__name__}: {failed}")
+            if error is not None:
+                answer.set_exception(error)
             else:
-                answer.set_result(event.value)
+                answer.set_result(value)
 
     def _end(self, failure: BaseException) -> None:
         """Nothing more comes from the process."""

@@ -110,6 +110,17 @@ def _whole_params(command: Submit) -> SamplingParams:
     return dataclasses.replace(command.params, logits_processors=calls)
 
 
+def _pickled(value: Any, method: str) -> bytes:
+    """A method's result as it is sent to the caller."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(
+            f"results of {method} must pickle, as they are sent to another process:"
+            f" {type(error).__name__}: {error}"
+        ) from None
+
+
 def _progress(number: int, seq: Sequence, start: int) -> Progress:
     likely = None
     if seq.params.logprobs is not None:
@@ -127,7 +138,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: "LLMEngine",
-        commands: "queue.SimpleQueue[Command | Compiled | Answer]",
+        commands: "queue.SimpleQueue[Command | Compiled | Answer | BaseException]",
         outbox: Outbox,
     ) -> None:
         self._engine, self._commands, self._outbox = engine, commands, outbox
@@ -163,7 +174,7 @@ class EngineLoop:
                 return False
             self._do(command)
 
-    def _do(self, command: "Command | Compiled | Answer") -> None:
+    def _do(self, command: "Command | Compiled | Answer | BaseException") -> None:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Compiled):
@@ -177,11 +188,12 @@ class EngineLoop:
                 self._engine.discard_requests([followed.request.request_id])
         elif isinstance(command, Stop):
             self._stop(command)
+        elif isinstance(command, BaseException):  # a rank has ended
+            raise command
         elif isinstance(command, Answer):
             self._outbox.send([command])
         elif isinstance(command, Ask) and command.beside:
-            future = self._compilers.submit(self._answer, command)
-            future.add_done_callback(lambda done: self._commands.put(done.result()))
+            self._compilers.submit(self._answer_beside, command)
         elif isinstance(command, Ask):
             self._outbox.send([self._answer(command)])
             self._report()  # it may have ended requests
@@ -190,10 +202,18 @@ class EngineLoop:
         """Call a method of the engine. What it raises ends the engine only if a rank has ended."""
         try:
             args, options = pickle.loads(command.arguments)
-            return Answer(command.number, getattr(self._engine, command.method)(*args, **options))
-        except Exception as error:
+            value = getattr(self._engine, command.method)(*args, **options)
+            return Answer(command.number, _pickled(value, command.method))
+        except BaseException as error:  # a caller's function may raise SystemExit
             self._engine.model_runner.check()
-            return Answer(command.number, None, sendable(error))
+            return Answer(command.number, error=sendable(error))
+
+    def _answer_beside(self, command: Ask) -> None:
+        """Answer in a thread: the answer, or what ends the engine, goes to the commands."""
+        try:
+            self._commands.put(self._answer(command))
+        except BaseException as error:
+            self._commands.put(error)
 
     def _submit(self, command: Submit) -> None:
         params = command.params
@@ -224,7 +244,7 @@ class EngineLoop:
             token_ids = array("i", command.token_ids).tolist()
             asked = command.wanted, command.lora_request
             return self._engine.accept(token_ids, _whole_params(command), *asked)
-        except (TypeError, ValueError) as error:
+        except (NotReadyError, TypeError, ValueError) as error:
             return error
 
     def _enqueue(self, number: int, accepted: "Accepted | Exception") -> None:

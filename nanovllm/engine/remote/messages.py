@@ -1,7 +1,7 @@
 """The messages between an engine's process and its caller."""
 
 import pickle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.logprobs import LikelyToken
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # it imports PyTorch
     from nanovllm.engine.requests.states import States
 
 NO_ARGUMENTS = pickle.dumps(((), {}))
+NOTHING = pickle.dumps(None)
 
 
 class Submit(NamedTuple):
@@ -122,10 +123,10 @@ class Refused(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to `Ask`: a value, or the error that the method has raised."""
+    """The answer to `Ask`: a value, pickled, or the error that the method has raised."""
 
     number: int
-    value: Any
+    value: bytes = NOTHING
     error: Exception | None = None
 
 

@@ -1,5 +1,6 @@
 """WeightCalls: the engine's calls that change or read weights, and that free memory for a while."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -8,9 +9,9 @@ import torch
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.request import Request
-from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.weights.held import HeldWeights, held_weights
 from nanovllm.engine.weights.sleeping import MEMORIES, Memory, Sleep, WakeUp
+from nanovllm.engine.weights.state import WeightsState
 from nanovllm.engine.weights.update import (
     Apply,
     Finish,
@@ -20,30 +21,25 @@ from nanovllm.engine.weights.update import (
     Reload,
     assembled,
     batches,
+    pairs,
 )
-from nanovllm.utils.checks import as_list, check_choice, check_int
+from nanovllm.utils.checks import as_list, check_choice, check_int, shorten
 
 Running = Literal["refuse", "abort"]
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 RUNNING: tuple[Running, ...] = ("refuse", "abort")
-UPDATING = "an update of the weights has begun and not ended"
-TORN = "an update of the weights has failed, so that old and new ones are mixed"
-DROPPED = "sleep(level=2) has dropped the weights"
-WAY_OUT = "update all of them, or call reload_weights()"
 
 
 class WeightCalls(LLMEngine):
     """`update_weights`, `get_weights`, `apply_model`, `sleep` and `wake_up`.
 
-    While weights are missing, or the engine sleeps, requests are refused: `refusal` says why.
-    Invariant: it is set if `_asleep` or `_missing` is not empty.
+    While weights are missing, or the engine sleeps, requests are refused: `refusal` says why. It
+    is that of `_weights`.
     """
 
-    _asleep: tuple[Memory, ...] = ()
-    _missing: frozenset[str] = frozenset()  # tensors that must be loaded before requests run
-    _why_missing = ""
-    _is_updating = False
-    _has_changed = False  # whether the update has changed a weight
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        self._weights = WeightsState()
+        super().__init__(model, **options)
 
     def update_weights(self, weights: Weights, *, running: Running = "refuse") -> None:
         """Replace weights by the tensors of an iterable of (name, tensor), or of a dict.
@@ -57,12 +53,12 @@ class WeightCalls(LLMEngine):
         The prefix cache is emptied. Waiting requests go on with the new weights; if there are
         requests that have begun, `running="refuse"` raises, and "abort" ends them.
         """
-        self._check_awake("weights", "update_weights")
+        self._check_ready("update_weights")
         self._check_running(running, "update_weights")
         chunks = self._checked(weights)
         first = next(chunks, [])
-        self.begin_update(running)
         try:
+            self._begin_update()
             self._load(first)
             for chunk in chunks:
                 self._load(chunk)
@@ -73,14 +69,14 @@ class WeightCalls(LLMEngine):
 
     def begin_update(self, running: Running = "refuse") -> None:
         """Begin an update in parts: `load_weights` for each, then `end_update`."""
-        self._check_awake("weights", "begin_update")
+        self._check_ready("begin_update")
         self._check_running(running, "update_weights")
         self._begin_update()
 
     def load_weights(self, weights: list[tuple[str, Any]]) -> None:
         """A part of an update. What fails in here ends the update."""
-        if not self._is_updating:
-            raise NotReadyError("no update of the weights has begun")
+        self.check_alive()
+        self._weights.check_open("load_weights")
         try:
             for chunk in self._checked(weights, together=False):
                 self._load(chunk)
@@ -90,32 +86,32 @@ class WeightCalls(LLMEngine):
 
     def end_update(self) -> None:
         """End an update: requests run with the new weights."""
-        if not self._is_updating:
-            raise NotReadyError("no update of the weights has begun")
+        self.check_alive()
+        self._weights.check_open("end_update")
         try:
             self._finish_update(True)
         except BaseException:
             self._give_up()
             raise
-        self._is_updating = False
+        self._weights.end()
         self._settle()
 
     def cancel_update(self) -> None:
         """End an update that cannot be completed, if it has not ended."""
-        if self._is_updating:
+        if self._weights.is_updating:
             self._give_up()
 
     def reload_weights(self, *, running: Running = "refuse") -> None:
         """Load all weights of the checkpoint again."""
-        self._check_awake("weights", "reload_weights")
+        self._check_ready("reload_weights")
         self._check_running(running, "reload_weights")
-        self._begin_update()
         try:
+            self._begin_update()
             self._reload()
         except BaseException:
             self._give_up()
             raise
-        self._is_updating, self._missing = False, frozenset()
+        self._weights.end()
         self._settle()
 
     def get_weights(self, names: str | Iterable[str] | None = None) -> dict[str, torch.Tensor]:
@@ -123,13 +119,14 @@ class WeightCalls(LLMEngine):
 
         Quantized weights cannot be read.
         """
-        self._check_awake("weights", "get_weights")
-        if self._missing:
-            raise NotReadyError(f"{self._why_missing}; {WAY_OUT}")
+        self._check_ready("get_weights")
+        self._weights.check_whole()
         held = self._held
         names = [names] if isinstance(names, str) else names
         wanted = sorted(held.parts) if names is None else as_list("names", names, "a list of names")
         for name in wanted:
+            if not isinstance(name, str):
+                raise TypeError(f"names must be names of tensors, got {shorten(name)}")
             held.usual_name(name)
         return {name: self._read(name) for name in wanted}
 
@@ -146,7 +143,8 @@ class WeightCalls(LLMEngine):
         a function that changes weights, call `reset_prefix_cache`. With several ranks, functions of
         the caller's script need the package cloudpickle.
         """
-        self._check_awake("weights", "apply_model")
+        self.check_alive()
+        self._weights.check_awake("apply_model")
         if not callable(function):
             raise TypeError(f"apply_model takes a function of a model, got {function!r}")
         return self._apply(function)
@@ -162,16 +160,14 @@ class WeightCalls(LLMEngine):
 
         Level 1 moves the weights to the host, where they already are on a CPU, and frees the KV
         pool. Level 2 drops the weights, too. Requests are refused meanwhile; those that wait go on
-        afterwards. The engine needs `enable_sleep_mode=True`.
+        afterwards. The engine needs `enable_sleep_mode=True`. If this fails in the middle, it
+        counts as asleep: `wake_up` gets back what was freed.
         """
         self.check_alive()
         check_int("level", level, 1, 2)
         if not self._asked.enable_sleep_mode:
             raise ValueError("sleep needs an engine with enable_sleep_mode=True")
-        if self._asleep:
-            raise NotReadyError("this LLM sleeps already")
-        if self._missing and level == 1:
-            raise NotReadyError(f"{self._why_missing}; {WAY_OUT}, or sleep with level=2")
+        self._weights.check_can_sleep(level)
         self._check_running(running, "sleep")
         self._sleep(level)
 
@@ -185,14 +181,14 @@ class WeightCalls(LLMEngine):
         wanted = MEMORIES if tags is None else tuple(as_list("tags", tags, "a list of tags"))
         for tag in wanted:
             check_choice("tags", tag, MEMORIES)
-        self._wake_up(tuple(memory for memory in self._asleep if memory in wanted))
-        if tags is None and self._missing:
+        self._wake_up(tuple(memory for memory in self._weights.asleep if memory in wanted))
+        if tags is None and self._weights.missing and not self._weights.is_updating:
             self.reload_weights()
 
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is freed that `wake_up` gets back."""
-        return bool(self._asleep)
+        return bool(self._weights.asleep)
 
     def get_is_sleeping(self) -> bool:
         """`is_sleeping`, for callers of methods."""
@@ -206,21 +202,23 @@ class WeightCalls(LLMEngine):
 
     def _checked(self, weights: Weights, together: bool = True) -> Iterator[list[Given]]:
         """The tensors in parts, each checked as a whole."""
-        items = list(weights.items()) if isinstance(weights, Mapping) else weights
+        items = pairs(weights)
         is_all = isinstance(items, list | tuple)
         for chunk in batches(items):
             held = self._held
             for one in chunk:
                 held.check(one.spec)
             if is_all and together:
+                held.check_once(one.name for one in chunk)
                 held.check_together(one.name for one in chunk)
             held.check_tied({one.name: one.tensor for one in chunk})
             yield chunk
 
-    def _check_awake(self, memory: Memory, call: str) -> None:
+    def _check_ready(self, call: str) -> None:
+        """Raise if the weights cannot be read, or replaced, as a whole."""
         self.check_alive()
-        if memory in self._asleep:
-            raise NotReadyError(f'{call} needs the weights: call wake_up(tags=["{memory}"]) before')
+        self._weights.check_awake(call)
+        self._weights.check_closed(call)
 
     def _check_running(self, running: Running, call: str) -> None:
         """Raise if there are requests that have begun, unless they are to be aborted."""
@@ -232,14 +230,8 @@ class WeightCalls(LLMEngine):
             )
 
     def _begun_requests(self) -> list[Request]:
-        return [
-            request
-            for request in self.unfinished.values()
-            if any(
-                seq.status is not SequenceStatus.WAITING or seq.num_tokens > seq.num_prompt_tokens
-                for seq in request.seqs
-            )
-        ]
+        """Those that have been computed in part, also if they wait again: they were preempted."""
+        return [r for r in self.unfinished.values() if r.times.scheduled is not None]
 
     def _stop_all(self) -> None:
         """Abort what has begun, and start over with what waits; nothing is cached.
@@ -249,22 +241,22 @@ class WeightCalls(LLMEngine):
         begun = self._begun_requests()
         self._recover([*self.unfinished.values(), *self.finished.values()])
         for request in begun:
-            self._end(request)
             self.finished[request.request_id] = self.unfinished.pop(request.request_id)
+            self._end(request)
 
     @exclusive
     def _begin_update(self) -> None:
         self._stop_all()
-        self._is_updating, self._has_changed = True, False
+        self._weights.begin()
         self._settle()
 
     @exclusive
     def _load(self, weights: list[Given]) -> None:
         if weights:
             parts = self._held.parts_of(one.name for one in weights)
-            self._has_changed = True
+            self._weights.has_changed = True
             self.model_runner.everywhere(Load.of(weights))
-            self._missing -= parts
+            self._weights.missing -= parts
 
     @exclusive
     def _finish_update(self, succeeds: bool) -> None:
@@ -272,18 +264,19 @@ class WeightCalls(LLMEngine):
 
     @exclusive
     def _reload(self) -> None:
-        self._has_changed = True
+        self._weights.has_changed = True
         self.model_runner.everywhere(
             Reload(self.model_path, self._asked.load_format == "dummy", self._asked.seed)
         )
+        self._weights.missing = frozenset()
 
     def _give_up(self) -> None:
         """After an update that failed: if a weight has changed, all must be updated."""
-        self._is_updating = False
+        if not self._weights.is_updating:
+            return
         if self.model_runner.failure is not None or not self._finalizer.alive:
             return  # a rank has ended, and so has the engine
-        if self._has_changed:
-            self._missing, self._why_missing = frozenset(self._held.parts), TORN
+        self._weights.give_up(self._held.parts)
         self._settle()
         self._finish_update(False)
 
@@ -298,27 +291,20 @@ class WeightCalls(LLMEngine):
     @exclusive
     def _sleep(self, level: int) -> None:
         self._stop_all()
-        parts = frozenset(self._held.parts)
+        self._weights.fall_asleep(MEMORIES, self._held.parts if level == 2 else ())
+        self._settle()  # before: no adapter is compared with weights while they go
         self.model_runner.everywhere(Sleep(level))
-        self._asleep = MEMORIES
-        if level == 2:
-            self._missing, self._why_missing = parts, DROPPED
-        self._settle()
 
     @exclusive
     def _wake_up(self, memories: tuple[Memory, ...]) -> None:
         if memories:
             self.model_runner.everywhere(WakeUp(memories))
-            self._asleep = tuple(one for one in self._asleep if one not in memories)
+            still = tuple(one for one in self._weights.asleep if one not in memories)
+            self._weights.asleep = still
             self._settle()
 
     def _settle(self) -> None:
-        """Say why requests are refused, if they are."""
-        self.refusal = None
-        if self._asleep:
-            freed = " and ".join(self._asleep)
-            self.refusal = f"this LLM sleeps ({freed} freed); call wake_up() before"
-        elif self._is_updating:
-            self.refusal = UPDATING
-        elif self._missing:
-            self.refusal = f"{self._why_missing}; {WAY_OUT}"
+        """Say why requests are refused, if they are. Adapters are not read meanwhile."""
+        self.refusal = self._weights.refusal
+        if self.adapters is not None:
+            self.adapters.store.refuse(self.refusal)

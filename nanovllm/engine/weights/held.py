@@ -109,6 +109,16 @@ class HeldWeights:
         dtype = self.blank.get_parameter(target.param).dtype
         return self._whole_shape(target), (dtype,) if dtype in TYPES else FLOATS
 
+    def check_once(self, names: Iterable[str]) -> None:
+        """Raise a ValueError if a tensor is given twice, be it by two names."""
+        seen: dict[str, str] = {}
+        for name in names:
+            usual = self.usual_name(name)
+            if usual in seen:
+                also = "" if seen[usual] == name else f", also as {seen[usual]!r}"
+                raise ValueError(f"tensor {name!r} is given twice{also}")
+            seen[usual] = name
+
     def check_together(self, names: Iterable[str]) -> None:
         """Raise a ValueError if `names` have only some parts of a layer that need all of them."""
         given = self.parts_of(names)
@@ -117,7 +127,8 @@ class HeldWeights:
             if missing and missing != parts and not self._can_unpack(layer):
                 raise ValueError(
                     f"{layer} has a layout of its kernels, and its tensors can be updated only"
-                    f" together: add {', '.join(sorted(missing)[:4])}"
+                    f" together: add {', '.join(sorted(missing)[:4])}, or bring all of them in one"
+                    " update by load_weights"
                 )
 
     def check_tied(self, tensors: Mapping[str, torch.Tensor]) -> None:

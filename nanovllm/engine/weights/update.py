@@ -1,7 +1,7 @@
 """The commands by which all ranks replace or read weights."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,15 +38,38 @@ def given(item: Any) -> Given:
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
         raise TypeError(f"weights must be pairs of a name and a tensor, got {shorten(item)}")
     name, value = item
-    if isinstance(value, torch.Tensor):
-        return Given(name, value.detach())
+    handle = None
     if isinstance(value, tuple) and len(value) == 2 and callable(value[0]):
-        function, arguments = value
-        return Given(name, function(*arguments).detach(), (function, tuple(arguments)))
+        handle = value[0], tuple(value[1])
+        value = value[0](*value[1])
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_nested:
+            raise ValueError(
+                f"weights must be dense tensors that have values; {name!r} has {kind_of(value)}"
+            )
+        return Given(name, value.detach(), handle)
     raise TypeError(
         f"weights must have tensors, or handles of torch.multiprocessing.reductions.reduce_tensor;"
         f" {name!r} has {shorten(value)}"
     )
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """What a tensor is that is not dense."""
+    if tensor.is_meta:
+        return "one on the meta device"
+    return "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+
+
+def pairs(weights: Any) -> Iterable[Any]:
+    """The items of a dict, or of another iterable."""
+    if isinstance(weights, Mapping):
+        return list(weights.items())
+    if not isinstance(weights, Iterable) or isinstance(weights, str | bytes | torch.Tensor):
+        raise TypeError(
+            f"weights must be a dict, or an iterable of (name, tensor), got {shorten(weights)}"
+        )
+    return weights
 
 
 def sendable_weight(item: Any) -> Any:
@@ -134,7 +157,10 @@ class Apply(NamedTuple):
     function: Callable[[torch.nn.Module], Any]
 
     def run(self, shard: Shard) -> Any:
-        return self.function(shard.model)
+        try:
+            return self.function(shard.model)
+        except SystemExit as error:  # it would end other ranks
+            raise RuntimeError(f"the function raised SystemExit: {error}") from error
 
 
 def assembled(

@@ -1,5 +1,6 @@
 """EngineLoop, in this process: what it does between steps, and what beside them."""
 
+import pickle
 import queue
 import socket
 import threading
@@ -12,6 +13,7 @@ import pytest
 from reference import make_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.ranks.errors import RankError
 from nanovllm.engine.remote.frames import Outbox, receive
 from nanovllm.engine.remote.loop import EngineLoop
 from nanovllm.engine.remote.messages import Answer, Ask, Drop, Ended, Quit, Submit, Tokens
@@ -46,7 +48,7 @@ class Running:
         """What has come before the answer, and the statistics."""
         self.commands.put(Ask(number, "stats"))
         *before, answer = self.until(Answer, number)
-        return before, answer.value
+        return before, pickle.loads(answer.value)
 
     def end(self) -> None:
         self.commands.put(Quit())
@@ -101,3 +103,21 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
     before, stats = running.stats(4)
     assert not before and (stats.num_finished, stats.num_aborted) == (2, 0)
     running.end()
+
+
+def test_a_rank_that_ends_beside_the_steps_ends_the_loop(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        raise RankError("rank 1 was killed")
+
+    ours, its = socket.socketpair()
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with ours, its, monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "check", check)
+        commands.put(Ask(1, "no_such_method", beside=True))
+        end = threading.Timer(SECONDS, commands.put, [Quit()])
+        end.daemon = True
+        end.start()
+        with pytest.raises(RankError, match="rank 1 was killed"):
+            EngineLoop(llm, commands, Outbox(its)).run()

@@ -1,15 +1,18 @@
 """Sleep: memory is freed, and an engine that wakes up answers as before."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
+from lora import make_adapter
 from safetensors.torch import load_file
 
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.sleep_memory import SleepMemory
 from nanovllm.engine.weights.tensors import weights_of
 from nanovllm.utils.sizes import GIB
@@ -139,6 +142,38 @@ def test_running_requests_are_refused_or_aborted(model_dir: Path) -> None:
         assert [output["finish_reason"] for output in llm.step()] == ["abort"]
 
 
+def test_adapters_are_not_read_while_asleep(model_dir: Path, tmp_path: Path) -> None:
+    """They are compared with weights that have no memory."""
+    make_adapter(model_dir, tmp_path / "adapter")
+    with make_llm(model_dir, enable_lora=True) as llm:
+        adapter = LoRARequest("mine", tmp_path / "adapter")
+        llm.sleep(2)
+        with pytest.raises(NotReadyError, match="this LLM sleeps"):
+            llm.check_adapter(adapter)
+        llm.wake_up()
+        llm.check_adapter(adapter)
+        llm.generate(IDS[0], GREEDY, use_tqdm=False, lora_request=adapter)
+
+
+def test_aborted_requests_are_returned_if_sleep_fails(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory to pin")
+
+    with make_llm(model_dir) as llm:
+        before = generate(llm)
+        llm.add_request(IDS[0], GREEDY)
+        llm.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model_runner, "everywhere", fail)
+            with pytest.raises(MemoryError):
+                llm.sleep(running="abort")
+        llm.wake_up()
+        assert [output["finish_reason"] for output in llm.step()] == ["abort"]
+        assert generate(llm) == before
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -202,6 +237,9 @@ class HostRegion:
     def save(self) -> None:
         self._saved = self._memory.clone()
 
+    def forget(self) -> None:
+        self._saved = None
+
     def restore(self) -> None:
         if self._saved is None:
             self._memory.zero_()
@@ -209,6 +247,22 @@ class HostRegion:
             self._memory.copy_(self._saved)
 
     def close(self) -> None: ...
+
+
+def test_nothing_is_freed_if_the_host_has_no_memory() -> None:
+    """What was saved by then is old the next time."""
+    memory, values = SleepMemory(HostRegion), torch.arange(64)
+
+    def fail() -> None:
+        raise MemoryError("no memory to pin")
+
+    memory.move_weights([values], [draft := torch.arange(32)])
+    (weights,), (drafts,) = memory._weights, memory._drafts
+    weights.save = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        memory.release(keeps_weights=True)
+    assert values.tolist() == [*range(64)] and draft.tolist() == [*range(32)]
+    assert isinstance(drafts, HostRegion) and drafts._saved is None
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -234,6 +288,41 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
                 {"lm_head.weight": llm.get_weights("lm_head.weight")["lm_head.weight"]}
             )
             assert generate(llm) == before
+
+
+def test_updates_of_an_async_llm_follow_each_other(model_dir: Path, tmp_path: Path) -> None:
+    """And one that is cancelled is given up, whatever it waits for."""
+    make_model(tmp_path / "other", seed=1)
+    new, old = (load_file(p / "model.safetensors") for p in (tmp_path / "other", model_dir))
+    with make_llm(tmp_path / "other") as llm:
+        expected = generate(llm)
+
+    async def main() -> None:
+        options = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.02, max_model_len=128)
+        async with AsyncLLM(model_dir, **options) as llm:
+
+            async def answers() -> list[list[int]]:
+                outputs = await asyncio.gather(*(llm.complete(ids, GREEDY) for ids in IDS))
+                return [output["token_ids"] for output in outputs]
+
+            with pytest.raises(TypeError, match="weights must be a dict"):
+                await llm.update_weights(None)  # type: ignore[arg-type]
+            await asyncio.gather(*(llm.update_weights(weights) for weights in (old, old, new)))
+            assert await answers() == expected
+            for turns in range(6):
+                task = asyncio.create_task(llm.update_weights(old))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                await llm.update_weights(new)
+                assert await answers() == expected
+
+    asyncio.run(main())
+
+
+def interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> None:
@@ -266,6 +355,14 @@ def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> Non
             name = "model.norm.weight"
             assert torch.equal((await llm.get_weights([name]))[name], other[name])
             assert await llm.apply_model(lambda model: type(model).__name__) == ["CausalLM"]
+            for function, error, message in (
+                (lambda model: (p for p in model.parameters()), TypeError,
+                 "results of apply_model must pickle"),
+                (lambda model: sys.exit("mine"), RuntimeError, "SystemExit: mine"),
+                (interrupt, RuntimeError, "KeyboardInterrupt"),
+            ):  # fmt: skip
+                with pytest.raises(error, match=message):
+                    await llm.apply_model(function)
             assert await llm.reset_prefix_cache()
             long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
             async for _ in (events := llm.generate(IDS[0], long)):

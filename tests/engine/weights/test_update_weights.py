@@ -1,6 +1,7 @@
 """Updates of weights: afterwards an engine answers as a fresh one with those weights does."""
 
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nanovllm import LLM, RankError, SamplingParams
+from nanovllm.engine.errors import NotReadyError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -188,6 +190,8 @@ def test_quantized_weights_cannot_be_read(models: Callable[[str, int], Path]) ->
         ([(Q, torch.zeros(64, 64, dtype=torch.int8))], "has type int8, a model needs one of float"),
         ([Q], "must be pairs of a name and a tensor"),
         ([(Q, [1.0])], "must have tensors, or handles"),
+        ([(Q, torch.zeros(64, 64, device="meta"))], "q_proj.weight' has one on the meta device"),
+        ([(Q, torch.eye(64).to_sparse())], "q_proj.weight' has one of layout torch.sparse_coo"),
     ],
 )
 def test_bad_weights_change_nothing(weights: Any, message: str, llm: LLM) -> None:
@@ -198,6 +202,72 @@ def test_bad_weights_change_nothing(weights: Any, message: str, llm: LLM) -> Non
     with pytest.raises((ValueError, TypeError), match=message):
         llm.update_weights(iter([*weights, good]))
     assert generate(llm) == before
+
+
+def test_what_is_no_list_of_weights_is_refused(llm: LLM) -> None:
+    before = generate(llm)
+    zeros = torch.zeros(64)
+    for weights in (None, 3, "weights", zeros):
+        with pytest.raises(TypeError, match="weights must be a dict, or an iterable"):
+            llm.update_weights(weights)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"input_layernorm.weight' is given twice"):
+        llm.update_weights([(NORM, zeros), (NORM, zeros)])
+    with pytest.raises(TypeError, match="names must be names of tensors, got 3"):
+        llm.get_weights([3])  # type: ignore[list-item]
+    assert generate(llm) == before
+
+
+def test_while_an_update_is_open_others_are_refused(models: Callable[[str, int], Path]) -> None:
+    """Also a second one, which would forget what the first one has changed."""
+    new = tensors_of(models("plain", 1))
+    with make_llm(models("plain", 0), enable_sleep_mode=True) as llm:
+        before = generate(llm)
+        for call in (lambda: llm.load_weights([]), llm.end_update):
+            with pytest.raises(NotReadyError, match=r"no update .* has begun"):
+                call()
+        llm.begin_update()
+        llm.load_weights([(NORM, new[NORM])])
+        for other in (
+            llm.begin_update, lambda: llm.update_weights({}), llm.reload_weights, llm.sleep,
+            lambda: llm.sleep(2), llm.get_weights,
+        ):  # fmt: skip
+            with pytest.raises(NotReadyError, match=r"is open: call end_update\(\) or cancel_upd"):
+                other()
+        with pytest.raises(NotReadyError, match=r"is open; end_update\(\) or cancel_update"):
+            generate(llm)
+        llm.cancel_update()
+        with pytest.raises(NotReadyError, match=r"update_weights\(\), or call reload_weights\(\)"):
+            generate(llm)
+        llm.reload_weights()
+        assert generate(llm) == before
+        llm.begin_update()
+        llm.cancel_update()
+        assert generate(llm) == before, "nothing has changed"
+
+
+def test_an_update_that_does_not_begin_leaves_the_weights(
+    models: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before it has changed anything, after another update that had ended."""
+    new = tensors_of(models("plain", 1))
+    with make_llm(models("plain", 0)) as llm:
+        llm.update_weights(new)
+        before = generate(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "_stop_all", lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                llm.update_weights(new)
+        assert generate(llm) == before
+
+
+def test_requests_that_were_preempted_have_begun(models: Callable[[str, int], Path]) -> None:
+    """Otherwise log-probabilities of a prompt would be of old and of new weights."""
+    with make_llm(models("plain", 0), max_num_batched_tokens=16) as llm:
+        llm.add_request(IDS[2], SamplingParams(prompt_logprobs=0, max_tokens=1))
+        llm.step()
+        llm.scheduler.restart(seq for r in llm.unfinished.values() for seq in r.unfinished)
+        with pytest.raises(NotReadyError, match="1 requests are running"):
+            llm.update_weights({})
 
 
 def test_tied_tensors_must_be_equal(models: Callable[[str, int], Path]) -> None:
