@@ -232,6 +232,20 @@ def test_a_bad_result_ends_its_request_alone(
         assert llm.generate("a", SamplingParams(**GREEDY), use_tqdm=False)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("call", [raises, at_third(lambda x: x * torch.nan)])
+def test_an_error_wins_over_a_token_that_stops(call: Any, overlap: bool, model_dir: Path) -> None:
+    """The token in place of the failed logits is masked away, and what is drawn stops."""
+    params = SamplingParams(
+        temperature=0, min_tokens=4, stop_token_ids=[0], allowed_token_ids=[7],
+        logits_processors=[call],
+    )  # fmt: skip
+    with make_llm(model_dir, overlap=overlap) as llm:
+        (output,) = llm.generate("a", params, use_tqdm=False)
+        assert (output.finish_reason, output.token_ids) == ("error", [7] * 3)
+        audit_at_rest(llm)
+
+
 def test_an_interrupt_inside_leaves_the_engine_usable(llm: LLM) -> None:
     def interrupt(output: list[int], logits: Row) -> Row:
         if len(output) == 2:

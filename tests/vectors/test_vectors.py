@@ -13,6 +13,7 @@ from reference import audit_at_rest, make_llm
 from transformers import AutoModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.pool import Pool
 from nanovllm.engine.sequence import Sequence
 
@@ -219,6 +220,17 @@ def test_bad_input_is_a_named_error(llm: LLM, call: Callable[[LLM], Any], messag
         call(llm)
     assert llm.is_finished()
     audit_at_rest(llm)
+
+
+def test_no_vector_is_made_of_a_part_of_a_prompt(model_dir: Path) -> None:
+    """Its request is aborted while weights are replaced."""
+    with make_llm(model_dir, max_num_batched_tokens=16) as llm:
+        plan = llm.planner.encode([[1] * 40], "mean")
+        request = llm.unfinished[llm.enqueue(plan.accepted[0])]
+        llm.step()
+        llm.reload_weights(running="abort")
+        with pytest.raises(NotReadyError, match="a request was aborted before"):
+            plan.outputs([request])
 
 
 def test_an_interrupt_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

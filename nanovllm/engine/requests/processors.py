@@ -16,7 +16,8 @@ EMPTY = "left no token to draw: all logits are minus infinity, or some are NaN"
 class Processors:
     """A follower that ends a sequence whose callables have failed, with an "error".
 
-    In place of the failed logits a token that stops nothing is drawn, which the end removes.
+    In place of the failed logits a token is drawn, which the end removes. It stops nothing, unless
+    no other token may be drawn.
     """
 
     def __init__(self, calls: Iterable[Callable[..., Any]]) -> None:
@@ -51,9 +52,9 @@ class Processors:
         """The end of a sequence whose last known token was drawn without the callables."""
         index = seq.num_known_tokens - 1
         is_empty = self._empty.pop(index, None)
+        if is_empty is not None and bool(is_empty):
+            self._errors[index] = f"logits_processors {EMPTY}"
         error = self._errors.get(index)
-        if error is None and is_empty is not None and bool(is_empty):
-            error = f"logits_processors {EMPTY}"
         return None if error is None else End("error", error)
 
     def reset(self) -> None:
