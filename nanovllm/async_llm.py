@@ -16,6 +16,7 @@ from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
 from nanovllm.config import MAX_WAITING, Config
+from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.ranks.command import by_value
 from nanovllm.engine.remote.call import Call
 from nanovllm.engine.remote.connection import Connection
@@ -390,7 +391,7 @@ class AsyncLLM:
 
     def _disconnect(self) -> None:
         """End all calls, and listen no more."""
-        self._connection.disconnect(RuntimeError("this AsyncLLM is closed; make a new one"))
+        self._connection.disconnect(EngineEndedError("this AsyncLLM is closed; make a new one"))
         for threads in (self._readers, self._large_reader):
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -12,6 +12,7 @@ from reference import make_llm
 from servers import serving
 
 from nanovllm import AsyncLLM, LoRARequest, SamplingParams
+from nanovllm.batch.submit import submit
 from nanovllm.command.main import main
 
 BODY: dict[str, Any] = dict(temperature=0, max_tokens=8, ignore_eos=True)
@@ -135,3 +136,25 @@ def test_a_batch_job_names_adapters_as_models(
         for record in map(json.loads, results.read_text().splitlines())
     }
     assert [answers[str(index)] for index in range(4)] == [texts[name] for name in names]
+
+
+def test_a_batch_embedding_names_an_adapter_as_its_model(case: AdaptedCase, tmp_path: Path) -> None:
+    adapter = case.adapters[0]
+    module = f"{adapter.name}={adapter.path}"
+    with make_llm(case.path, enable_lora=True, max_lora_rank=8, lora_modules=[module]) as llm:
+        base, adapted = (
+            llm.embed("Hello", use_tqdm=False, lora_request=each)[0].embedding
+            for each in (None, adapter)
+        )
+        assert base != pytest.approx(adapted, abs=1e-3)
+        for name, vector in ((adapter.name, adapted), ("any", base)):
+            line = dict(
+                custom_id=name, method="POST", url="/v1/embeddings",
+                body=dict(model=name, input=["Hello", "a"]),
+            )  # fmt: skip
+            submitted = submit(llm, name, line, {})
+            outputs: list[Any] = []
+            while not llm.is_finished():
+                outputs += llm.step()
+            data = submitted.body("", outputs)["data"]
+            assert data[0]["embedding"] == pytest.approx(vector, abs=1e-5)
