@@ -10,6 +10,10 @@ import torch
 from nanovllm.engine.sequence import End, Sequence
 from nanovllm.engine.step.transfer import download
 
+OTHERS = (
+    "; one of transformers takes (input_ids, scores): wrap it in a function of (prompt_token_ids,"
+    " token_ids, logits), as docs/usage.md shows"
+)
 EMPTY = "left no token to draw: all logits are minus infinity, or some are NaN"
 
 
@@ -41,7 +45,8 @@ class Processors:
                 result = call(*given, logits)
                 _check(result, logits)
             except Exception as error:
-                self._errors[index] = f"logits_processors[{place}]: {_shown(error)}"
+                hint = OTHERS if _is_of_transformers(call) else ""
+                self._errors[index] = f"logits_processors[{place}]: {_shown(error)}{hint}"
                 return _fallback(seq, logits)
             logits = result
         is_empty = logits.isnan().any() | (logits.max() == -torch.inf)
@@ -72,6 +77,12 @@ def _check(result: Any, logits: torch.Tensor) -> None:
         if mine != theirs:
             shown = [list(x) if name == "shape" else x for x in (mine, theirs)]
             raise ValueError(f"it must return logits of {name} {shown[0]}, got {shown[1]}")
+
+
+def _is_of_transformers(call: Callable[..., Any]) -> bool:
+    """Whether a callable is one of transformers', or takes what they take."""
+    names = list(inspect.signature(call).parameters)
+    return type(call).__module__.startswith("transformers.") or names == ["input_ids", "scores"]
 
 
 def _shown(error: Exception) -> str:
