@@ -230,7 +230,8 @@ class Planner:
 
         def outputs(requests: list[Request]) -> list[ScoringRequestOutput]:
             vectors = _vectors(requests, None, True)
-            scores = (vectors[: len(asked)] * vectors[len(asked) :]).sum(dim=-1).tolist()
+            cosines = (vectors[: len(asked)] * vectors[len(asked) :]).sum(dim=-1)
+            scores = cosines.clamp(-1, 1).tolist()  # they may round to more
             scored = []
             for index, score in enumerate(scores):
                 output = _scored(requests[len(asked) + index], score)

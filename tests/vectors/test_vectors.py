@@ -191,6 +191,8 @@ def test_scores_are_cosines(llm: LLM) -> None:
     torch.testing.assert_close(torch.tensor(one), want[0])
     each = llm.score(texts, texts[::-1], use_tqdm=False)
     torch.testing.assert_close(torch.tensor([o.score for o in each]), want.flip(1).diagonal())
+    equal = [[n, 1] for n in range(250)]
+    assert all(-1 <= o.score <= 1 for o in llm.score(equal, equal, use_tqdm=False))
     assert each[1].prompt_token_ids == 2 * llm.tokenizer.encode("bc")
 
 
@@ -210,6 +212,10 @@ BAD: list[tuple[Callable[[LLM], Any], str]] = [
     (lambda llm: llm.score(["a", "b"], ["c"]), r"queries must be one or as many .* \(1\), got 2"),
     (lambda llm: llm.score("a", "b", method="bm25"), "method must be one of 'yes_no', 'cosine'"),
     (lambda llm: llm.score("a", "b", method="yes_no"), "one token for each of 'yes' and 'no'"),
+    (
+        lambda llm: llm.score("a", "b", lora_request=[None] * 2),
+        "lora_request must be a LoRARequest",
+    ),
     (lambda llm: llm.score("a", [[1], "b\ud800"]), r"documents\[1\]: prompt is not valid Unicode"),
 ]
 
