@@ -16,6 +16,7 @@ from nanovllm.chat.answers import AnswerReader
 from nanovllm.chat.chat_format import ChatFormat, Turn
 from nanovllm.chat.conversation import has_chat_template
 from nanovllm.config import MAX_WAITING, Config
+from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.ranks.command import by_value
 from nanovllm.engine.remote.call import Call
 from nanovllm.engine.remote.connection import Connection
@@ -50,6 +51,7 @@ READERS = 2  # threads that tokenize prompts and apply chat templates
 # Characters or token ids of a prompt. Changing threads takes longer than reading a small one; a
 # large one waits for a thread of its own, not others for it.
 SMALL, LARGE = 1 << 11, 1 << 17
+MESSAGE, PROMPT = 64, 8  # what a message, or a prompt of several, takes beside its text
 
 
 class EngineFullError(RuntimeError):
@@ -174,7 +176,7 @@ class AsyncLLM:
         _pickled(params)
         self._check_room(params.n)
         accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
-        accepted = await self._read(accept, prompt_size(prompt))
+        accepted = await self._read(accept, prompt_size(prompt) + _params_size(params))
         async with self._running(accepted, params, request_id, is_whole, lora_request) as call:
             yield call
 
@@ -207,7 +209,7 @@ class AsyncLLM:
         before any is queued. Leaving the call aborts its requests.
         """
         plan = functools.partial(self._planner.embed, prompts, **options)
-        return await self._carry_out(plan, prompts, lora_request)
+        return await self._carry_out(plan, _all_size(prompts), lora_request)
 
     async def encode(
         self,
@@ -219,7 +221,7 @@ class AsyncLLM:
     ) -> list[PoolingRequestOutput]:
         """The hidden states of prompts, by the options of `LLM.encode`. Otherwise as `embed`."""
         plan = functools.partial(self._planner.encode, prompts, pooling, **options)
-        return await self._carry_out(plan, prompts, lora_request)
+        return await self._carry_out(plan, _all_size(prompts), lora_request)
 
     async def score(
         self,
@@ -231,15 +233,16 @@ class AsyncLLM:
     ) -> list[ScoringRequestOutput]:
         """How well documents fit queries, by the options of `LLM.score`. Otherwise as `embed`."""
         plan = functools.partial(self._planner.score, queries, documents, **options)
-        return await self._carry_out(plan, documents, lora_request)
+        most = len(documents) if isinstance(documents, list | tuple) else 1
+        size = _all_size(queries) * most + _all_size(documents)  # a query with each document
+        return await self._carry_out(plan, size, lora_request)
 
     async def _carry_out(
-        self, make: Callable[[], Plan[Output]], prompts: Any, lora_request: LoRARequest | None
+        self, make: Callable[[], Plan[Output]], size: int, lora_request: LoRARequest | None
     ) -> list[Output]:
-        """Make a plan, compute its requests, and return its outputs."""
+        """Make a plan of prompts of this size, compute its requests, and return its outputs."""
         self._check_adapter(lora_request)
-        texts = prompts if isinstance(prompts, list | tuple) else [prompts]
-        plan = await self._read(make, sum(map(prompt_size, texts)))
+        plan = await self._read(make, size)
         room = asyncio.Semaphore(self.config.max_num_seqs)
 
         async def compute(accepted: Accepted) -> Request:
@@ -392,7 +395,7 @@ class AsyncLLM:
 
     def _disconnect(self) -> None:
         """End all calls, and listen no more."""
-        self._connection.disconnect(RuntimeError("this AsyncLLM is closed; make a new one"))
+        self._connection.disconnect(EngineEndedError("this AsyncLLM is closed; make a new one"))
         for threads in (self._readers, self._large_reader):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -500,13 +503,28 @@ class AsyncLLM:
 
 
 def prompt_size(prompt: Any) -> int:
-    """The token ids of a prompt, or the characters of its text or of a conversation's messages."""
+    """The token ids of a prompt, or the characters of its text or of a conversation's messages.
+
+    A message, or a part of one, counts as `MESSAGE` more, and one with calls as a large prompt.
+    """
     if isinstance(prompt, Mapping):
         parts = ("prompt", "prompt_token_ids", "content", "text")
-        return sum(prompt_size(prompt.get(name)) for name in parts)
+        calls = SMALL if prompt.get("tool_calls") else 0
+        return sum(prompt_size(prompt.get(name)) for name in parts) + calls
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return sum(map(prompt_size, prompt))
+        return sum(MESSAGE + prompt_size(part) for part in prompt)
     return len(prompt) if hasattr(prompt, "__len__") else 0
+
+
+def _all_size(prompts: Any) -> int:
+    """The size of one prompt or several, and of what each costs beside its text."""
+    texts = prompts if isinstance(prompts, list | tuple) else [prompts]
+    return sum(PROMPT + prompt_size(text) for text in texts)
+
+
+def _params_size(params: SamplingParams) -> int:
+    """Bad words are tokenized, which does not count as small."""
+    return SMALL if params.bad_words else 0
 
 
 def _params(given: Any, priority: int | None) -> SamplingParams:

@@ -5,8 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_int, shorten
+from nanovllm.utils.checks import check_int, did_you_mean, shorten
 from nanovllm.utils.rules import SOME_TEXT
+
+UNUSED = {  # vLLM's other fields
+    "base_model_name": "an adapter is for the engine's model",
+    "tensorizer_config_dict": "adapters are read from PEFT's files",
+}
+NAMES = ("lora_name", "lora_int_id", "lora_path", "lora_local_path", *UNUSED)
 
 
 @dataclass(frozen=True, init=False)
@@ -15,6 +21,7 @@ class LoRARequest:
 
     `path` is a local directory in PEFT's format. vLLM's form with a number works too:
     `LoRARequest("name", 1, path)`, with the keywords `lora_name`, `lora_int_id` and `lora_path`.
+    vLLM's `lora_local_path` is another name of the path; its `base_model_name` must be None.
     The files alone say which adapter it is: name and number are the caller's labels.
     """
 
@@ -28,7 +35,18 @@ class LoRARequest:
         *number_and_path: Any,
         lora_int_id: int | None = None,
         lora_path: str | os.PathLike[str] | None = None,
+        lora_local_path: str | os.PathLike[str] | None = None,
+        **others: Any,
     ) -> None:
+        for name, value in others.items():
+            if name not in UNUSED:
+                raise TypeError(f"LoRARequest: unknown field {name!r}{did_you_mean(name, NAMES)}")
+            if value is not None:
+                raise ValueError(f"{name} must be None, got {shorten(value)}: {UNUSED[name]}")
+        if lora_local_path is not None:
+            if lora_path is not None:
+                raise ValueError("lora_local_path is another name of lora_path; give one of them")
+            lora_path = lora_local_path
         given = [*number_and_path]
         if given and lora_path is None:
             lora_path = given.pop()

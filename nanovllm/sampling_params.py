@@ -72,10 +72,12 @@ def _check_calls(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
         raise TypeError(f"{name} must be {CALLS.allowed}, got {shorten(value)}")
     calls = tuple(value)
     for place, call in enumerate(calls):
+        if not callable(call):
+            raise TypeError(f"{name}[{place}] must be callable, got {shorten(call)}")
         try:
             parameters = inspect.signature(call).parameters
         except (TypeError, ValueError):
-            raise TypeError(f"{name}[{place}] must be callable, got {shorten(call)}") from None
+            raise TypeError(f"{name}[{place}] has no signature: {shorten(call)}") from None
         kinds = {parameter.kind for parameter in parameters.values()}
         if len(parameters) not in (2, 3) or not kinds <= POSITIONAL:
             raise TypeError(

@@ -18,6 +18,7 @@ from lora import EVERY_LINEAR, make_adapter, peft_logits
 from reference import HARD, SMALL_POOL, assert_same, audit_at_rest, make_llm
 
 from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.models.eagle3_config import LAYER_IDS
 from nanovllm.outputs import RequestOutput
 
@@ -452,3 +453,17 @@ def test_greedy_equals_peft_on_a_device(options: dict[str, Any], case: AdaptedCa
     """Decode graphs with adapters and without, rows that change slots."""
     with adapted_llm(case, **ON_DEVICE | options) as llm:
         check(llm, case)
+
+
+def test_beam_search_takes_adapters(case: AdaptedCase) -> None:
+    """With one beam it is greedy decoding; equal prompts differ by their adapters."""
+    adapters: list[LoRARequest | None] = [None, *case.adapters]
+    prompts = [PROMPT] * len(adapters)
+    with adapted_llm(case) as llm:
+        want = [o.token_ids for o in llm.generate(prompts, GREEDY, False, adapters)]
+        params = BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True)
+        found = llm.beam_search(prompts, params, adapters)
+        assert [o.sequences[0].token_ids for o in found] == want
+        assert len({tuple(tokens) for tokens in want}) > 1
+        with pytest.raises(ValueError, match="lora_request must be one or as many as prompts"):
+            llm.beam_search(prompts, params, adapters[1:])

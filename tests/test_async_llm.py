@@ -16,8 +16,16 @@ import pytest
 from reference import make_llm, make_prompts
 
 from nanovllm import LLM, RankError, SamplingParams
-from nanovllm.async_llm import LARGE, AsyncLLM, EngineFullError, prompt_size
+from nanovllm.async_llm import (
+    LARGE,
+    MESSAGE,
+    SMALL,
+    AsyncLLM,
+    EngineFullError,
+    prompt_size,
+)
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.remote.loop import read_vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,10 +145,36 @@ def test_large_prompts_do_not_hold_up_others(
 @pytest.mark.parametrize(
     ("prompt", "number"),
     [("abc", 3), ({"prompt": "abc"}, 3), ([1, 2], 2), ({"prompt_token_ids": [1]}, 1), (None, 0),
-     ([{"role": "user", "content": "abc"}, {"content": [{"type": "text", "text": "de"}]}], 5)],
+     ([{"role": "user", "content": "abc"}, {"content": [{"type": "text", "text": "de"}]}],
+      5 + 3 * MESSAGE),
+     ([{"role": "assistant", "tool_calls": [{"x": 1}]}], MESSAGE + SMALL)],
 )  # fmt: skip
 def test_sizes_of_prompts_and_conversations(prompt: Any, number: int) -> None:
     assert prompt_size(prompt) == number
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.complete("a", SamplingParams(max_tokens=1, bad_words=["b"])),
+        lambda engine: engine.score("a" * 200, ["b"] * 12),
+        lambda engine: engine.score(["a" * 450] * 3, ["b", "c", "d"]),
+        lambda engine: engine.embed(["a"] * 300),
+    ],
+)
+def test_what_takes_long_is_read_beside_the_event_loop(
+    call: Any, engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no prompt is long."""
+    threads, accept = set(), engine._intake.accept
+
+    def noted(*args: Any) -> Any:
+        threads.add(threading.current_thread())
+        return accept(*args)
+
+    monkeypatch.setattr(engine._intake, "accept", noted)
+    run(call(engine))
+    assert threads and threading.current_thread() not in threads
 
 
 def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:
@@ -567,3 +601,15 @@ def test_cancelled_vectors_end_in_the_engine(engine: AsyncLLM, run: Run[Any]) ->
             await task
 
     run(cancelled())
+
+
+def test_aborted_vectors_raise(engine: AsyncLLM, run: Run[Any]) -> None:
+    async def aborted() -> None:
+        task = asyncio.ensure_future(engine.encode([[1] * 400] * 8, "mean"))
+        while not engine._calls:
+            await asyncio.sleep(0)
+        await engine.abort(next(iter(engine._calls.values())).name)
+        with pytest.raises(NotReadyError, match="a request was aborted before"):
+            await task
+
+    run(aborted())

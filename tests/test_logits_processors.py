@@ -232,6 +232,27 @@ def test_a_bad_result_ends_its_request_alone(
         assert llm.generate("a", SamplingParams(**GREEDY), use_tqdm=False)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("call", [raises, at_third(lambda x: x * torch.nan)])
+def test_an_error_wins_over_a_token_that_stops(call: Any, overlap: bool, model_dir: Path) -> None:
+    """The token in place of the failed logits is masked away, and what is drawn stops."""
+    params = SamplingParams(
+        temperature=0, min_tokens=4, stop_token_ids=[0], allowed_token_ids=[7],
+        logits_processors=[call],
+    )  # fmt: skip
+    with make_llm(model_dir, overlap=overlap) as llm:
+        (output,) = llm.generate("a", params, use_tqdm=False)
+        assert (output.finish_reason, output.token_ids) == ("error", [7] * 3)
+        audit_at_rest(llm)
+
+
+def test_processors_of_transformers_are_named_where_they_fail(llm: LLM) -> None:
+    params = SamplingParams(**GREEDY, logits_processors=[RepetitionPenaltyLogitsProcessor(1.5)])
+    (output,) = llm.generate("a", params, use_tqdm=False)
+    assert output.finish_reason == "error"
+    assert "one of transformers takes (input_ids, scores)" in str(output.stop_reason)
+
+
 def test_an_interrupt_inside_leaves_the_engine_usable(llm: LLM) -> None:
     def interrupt(output: list[int], logits: Row) -> Row:
         if len(output) == 2:
@@ -257,6 +278,21 @@ def test_an_interrupt_inside_leaves_the_engine_usable(llm: LLM) -> None:
 def test_what_is_no_processor_is_refused(calls: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         SamplingParams(logits_processors=calls)
+
+
+class Unhashable:
+    """A callable that can be compared, and so has no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __call__(self, output: list[int], logits: Row) -> Row:
+        return logits
+
+
+def test_a_callable_needs_no_hash(llm: LLM) -> None:
+    params = SamplingParams(**GREEDY, logits_processors=[Unhashable()])
+    assert len(llm.generate("a", params, use_tqdm=False)[0].token_ids) == 12
 
 
 def test_parameters_with_callables_can_be_hashed_and_changed() -> None:

@@ -47,7 +47,10 @@ def read_adapter(
     """
     path = Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"adapter directory {str(path)!r} does not exist")
+        raise NotADirectoryError(
+            f"lora_path must be a local directory, got {str(path)!r}; ids of the Hugging Face Hub"
+            " are not taken: download the adapter before"
+        )
     config = read_config(path)
     file = path / WEIGHTS_FILE
     dtype = model.model.norm.weight.dtype

@@ -133,9 +133,10 @@ class Job:
             if len(pending.outputs) < len(pending.submitted.request_ids):
                 continue
             place = (pending.number, pending.custom_id)
-            if all(sample["finish_reason"] == "error" for sample in output["outputs"]):
+            failed = next(filter(_has_failed, pending.outputs), None)
+            if failed is not None:
                 self.tally.failed += 1
-                records.append(error_record(*place, str(output["stop_reason"])))
+                records.append(error_record(*place, str(failed["stop_reason"])))
                 continue
             self.tally.computed += 1
             self.tally.tokens += sum(len(sample["token_ids"]) for sample in output["outputs"])
@@ -143,3 +144,8 @@ class Job:
             records.append(result_record(*place, body))
         if records:
             self.journal.append(records)
+
+
+def _has_failed(output: RequestOutput) -> bool:
+    """Whether all samples have ended with an error."""
+    return all(sample["finish_reason"] == "error" for sample in output["outputs"])

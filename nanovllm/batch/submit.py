@@ -60,7 +60,9 @@ def submit(
 
 def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
     plan = llm.planner.embed(*asked.arguments, **asked.options)
-    ids = [llm.enqueue(one) for one in plan.accepted]
+    adapter = llm.named_adapter(asked.model)
+    accepted = [llm.adapted(one, adapter) for one in plan.accepted]
+    ids = [llm.enqueue(one) for one in accepted]
     requests = [llm.unfinished[request_id] for request_id in ids]
 
     def body(_: str, __: list[RequestOutput]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from nanovllm.beams.search import Ended, Search
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import progress_bar, run_until_done
 from nanovllm.engine.requests.intake import Accepted
+from nanovllm.lora_request import LoRARequests, lora_requests
 from nanovllm.prompts import Prompt, prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, shorten
@@ -25,14 +26,15 @@ class BeamCalls(LLMEngine):
         self,
         prompts: Prompt | Iterable[Prompt],
         params: BeamSearchParams,
-        *,
+        lora_request: LoRARequests = None,
         use_tqdm: bool = False,
+        *,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most likely outputs of every prompt, in the order of the prompts.
 
-        Prompts are those of `generate`. They are found as by transformers' `generate` with
-        `num_beams` and without sampling. All prompts are searched at once, or at most
+        Prompts and adapters are those of `generate`. They are found as by transformers' `generate`
+        with `num_beams` and without sampling. All prompts are searched at once, or at most
         `concurrency_limit`. Running sequences share the blocks of what they have in common, and
         each step computes what is not cached: with the prefix cache, less than a block of each.
         """
@@ -43,9 +45,11 @@ class BeamCalls(LLMEngine):
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1)
         accepted = []
-        for index, prompt in enumerate(prompt_list("prompts", prompts)):
+        given = prompt_list("prompts", prompts)
+        adapters = lora_requests(lora_request, len(given))
+        for index, (prompt, adapter) in enumerate(zip(given, adapters, strict=True)):
             try:
-                accepted.append(self.accept(prompt, STEP))
+                accepted.append(self.accept(prompt, STEP, lora_request=adapter))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompts[{index}]: {error}") from None
         limit = concurrency_limit or max(1, len(accepted))
@@ -82,7 +86,9 @@ class BeamCalls(LLMEngine):
         number = min(going[0][1].num_candidates, self.model_config.vocab_size)  # all have the same
         params = replace(STEP, logprobs=number)
         ids = [
-            self.enqueue(Accepted(prompt.token_ids + beam.token_ids, None, params, None))
+            self.enqueue(
+                replace(prompt, token_ids=prompt.token_ids + beam.token_ids, params=params)
+            )
             for prompt, search in going
             for beam in search.running
         ]

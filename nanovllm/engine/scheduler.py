@@ -198,7 +198,7 @@ class Scheduler:
             index = len(seq.token_ids) - seq.num_pending_tokens
             seq.token_ids[index] = token_id
             seq.num_pending_tokens -= 1
-            if token_id in seq.stop_token_ids:
+            if token_id in seq.stop_token_ids and not seq.has_failed:
                 seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
                 finished.append(seq)
             elif seq.followers and (end := seq.follow()) is not None:

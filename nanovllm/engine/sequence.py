@@ -227,6 +227,11 @@ class Sequence:
         return reaches and self.pool is None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its callables have failed to make logits for the last known token."""
+        return self.processors is not None and self.processors.update(self) is not None
+
+    @property
     def draw_waits(self) -> bool:
         """Whether its next draw or report depends on tokens in flight, or on their number."""
         if not self.num_possible_tokens:

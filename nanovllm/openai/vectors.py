@@ -44,25 +44,26 @@ def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /v1/embeddings; a field that is null counts as missing."""
     body = _given(body, ("input", "encoding_format", *EMBED_OPTIONS))
     prompts = _required(body, "input")
-    if prompts in ("", []):
-        raise ValueError(f"input must not be empty, got {prompts!r}")
     kind = body.get("encoding_format", "float")
     check_choice("encoding_format", kind, FORMATS)
     options = {name: body[name] for name in EMBED_OPTIONS if name in body}
-    arguments = (prompts_of(prompts),)
+    arguments = (_prompts("input", prompts),)
     return VectorRequest(arguments, {"name": "input", **options}, body.get("model"), kind)
 
 
 def parse_score(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /score: `queries` and `documents`, by vLLM's older names `text_1`, ...."""
     body = _given(body, (*OTHER_NAMES, *OTHER_NAMES.values(), *SCORE_OPTIONS))
-    given = dict(body)
+    given, called = dict(body), {}
     for other, name in OTHER_NAMES.items():
         if other in given:
             if name in given:
                 raise ValueError(f"{other} is another name of {name}; give one of them")
-            given[name] = given.pop(other)
-    texts = [prompts_of(_required(given, name)) for name in ("queries", "documents")]
+            given[name], called[name] = given.pop(other), other
+    texts = [
+        _prompts(called.get(name, name), _required(given, name))
+        for name in ("queries", "documents")
+    ]
     return VectorRequest(tuple(texts), _score_options(body), body.get("model"))
 
 
@@ -72,10 +73,12 @@ def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
     query, documents = _required(body, "query"), _required(body, "documents")
     if not isinstance(query, str):
         raise TypeError(f"query must be a text, got {shorten(query)}")
+    if not query:
+        raise ValueError("query must not be empty, got ''")
     if not isinstance(documents, list) or not documents:
         raise TypeError(f"documents must be a list that is not empty, got {shorten(documents)}")
     texts = [_text_of(f"documents[{i}]", document) for i, document in enumerate(documents)]
-    top_n = check_int("top_n", body.get("top_n", 0), 0) or len(texts)
+    top_n = check_int("top_n", body.get("top_n", len(texts)), 1)
     return VectorRequest(
         (query, texts), _score_options(body), body.get("model"), top_n=min(top_n, len(texts))
     )
@@ -134,6 +137,17 @@ def _given(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     if not isinstance(given.get("model", ""), str):
         raise TypeError(f"model must be a text, got {shorten(given['model'])}")
     return given
+
+
+def _prompts(name: str, value: Any) -> list[Any]:
+    """The prompts in a text, a list of token ids, or a list of either, which is not empty."""
+    if not isinstance(value, str | list):
+        raise TypeError(
+            f"{name} must be a text, token ids or a list of these, got {shorten(value)}"
+        )
+    if not value:
+        raise ValueError(f"{name} must not be empty, got {value!r}")
+    return prompts_of(value)
 
 
 def _required(body: Mapping[str, Any], name: str) -> Any:

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.errors import EngineEndedError, NotReadyError
+from nanovllm.engine.ranks.errors import RankError
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.adapters import ServedModels
@@ -117,8 +119,9 @@ class Server:
         """Status 400 for what a living engine refuses."""
         try:
             yield
+        except (NotReadyError, EngineEndedError, RankError):
+            raise
         except RuntimeError as error:
-            self._llm.check()
             raise APIError(400, str(error)) from None
 
     async def version(self, _: Request) -> JSONResponse:

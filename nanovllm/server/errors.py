@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nanovllm.async_llm import EngineFullError
-from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.errors import EngineEndedError, NotReadyError
 from nanovllm.engine.ranks.errors import RankError
 
 logger = logging.getLogger("nanovllm.server")
@@ -51,7 +51,7 @@ def as_api_error(error: BaseException) -> APIError:
         return APIError(400, str(error))
     if isinstance(error, NotReadyError):
         return APIError(503, str(error), "not_ready")
-    if isinstance(error, RankError | RuntimeError):
+    if isinstance(error, RankError | EngineEndedError):
         return APIError(503, f"the engine has ended: {error}", "engine_dead")
     logger.error("a request has failed", exc_info=error)
     return APIError(500, f"an error of the server's own: {type(error).__name__}: {error}")

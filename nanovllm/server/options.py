@@ -71,6 +71,9 @@ class ServerOptions:
     max_body_mib: int = option(
         16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
     )
+    max_inputs: int = option(
+        2048, "most inputs of an embedding, and most queries and documents to score", int_range(1)
+    )
     cors_origin: Iterable[str] | None = option(
         None, "web sites whose pages may use the server; `*` is all", ORIGINS, none=NOTHING
     )

@@ -12,6 +12,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.vectors import (
     EMBEDDINGS,
     RERANK,
+    VectorRequest,
     embeddings_body,
     parse_embeddings,
     parse_rerank,
@@ -58,10 +59,24 @@ class Vectors:
         model, adapter = self._models.names[0], self._models.adapter
         if url == EMBEDDINGS:
             asked = parse_embeddings(body)
+            self._check_number(asked)
             using = dict(asked.options, lora_request=adapter(asked.model))
             vectors = await self._llm.embed(*asked.arguments, **using)
             return embeddings_body(asked, vectors, model)
         asked = parse_rerank(body) if url in RERANK else parse_score(body)
+        self._check_number(asked)
         using = dict(asked.options, lora_request=adapter(asked.model))
         scores = await self._llm.score(*asked.arguments, **using)
         return score_body(name, asked, scores, model)
+
+    def _check_number(self, asked: VectorRequest) -> None:
+        """Raise if there are too many inputs: a short body can ask for much work."""
+        number, most = max(map(_number, asked.arguments)), self._options.max_inputs
+        if number > most:
+            raise ValueError(
+                f"a request must have at most {most} inputs (max_inputs), got {number}"
+            )
+
+
+def _number(texts: Any) -> int:
+    return len(texts) if isinstance(texts, list) else 1

@@ -7,7 +7,7 @@ from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
-from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
+from nanovllm.lora_request import LoRARequest, LoRARequests, check_lora_request, lora_requests
 from nanovllm.utils.checks import check_bool
 from nanovllm.vectors.outputs import (
     EmbeddingRequestOutput,
@@ -87,6 +87,7 @@ class VectorCalls(LLMEngine):
         `SamplingParams`, is for cosines. An adapter is used for all of them.
         """
         self._check(use_tqdm)
+        check_lora_request(lora_request)  # one for all
         plan = self.planner.score(
             queries, documents, instruction=instruction, method=method,
             truncate_prompt_tokens=truncate_prompt_tokens,

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.pool import POOLINGS, Pooling, Wanted
 from nanovllm.engine.requests.request import Request
@@ -39,10 +40,16 @@ Output = TypeVar("Output")
 
 
 class Plan(NamedTuple, Generic[Output]):
-    """Requests to compute, and what makes outputs of them when they have finished, in order."""
+    """Requests to compute, and what makes outputs of them when they are complete, in order."""
 
     accepted: list[Accepted]
-    outputs: Callable[[list[Request]], list[Output]]
+    make: Callable[[list[Request]], list[Output]]
+
+    def outputs(self, requests: list[Request]) -> list[Output]:
+        """The outputs of the requests, which have ended; raises if one is not complete."""
+        for request in requests:
+            _check_complete(request)
+        return self.make(requests)
 
 
 class Prefix(NamedTuple):
@@ -223,7 +230,8 @@ class Planner:
 
         def outputs(requests: list[Request]) -> list[ScoringRequestOutput]:
             vectors = _vectors(requests, None, True)
-            scores = (vectors[: len(asked)] * vectors[len(asked) :]).sum(dim=-1).tolist()
+            cosines = (vectors[: len(asked)] * vectors[len(asked) :]).sum(dim=-1)
+            scores = cosines.clamp(-1, 1).tolist()  # they may round to more
             scored = []
             for index, score in enumerate(scores):
                 output = _scored(requests[len(asked) + index], score)
@@ -264,6 +272,15 @@ class Planner:
             return self._intake.accept(prompt, params, wanted)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from None
+
+
+def _check_complete(request: Request) -> None:
+    """Raise if a request has ended before all that it wanted was computed."""
+    seq = request.seqs[0]
+    if seq.finish_reason == "error":
+        raise ValueError(f"lora_request: {seq.stop_reason}")
+    if seq.finish_reason != "stop":
+        raise NotReadyError("a request was aborted before its whole prompt was computed")
 
 
 def _params(truncate_prompt_tokens: int | None) -> SamplingParams:

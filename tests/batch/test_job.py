@@ -778,6 +778,26 @@ def test_a_request_that_ends_with_an_error_is_an_error_record(llm: LLM, tmp_path
     assert text_of(records["good"]) == "ab" and records["good"]["error"] is None
 
 
+def test_an_embedding_of_which_one_input_fails_is_an_error_record(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its inputs that is."""
+    step = llm.step
+
+    def failing() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            if output.prompt == "ab":
+                output.update(stop_reason="it is lost")
+                output.outputs[0].update(finish_reason="error")
+        return outputs
+
+    monkeypatch.setattr(llm, "step", failing)
+    data = jsonl(embedding(input=["ab", "c" * 50]))
+    (record,) = run(llm, tmp_path / "out.jsonl", data)
+    assert record["error"]["message"].endswith("it is lost")
+
+
 def test_tools_and_formats_in_chats(llm: LLM, tmp_path: Path) -> None:
     """Of the answers in bodies: calls, JSON, and errors of tools in their places."""
     function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"const": 5}},

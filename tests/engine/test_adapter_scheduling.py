@@ -196,6 +196,18 @@ def test_a_slot_that_cannot_be_filled_ends_the_requests_that_wait_for_it() -> No
     queue.scheduler.abort(seq)
 
 
+def test_an_error_of_the_device_is_no_error_of_an_adapter() -> None:
+    def fail(adapter: Adapter, slot: int) -> None:
+        raise RuntimeError("CUDA error")
+
+    queue = Queue(1)
+    queue.residents._place = fail
+    seq = queue.add("A")
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        queue.scheduler.schedule()
+    assert seq.adapter.error is None
+
+
 def test_the_store_keeps_no_more_than_it_has_room_for() -> None:
     """Also when more adapters are waited for than the host's memory keeps."""
     store = AdapterStore(lambda path: path, 2)

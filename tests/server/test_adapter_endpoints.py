@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from reference import make_llm
 from servers import serving
 
 from nanovllm import AsyncLLM, LoRARequest, SamplingParams
+from nanovllm.batch.submit import submit
 from nanovllm.command.main import main
 
 BODY: dict[str, Any] = dict(temperature=0, max_tokens=8, ignore_eos=True)
@@ -135,3 +137,51 @@ def test_a_batch_job_names_adapters_as_models(
         for record in map(json.loads, results.read_text().splitlines())
     }
     assert [answers[str(index)] for index in range(4)] == [texts[name] for name in names]
+
+
+def test_a_batch_embedding_names_an_adapter_as_its_model(case: AdaptedCase, tmp_path: Path) -> None:
+    adapter = case.adapters[0]
+    module = f"{adapter.name}={adapter.path}"
+    with make_llm(case.path, enable_lora=True, max_lora_rank=8, lora_modules=[module]) as llm:
+        base, adapted = (
+            llm.embed("Hello", use_tqdm=False, lora_request=each)[0].embedding
+            for each in (None, adapter)
+        )
+        assert base != pytest.approx(adapted, abs=1e-3)
+        for name, vector in ((adapter.name, adapted), ("any", base)):
+            line = dict(
+                custom_id=name, method="POST", url="/v1/embeddings",
+                body=dict(model=name, input=["Hello", "a"]),
+            )  # fmt: skip
+            submitted = submit(llm, name, line, {})
+            outputs: list[Any] = []
+            while not llm.is_finished():
+                outputs += llm.step()
+            data = submitted.body("", outputs)["data"]
+            assert data[0]["embedding"] == pytest.approx(vector, abs=1e-5)
+
+
+def test_fields_of_adapters_that_vllm_has() -> None:
+    asked = LoRARequest("a", 1, lora_local_path="b", base_model_name=None)  # type: ignore[call-arg]
+    assert asked == LoRARequest("a", 1, "b")
+    with pytest.raises(ValueError, match="base_model_name must be None, got 'x': an adapter"):
+        LoRARequest("a", "b", base_model_name="x")
+    with pytest.raises(ValueError, match="lora_local_path is another name of lora_path"):
+        LoRARequest("a", lora_path="b", lora_local_path="b")
+    with pytest.raises(TypeError, match="unknown field 'lora_pth'; did you mean 'lora_path'"):
+        LoRARequest("a", lora_pth="b")
+
+
+@pytest.mark.parametrize(("field", "value"), [("r", "4"), ("lora_alpha", "x")])
+def test_a_field_of_the_wrong_type_names_the_adapter(
+    field: str, value: str, case: AdaptedCase, tmp_path: Path
+) -> None:
+    path = tmp_path / "wrong"
+    shutil.copytree(case.adapters[0].path, path)
+    config = json.loads((path / "adapter_config.json").read_text()) | {field: value}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    with (
+        make_llm(case.path, enable_lora=True, max_lora_rank=8) as llm,
+        pytest.raises(ValueError, match=rf"lora_request 'x': .*{field} must be"),
+    ):
+        llm.add_request("a", PARAMS, LoRARequest("x", path))

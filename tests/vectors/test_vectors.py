@@ -13,6 +13,7 @@ from reference import audit_at_rest, make_llm
 from transformers import AutoModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.pool import Pool
 from nanovllm.engine.sequence import Sequence
 
@@ -190,6 +191,8 @@ def test_scores_are_cosines(llm: LLM) -> None:
     torch.testing.assert_close(torch.tensor(one), want[0])
     each = llm.score(texts, texts[::-1], use_tqdm=False)
     torch.testing.assert_close(torch.tensor([o.score for o in each]), want.flip(1).diagonal())
+    equal = [[n, 1] for n in range(250)]
+    assert all(-1 <= o.score <= 1 for o in llm.score(equal, equal, use_tqdm=False))
     assert each[1].prompt_token_ids == 2 * llm.tokenizer.encode("bc")
 
 
@@ -209,6 +212,10 @@ BAD: list[tuple[Callable[[LLM], Any], str]] = [
     (lambda llm: llm.score(["a", "b"], ["c"]), r"queries must be one or as many .* \(1\), got 2"),
     (lambda llm: llm.score("a", "b", method="bm25"), "method must be one of 'yes_no', 'cosine'"),
     (lambda llm: llm.score("a", "b", method="yes_no"), "one token for each of 'yes' and 'no'"),
+    (
+        lambda llm: llm.score("a", "b", lora_request=[None] * 2),
+        "lora_request must be a LoRARequest",
+    ),
     (lambda llm: llm.score("a", [[1], "b\ud800"]), r"documents\[1\]: prompt is not valid Unicode"),
 ]
 
@@ -219,6 +226,17 @@ def test_bad_input_is_a_named_error(llm: LLM, call: Callable[[LLM], Any], messag
         call(llm)
     assert llm.is_finished()
     audit_at_rest(llm)
+
+
+def test_no_vector_is_made_of_a_part_of_a_prompt(model_dir: Path) -> None:
+    """Its request is aborted while weights are replaced."""
+    with make_llm(model_dir, max_num_batched_tokens=16) as llm:
+        plan = llm.planner.encode([[1] * 40], "mean")
+        request = llm.unfinished[llm.enqueue(plan.accepted[0])]
+        llm.step()
+        llm.reload_weights(running="abort")
+        with pytest.raises(NotReadyError, match="a request was aborted before"):
+            plan.outputs([request])
 
 
 def test_an_interrupt_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

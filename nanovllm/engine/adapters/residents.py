@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from nanovllm.engine.adapters.loaded import NO_SLOT, Adapter
 from nanovllm.engine.adapters.store import AdapterStore
-from nanovllm.engine.ranks.errors import ExchangeError, RankError
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 
@@ -97,9 +96,7 @@ class Residents:
         slot = next(slot for slot in range(self.num_slots) if slot not in used)
         try:
             self._place(adapter, slot)
-        except (RankError, ExchangeError):
-            raise
-        except Exception as error:
+        except (OSError, ValueError) as error:
             adapter.error = error
             return False
         self.adapters[adapter] = None  # before its slot: `reset` finds it

@@ -55,7 +55,7 @@ class AdapterStore:
             adapter = Adapter(number, path)
             try:
                 tensors = self._read_unchanged(adapter)
-            except (OSError, ValueError) as error:
+            except (OSError, TypeError, ValueError) as error:
                 raise ValueError(f"lora_request {request.lora_name!r}: {error}") from error
             with self._lock:
                 self._known[number] = adapter

@@ -6,7 +6,9 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.ranks.command import by_value
+from nanovllm.engine.ranks.errors import RankError
 from nanovllm.engine.remote.frames import HEAD, frame
 from nanovllm.engine.remote.messages import Answer, Ask, Command, Event, Failed, Ready
 from nanovllm.engine.remote.process import EngineProcess
@@ -15,8 +17,9 @@ from nanovllm.engine.remote.process import EngineProcess
 class Connection:
     """Sends commands to an engine's process and hands on its events, until either end closes.
 
-    `failure` says why it has ended, once it has. Then `on_end` has been called with it, and all
-    that is sent or asked raises it. It belongs to the event loop of the first `open`.
+    `failure`, a RankError or an EngineEndedError, says why it has ended, once it has. Then `on_end`
+    has been called with it, and all that is sent or asked raises it. It belongs to the event loop
+    of the first `open`.
     """
 
     def __init__(
@@ -150,6 +153,9 @@ class Connection:
         """Nothing more comes from the process."""
         if self.failure is None:
             self.failure = failure
+            if not isinstance(failure, RankError | EngineEndedError):
+                self.failure = EngineEndedError(f"{type(failure).__name__}: {failure}")
+                self.failure.__cause__ = failure
             self._ended.set()
         self._on_end(self.failure)
         for answer in self._questions.values():

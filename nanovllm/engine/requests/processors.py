@@ -10,13 +10,18 @@ import torch
 from nanovllm.engine.sequence import End, Sequence
 from nanovllm.engine.step.transfer import download
 
+OTHERS = (
+    "; one of transformers takes (input_ids, scores): wrap it in a function of (prompt_token_ids,"
+    " token_ids, logits), as docs/usage.md shows"
+)
 EMPTY = "left no token to draw: all logits are minus infinity, or some are NaN"
 
 
 class Processors:
     """A follower that ends a sequence whose callables have failed, with an "error".
 
-    In place of the failed logits a token that stops nothing is drawn, which the end removes.
+    In place of the failed logits a token is drawn, which the end removes. It stops nothing, unless
+    no other token may be drawn.
     """
 
     def __init__(self, calls: Iterable[Callable[..., Any]]) -> None:
@@ -40,7 +45,8 @@ class Processors:
                 result = call(*given, logits)
                 _check(result, logits)
             except Exception as error:
-                self._errors[index] = f"logits_processors[{place}]: {_shown(error)}"
+                hint = OTHERS if _is_of_transformers(call) else ""
+                self._errors[index] = f"logits_processors[{place}]: {_shown(error)}{hint}"
                 return _fallback(seq, logits)
             logits = result
         is_empty = logits.isnan().any() | (logits.max() == -torch.inf)
@@ -51,9 +57,9 @@ class Processors:
         """The end of a sequence whose last known token was drawn without the callables."""
         index = seq.num_known_tokens - 1
         is_empty = self._empty.pop(index, None)
+        if is_empty is not None and bool(is_empty):
+            self._errors[index] = f"logits_processors {EMPTY}"
         error = self._errors.get(index)
-        if error is None and is_empty is not None and bool(is_empty):
-            error = f"logits_processors {EMPTY}"
         return None if error is None else End("error", error)
 
     def reset(self) -> None:
@@ -71,6 +77,12 @@ def _check(result: Any, logits: torch.Tensor) -> None:
         if mine != theirs:
             shown = [list(x) if name == "shape" else x for x in (mine, theirs)]
             raise ValueError(f"it must return logits of {name} {shown[0]}, got {shown[1]}")
+
+
+def _is_of_transformers(call: Callable[..., Any]) -> bool:
+    """Whether a callable is one of transformers', or takes what they take."""
+    names = list(inspect.signature(call).parameters)
+    return type(call).__module__.startswith("transformers.") or names == ["input_ids", "scores"]
 
 
 def _shown(error: Exception) -> str:
