@@ -119,7 +119,7 @@ class StandIn:
         self.clock.lap("prepare")
         return Computed(out, self.rows, (self.rows, self.rows), self.token_ids[: size.num_rows])
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden
 
     def sample(self, logits: torch.Tensor, *_: Any) -> torch.Tensor:
