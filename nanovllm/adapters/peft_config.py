@@ -59,11 +59,13 @@ class PeftConfig:
         if self.targets is None or self.targets == ALL_LINEAR:
             return
         if not _is_one_of(module, self.targets):
-            raise ValueError(f"target_modules has it not: {shorten(self.targets)}")
+            raise ValueError(f"target_modules does not list it: {shorten(self.targets)}")
         if self.layers is not None and not isinstance(self.targets, str):
             layer = self._layer(module)
             if layer not in self.layers:
-                raise ValueError(f"layers_to_transform has not its layer: {shorten(self.layers)}")
+                raise ValueError(
+                    f"layers_to_transform does not list its layer: {shorten(self.layers)}"
+                )
 
     def _layer(self, module: str) -> int | None:
         """The number of the layer that a module is in."""

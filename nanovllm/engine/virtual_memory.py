@@ -111,7 +111,7 @@ class VirtualMemory:
         torch.cuda.synchronize(self.device)
         self._host = parts
 
-    def forget(self) -> None:
+    def drop_saved(self) -> None:
         """Free what was saved."""
         self._host = []
 

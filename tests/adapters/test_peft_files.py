@@ -57,12 +57,12 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a bad rank": (dict(rank_pattern={"q_proj": -1}), r"rank_pattern\['q_proj'\] must be >= 1"),
     "no list": (dict(target_modules=3), "target_modules must be a string or a list of strings"),
     "not targeted": (
-        dict(target_modules=["q_proj", "lm_head"]), rf"'{DOWN}' .* target_modules has it not"
+        dict(target_modules=["q_proj", "lm_head"]), rf"'{DOWN}' .* target_modules does not list it"
     ),
     "excluded": (dict(exclude_modules=["down_proj"]), f"'{DOWN}' .* exclude_modules has it"),
     "another layer": (
         dict(target_modules=["q_proj", "down_proj", "lm_head"], layers_to_transform=[0]),
-        f"'{HEAD}' .* layers_to_transform has not its layer",
+        f"'{HEAD}' .* layers_to_transform does not list its layer",
     ),
     "another rank": (
         dict(rank_pattern={"down_proj": 5}), r"down_proj.lora_A' has shape \(3, 96\).*rank 5 need"

@@ -59,7 +59,7 @@ class Residents:
         return failed
 
     def reset(self) -> None:
-        """Trust nothing: all slots are empty. For use after an interrupt; nothing runs."""
+        """Mark all slots as empty. For use after an interrupt; nothing runs."""
         for adapter in self.adapters:
             adapter.slot = NO_SLOT
         self.adapters.clear()

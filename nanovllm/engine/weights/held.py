@@ -165,7 +165,7 @@ class HeldWeights:
         self._refresh_head()
 
     def drop_staged(self) -> None:
-        """Forget what an update that failed has staged."""
+        """Drop what an update that failed has staged."""
         self._staged.clear()
 
     def drop(self) -> None:

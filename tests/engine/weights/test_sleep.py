@@ -237,7 +237,7 @@ class HostRegion:
     def save(self) -> None:
         self._saved = self._memory.clone()
 
-    def forget(self) -> None:
+    def drop_saved(self) -> None:
         self._saved = None
 
     def restore(self) -> None:
