@@ -605,6 +605,7 @@ SPILLS = {
     "prefill_attention, head_dim 256, codes": 512,
     "experts, int4": 160,
     "lora, 64 rows": 16,  # on an RTX 50
+    "few_adapted_rows, 1024, 64 rows": 16,
     "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32
 }
 
