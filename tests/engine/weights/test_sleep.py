@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,11 @@ def interrupt(_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def slow_down(model: torch.nn.Module) -> None:
+    """Let steps take longer than a caller needs to look at them."""
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+
+
 def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "other", seed=1)
     other = load_file(tmp_path / "other" / "model.safetensors")
@@ -332,7 +338,7 @@ def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> Non
         expected = generate(llm)
 
     async def main() -> None:
-        options = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.02, max_model_len=128)
+        options = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.02, max_model_len=500)
         async with AsyncLLM(model_dir, enable_sleep_mode=True, **options) as llm:
 
             async def answers() -> list[list[int]]:
@@ -364,7 +370,8 @@ def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> Non
                 with pytest.raises(error, match=message):
                     await llm.apply_model(function)
             assert await llm.reset_prefix_cache()
-            long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+            await llm.apply_model(slow_down)
+            long = SamplingParams(temperature=0, max_tokens=490, ignore_eos=True)
             async for _ in (events := llm.generate(IDS[0], long)):
                 break
             with pytest.raises(RuntimeError, match="requests are running"):
