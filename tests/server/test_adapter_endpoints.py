@@ -68,7 +68,7 @@ def test_a_server_offers_adapters(
 
         assert "loaded adapter" in error(LOAD, 400, lora_name="own", lora_path=first.path)
         assert "model's own name" in error(LOAD, 400, lora_name="tiny", lora_path=first.path)
-        assert "does not exist" in error(LOAD, 400, lora_name="x", lora_path="/none")
+        assert "must be a local directory" in error(LOAD, 400, lora_name="x", lora_path="/none")
         assert "lora_path must be" in error(LOAD, 400, lora_name="x")
         assert "lora_nam" in error(LOAD, 400, lora_nam="x")
         assert "no adapter 'x'" in error(UNLOAD, 404, lora_name="x")
