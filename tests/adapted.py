@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adapter_files import EVERY_LINEAR, make_adapter
 from conftest import make_model
-from lora import EVERY_LINEAR, make_adapter
 from peft import PeftModel
 from reference import MIN_MARGIN, NUM_STEPS, load_reference, make_prompts, reference_logits
 

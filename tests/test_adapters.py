@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case
+from adapter_files import EVERY_LINEAR, make_adapter, peft_logits
 from conftest import make_model
 from drafts import make_eager
 from heads import make_head
-from lora import EVERY_LINEAR, make_adapter, peft_logits
 from reference import HARD, SMALL_POOL, assert_same, audit_at_rest, make_llm
 
 from nanovllm import LLM, LoRARequest, SamplingParams

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lora import make_adapter
+from adapter_files import make_adapter
 
 from nanovllm.embedded import EMBEDDED_MODEL
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import EVERY_LINEAR, make_adapter, merge, peft_logits, write_adapter
 from conftest import make_model
-from lora import EVERY_LINEAR, make_adapter, merge, peft_logits, write_adapter
 from thread_ranks import on_ranks
 
 from nanovllm.adapters.peft import read_adapter

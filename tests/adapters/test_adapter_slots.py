@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import write_adapter
 from conftest import make_model
-from lora import write_adapter
 from thread_ranks import Meeting, ThreadRanks
 
 from nanovllm.adapters.peft import read_adapter

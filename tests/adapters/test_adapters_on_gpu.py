@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_files import EVERY_LINEAR, make_adapter, peft_logits
 from conftest import make_model
-from lora import EVERY_LINEAR, make_adapter, peft_logits
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots, adapter_bytes

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import make_adapter, write_adapter
 from conftest import make_model
-from lora import make_adapter, write_adapter
 from safetensors.torch import load_file, save_file
 
 from nanovllm.adapters.peft import read_adapter

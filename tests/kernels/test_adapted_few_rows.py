@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter_files import make_adapter
 from conftest import make_model
-from lora import make_adapter
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import make_adapter
 from conftest import make_model
-from lora import make_adapter
 from safetensors.torch import load_file
 
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
