@@ -322,20 +322,18 @@ def test_updates_of_an_async_llm_follow_each_other(model_dir: Path, tmp_path: Pa
     asyncio.run(main())
 
 
-def interrupt(_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def slow_down(model: torch.nn.Module) -> None:
-    """Let steps take longer than a caller needs to look at them."""
-    model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
-
-
 def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "other", seed=1)
     other = load_file(tmp_path / "other" / "model.safetensors")
     with make_llm(tmp_path / "other") as llm:
         expected = generate(llm)
+
+    # Functions of a function: the engine's process must not import this module.
+    def interrupt(_: torch.nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    def slow_down(model: torch.nn.Module) -> None:
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
 
     async def main() -> None:
         options = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.02, max_model_len=500)
