@@ -51,12 +51,6 @@ class SleepMemory:
         self._pools.append(region)
         return region.bytes[:num_bytes].zero_()
 
-    def drop_pools(self) -> None:
-        """Free the pools."""
-        for region in self._pools:
-            region.close()
-        self._pools.clear()
-
     def release(self, keeps_weights: bool) -> None:
         """Return all memory to the device; weights are saved, or only those of drafts.
 
