@@ -7,7 +7,8 @@ Rows are spread evenly over the adapters of some slots, out of 8 with room for r
 the time of the bytes of A and B in these slots, and of the rows, at the rate of a large copy. Times
 are the device's: launches come from a CUDA graph, which goes through copies of the weights that are
 too large for its cache. `added` is the time of a layer with adapters less that of one without. The
-sums are of the model's 36 layers.
+sums are of the model's 36 layers. Steps of few rows have kernels of their own (`few_rows`), of
+which one computes a layer and its adapters (`one`); `three` is the time without that one.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
 
 NUM_SLOTS, MAX_RANK, NUM_LAYERS = 8, 64, 36
@@ -90,6 +92,45 @@ def with_adapters(kernels: Kernels, layer: Layer, x: torch.Tensor, groups: Any) 
     return out
 
 
+def few_rows_calls(
+    layers: list[Layer], x: torch.Tensor, groups: Any
+) -> dict[str, list[Callable[[], Any]]]:
+    """The kernels of steps of few rows: without adapters, and with them, as one and as three."""
+    from nanovllm.kernels.triton import adapted_linear
+    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows
+    from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
+
+    few = few_rows_for([layer.weight for layer in layers])
+    if few is None or len(x) > few.most_rows:
+        return {}
+    adapted = [
+        AdaptedFewRows(few.most_rows, few.arrivals, groups=groups, low_ranks={id(w): low_rank})
+        for w, low_rank in ((layer.weight, layer.low_rank) for layer in layers)
+    ]
+    projections = len(layers[0].low_rank.sizes)
+    scaled = Scaled(x, torch.ones(len(x), 64, device=DEVICE), 1e-6)
+
+    def layer_of(kernels: FewRows, layer: Layer, splits: bool = False) -> torch.Tensor:
+        divide = adapted_linear.divide
+        try:
+            if splits:
+                adapted_linear.divide = lambda *_: None  # type: ignore[assignment]
+            if projections == 1:
+                return kernels.product(x, layer.weight)
+            linear = kernels.gated if projections == 2 else kernels.linear
+            return linear(scaled, layer.weight)
+        finally:
+            adapted_linear.divide = divide
+
+    one, three = (layer_of(adapted[0], layers[0], splits).float() for splits in (False, True))
+    assert (one - three).abs().amax() <= TOLERANCE * three.abs().amax(), "one kernel differs"
+    return {
+        "few": [partial(layer_of, few, layer) for layer in layers],
+        "one": [partial(layer_of, *each) for each in zip(adapted, layers, strict=True)],
+        "three": [partial(layer_of, *each, True) for each in zip(adapted, layers, strict=True)],
+    }
+
+
 def microseconds(calls: list[Callable[[], Any]]) -> float:
     """The median time of one of the calls, on the device."""
     if DEVICE == "cpu":
@@ -147,6 +188,7 @@ def measure(
             for down, layer in zip(downs, layers, strict=True)
         ],
     }
+    calls |= few_rows_calls(layers, x, groups)
     used = min(slots, num_rows)
     matrices = used * rank * (len(shape.sizes) * shape.size_in + shape.size_out)
     moved = DTYPE.itemsize * (matrices + num_rows * (shape.size_in + 2 * shape.size_out))
@@ -176,7 +218,7 @@ def main() -> None:
     torch.manual_seed(0)
     kernels = triton_kernels()
     rate, results = copy_rate(), []
-    columns = ("linear", "with", "added", "down", "up", "floor")
+    columns = ("linear", "with", "added", "down", "up", "floor", "few", "one", "three")
     print(
         f"{'layer':>14} {'rows':>5} {'slots':>5} " + " ".join(f"{c + ' us':>10}" for c in columns)
     )
@@ -193,7 +235,7 @@ def main() -> None:
             for slots in args.slots:
                 result = measure(kernels, shape, layers, num_rows, slots, args.rank, rate)
                 results.append(result)
-                values = " ".join(f"{result[f'{c}_us']:10.2f}" for c in columns)
+                values = " ".join(f"{result.get(f'{c}_us', 0):10.2f}" for c in columns)
                 wrong = "" if result["right"] else f"  WRONG: error {result['error']:.3f}"
                 print(f"{shape.name:>14} {num_rows:5} {slots:5} {values}{wrong}", flush=True)
         del one, layers, weights
@@ -203,9 +245,14 @@ def main() -> None:
             added, linear = (
                 NUM_LAYERS * sum(r[key] for r in same) / 1e3 for key in ("added_us", "linear_us")
             )
+            few = [
+                f"{key} {NUM_LAYERS * sum(r[f'{key}_us'] for r in same) / 1e3:.2f} ms"
+                for key in ("few", "one", "three")
+                if all(f"{key}_us" in r for r in same)
+            ]
             print(
                 f"{num_rows} rows, {slots} slots: {NUM_LAYERS} layers {linear:.2f} ms, adapters"
-                f" add {added:.2f} ms"
+                f" add {added:.2f} ms; " + ", ".join(few)
             )
     print(json.dumps({"benchmark": "lora", "rank": args.rank, "points": results}))
     if not all(result["right"] for result in results):

@@ -203,10 +203,10 @@ def test_streams_and_bodies_refuse_them(model_dir: Path) -> None:
 def test_states_on_a_device(options: dict[str, Any], model_dir: Path, model: Any) -> None:
     """Steps with such requests use no decode graphs; the others still do, with equal tokens."""
     options = dict(device="cuda", num_kvcache_blocks=2000) | options
-    prompts = make_prompts()
+    prompts, params = make_prompts(), dataclasses.replace(PARAMS, seed=5)
     with make_llm(model_dir, **options) as llm:
-        plain = llm.generate(prompts, SamplingParams(**_plain()), use_tqdm=False)
-        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        plain = llm.generate(prompts, SamplingParams(**_plain(), seed=5), use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         for output in outputs:
             states = model(torch.tensor([output.prompt_token_ids + output.token_ids]))
             states = states.last_hidden_state[0]

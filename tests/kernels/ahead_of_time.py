@@ -371,10 +371,11 @@ def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> 
     lora_up(down, weights, groups, torch.empty(rows, sum(sizes), dtype=dtype))
 
 
-def adapted_few_rows(hidden: int, inner: int, rows: int) -> None:
+def adapted_few_rows(hidden: int, inner: int, rows: int, max_rank: int, one: bool) -> None:
+    """Layers of `one` kernel each, or of three."""
     from nanovllm.kernels.low_rank import LowRank
     from nanovllm.kernels.plain.few_rows import Scaled
-    from nanovllm.kernels.triton import few_rows
+    from nanovllm.kernels.triton import adapted_linear, few_rows
     from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows
     from nanovllm.kernels.triton.row_groups import group_rows
 
@@ -382,14 +383,17 @@ def adapted_few_rows(hidden: int, inner: int, rows: int) -> None:
     sizes = {qkv: (hidden, hidden // 2, hidden // 2), gate_up: (inner, inner), down: (hidden,)}
     low_ranks = {
         id(weight): LowRank(
-            bf16(8, 16 * len(parts), weight.shape[1]), bf16(8, 16, sum(parts)),
+            bf16(8, max_rank * len(parts), weight.shape[1]), bf16(8, max_rank, sum(parts)),
             int32(8, len(parts)), parts,
         )
         for weight, parts in sizes.items()
     }  # fmt: skip
     few = AdaptedFewRows(rows, groups=group_rows(int32(rows), 8), low_ranks=low_ranks)
     x, norm = bf16(rows, hidden), bf16(hidden)
-    with mock.patch.object(few_rows, "num_multiprocessors", return_value=132):
+    patch = partial(mock.patch.object, attribute="num_multiprocessors", return_value=132)
+    with patch(few_rows), patch(adapted_linear):
+        if not one:
+            adapted_linear.divide = lambda *args: None  # type: ignore[assignment]
         scaled = Scaled(x, torch.empty(rows, hidden // 64), EPS)
         few.linear(scaled, qkv)
         few.gated(scaled, gate_up)
@@ -572,9 +576,20 @@ CALLS: dict[str, Callable[[], object]] = {
     "guess_ngrams, guess_inputs and accept": drafts,
     **{f"lora, {rows} rows": partial(lora, rows) for rows in (1, 64, 256, 8 * TOKENS)},
     **{
-        f"few_adapted_rows, {hidden}, {rows} rows": partial(adapted_few_rows, hidden, inner, rows)
-        for hidden, inner, all_rows in ((1024, 3072, (1, 8, 32, 64)), (4096, 12288, (1, 64)))
-        for rows in all_rows
+        f"few_adapted_rows, {hidden}, {rows} rows, max_rank {max_rank}": partial(
+            adapted_few_rows, hidden, inner, rows, max_rank, True
+        )
+        for hidden, inner, some in (
+            (1024, 3072, ((1, 16), (8, 16), (32, 16), (64, 16))),
+            (4096, 12288, ((1, 16), (1, 64), (8, 8), (16, 64), (32, 16), (64, 16), (64, 64))),
+        )
+        for rows, max_rank in some
+    },
+    **{
+        f"few_adapted_rows, {rows} rows, three kernels": partial(
+            adapted_few_rows, 1024, 3072, rows, 16, False
+        )
+        for rows in (1, 32)
     },
     "lora, max_rank 8": partial(lora, 16, max_rank=8),
     **{f"lora, float32, {rows} rows": partial(lora, rows, torch.float32) for rows in (1, 256)},

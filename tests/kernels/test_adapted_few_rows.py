@@ -19,6 +19,7 @@ from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 from nanovllm.kernels.table import PLAIN, triton_kernels
+from nanovllm.kernels.triton import adapted_linear
 from nanovllm.kernels.triton import few_rows as module
 from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows
 from nanovllm.layers.attention.torch_backend import TorchBackend
@@ -45,9 +46,28 @@ bf16 = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def four_processors() -> Iterator[None]:
+    """Four, and as many more as tiles of a weight leave to adapters."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "num_multiprocessors", lambda device: 4)
+        patch.setattr(adapted_linear, "num_multiprocessors", lambda device: 9)
+        patch.setattr(adapted_linear, "SPARE", 5)
         yield
+
+
+@pytest.fixture(params=["one kernel", "three kernels"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was launched as one kernel; in the second case nothing can be."""
+    found: list[Any] = []
+    launch = adapted_linear.launch
+
+    def spy(*args: Any) -> torch.Tensor:
+        found.append(args)
+        return launch(*args)
+
+    monkeypatch.setattr(adapted_linear, "launch", spy)
+    if request.param == "three kernels":
+        monkeypatch.setattr(adapted_linear, "divide", lambda *args: None)
+    return found
 
 
 def low_rank(size_in: int, sizes: tuple[int, ...], generator: torch.Generator) -> LowRank:
@@ -71,7 +91,9 @@ def added(x: torch.Tensor, weights: LowRank, slots: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 20, 33])
-def test_layers_of_few_rows_have_their_adapters_additions(rows: int, bias: bool) -> None:
+def test_layers_of_few_rows_have_their_adapters_additions(
+    rows: int, bias: bool, launches: list[Any], request: pytest.FixtureRequest
+) -> None:
     generator = torch.Generator().manual_seed(rows)
 
     def randn(*size: int) -> torch.Tensor:
@@ -79,10 +101,10 @@ def test_layers_of_few_rows_have_their_adapters_additions(rows: int, bias: bool)
 
     scaled = Scaled(randn(rows, HIDDEN), HIDDEN * torch.rand(rows, 3).to(DEVICE) + 1, EPS)
     normed = scaled.normed()
-    qkv, gate_up, down = randn(128, HIDDEN), randn(2 * INNER, HIDDEN), randn(HIDDEN, INNER)
-    biases = [randn(128), randn(2 * INNER), randn(HIDDEN)] if bias else [None] * 3
+    qkv, gate_up, down = randn(192, HIDDEN), randn(2 * INNER, HIDDEN), randn(HIDDEN, INNER)
+    biases = [randn(192), randn(2 * INNER), randn(HIDDEN)] if bias else [None] * 3
     low_ranks = {
-        id(qkv): low_rank(HIDDEN, (64, 32, 32), generator),
+        id(qkv): low_rank(HIDDEN, (64, 64, 64), generator),
         id(gate_up): low_rank(HIDDEN, (INNER, INNER), generator),
         id(down): low_rank(INNER, (HIDDEN,), generator),
     }
@@ -107,6 +129,42 @@ def test_layers_of_few_rows_have_their_adapters_additions(rows: int, bias: bool)
     total, after = few.add(x, down, biases[2], residual, norm, EPS)
     near(total, wanted)
     near(after.product, wanted * norm.float())
+    assert len(launches) == (4 if "one kernel" in request.node.name else 0)
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+def test_ranks_of_many_groups_are_added_in_steps(
+    rows: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group has its own rank, of the largest 70; one group has no rows, one no adapter."""
+    monkeypatch.setattr(adapted_linear, "MOST_STEPS", 100)
+    generator = torch.Generator().manual_seed(rows)
+
+    def randn(*size: int) -> torch.Tensor:
+        return (0.2 * torch.randn(size, generator=generator)).to(bf16).to(DEVICE)
+
+    ranks = torch.tensor([[70, 5], [9, 33], [0, 0], [70, 70], [16, 1], [17, 64]]).int().to(DEVICE)
+    low = LowRank(randn(6, 2 * 70, HIDDEN), randn(6, 70, 2 * INNER), ranks, (INNER, INNER))
+    for group, of_group in enumerate(ranks.tolist()):
+        for projection, rank in enumerate(of_group):  # nothing beyond a rank is read
+            low.a[group, projection * 70 + rank : (projection + 1) * 70] = torch.nan
+    slots = (torch.tensor([0, 5, 2, 3, 4]).repeat(3)[:rows]).int().to(DEVICE)
+    groups = triton_kernels().group_rows(slots, 6)
+    scaled = Scaled(randn(rows, HIDDEN), HIDDEN * torch.rand(rows, 3).to(DEVICE) + 1, EPS)
+    weight = randn(2 * INNER, HIDDEN)
+    few = AdaptedFewRows(most_rows=64, groups=groups, low_ranks={id(weight): low})
+    normed = scaled.normed().float()
+    wide = normed @ weight.float().T
+    for row, slot in enumerate(slots.tolist()):
+        for projection, rank in enumerate(ranks[slot].tolist()):
+            a = low.a[slot, projection * 70 : projection * 70 + rank].float()
+            columns = slice(projection * INNER, (projection + 1) * INNER)
+            wide[row, columns] += normed[row] @ a.T @ low.b[slot, :rank, columns].float()
+    for _ in range(2):  # the second time with the zeros that the first one left
+        found = few.gated(scaled, weight)
+        wanted = silu_and_mul(wide)
+        assert (found.float() - wanted).abs().amax() <= 2e-2 * wanted.abs().amax()
+    assert all(args[-1].count_nonzero() == 0 for args in launches)
 
 
 def test_a_decoder_of_few_rows_equals_one_layer_after_the_other(tmp_path: Path) -> None:

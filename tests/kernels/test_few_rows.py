@@ -358,7 +358,7 @@ def test_layers_that_it_cannot_compute_are_refused(
 def test_every_kind_of_tile_is_tested() -> None:
     """The shapes above test both kinds of tiles."""
     sizes = [(t, k, n) for t in (1, 17, 64, 256) for k in (16, 1024) for n in (16, 96, 256, 512)]
-    made = [module._tiles(*size, gated, 4) for size in sizes for gated in (False, True)]
+    made = [module.tiles_for(*size, gated, 4) for size in sizes for gated in (False, True)]
     assert {tiles.rows for tiles in made} == {16, 32, 64, 128}
     assert {tiles.outputs for tiles in made} == {16, 32, 64, 128}
     assert {tiles.inputs for tiles in made if tiles.outputs == 64} == {16, 64, 128, 256}

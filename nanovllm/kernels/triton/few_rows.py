@@ -52,6 +52,31 @@ MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program holds
 SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
 
 
+@triton.jit
+def multiply_tiles(  # type: ignore[no-untyped-def]
+    x_tiles, weight_tiles, first_t, first_n, N: tl.constexpr, K: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tile of the products with gates, or with all outputs, and one with the ups, if GATED."""
+    # Tensor cores take 64 rows of the left matrix: the outputs, if the tile is large enough.
+    TURNED: tl.constexpr = BLOCK_N >= 64  # noqa: N806
+    acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
+    up = acc
+    for k in range(0, K, BLOCK_K):
+        x = x_tiles.load([first_t, k])
+        weight = weight_tiles.load([first_n, k])
+        acc += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+        if GATED:
+            weight = weight_tiles.load([N + first_n, k])
+            up += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+    let_next_begin(EARLY)
+    if TURNED:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+    return acc, up
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x_tiles, weight_tiles, squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr,
@@ -76,24 +101,12 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if ADD:
         residual = tl.load(residual_ptr + at, mask=real, other=0.0)
         norm = tl.load(norm_ptr + n)
-    # Tensor cores take 64 rows of the left matrix: the outputs, if the tile is large enough.
-    TURNED: tl.constexpr = BLOCK_N >= 64  # noqa: N806
-    acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
-    up = acc
-    for k in range(0, K, BLOCK_K):
-        x = x_tiles.load([first_t, k])
-        weight = weight_tiles.load([first_n, k])
-        acc += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
-        if GATED:
-            weight = weight_tiles.load([N + first_n, k])
-            up += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
-    let_next_begin(EARLY)
-    if TURNED:
-        acc = tl.trans(acc)
-        up = tl.trans(up)
+    acc, up = multiply_tiles(x_tiles, weight_tiles, first_t, first_n, N, K, GATED, BLOCK_T, BLOCK_N,
+                             BLOCK_K, EARLY)  # fmt: skip
     store_outputs(acc, up, squares if P else acc, bias_ptr, residual if ADD else acc,
-                  norm if ADD else acc, out_ptr, product_ptr, out_squares_ptr, t, n, at, real,
-                  num_rows, eps, N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
+                  norm if ADD else acc, out_ptr, product_ptr, out_squares_ptr, t, n,
+                  tl.program_id(1), at, real, num_rows, eps, N, K, P, BIAS, GATED, ADD,
+                  BLOCK_N)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,9 @@ class FewRows:
     """
 
     most_rows: int
-    arrivals: torch.Tensor | None = field(default=None, compare=False)  # zeros, for `shared_tiles`
+    arrivals: torch.Tensor | None = field(
+        default=None, compare=False
+    )  # zeros that kernels count in
 
     def linear(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`norm @ weight.T + bias` for weight [N, K]."""
@@ -175,13 +190,11 @@ class FewRows:
         if held_weights.can_share_tiles(num_rows, weight) and can_overlap(x.device):
             from nanovllm.kernels.triton import shared_tiles
 
-            zeros = self.arrivals
-            if zeros is None:
-                zeros = x.new_zeros(MOST_TILES, dtype=torch.int32)
+            zeros = self._zeros(x)
             return shared_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends, zeros)
         if held_weights.can_hold(num_rows, weight):
             return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
-        tiles = _tiles(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
+        tiles = tiles_for(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
         columns = size_out // tiles.outputs
         if addends:
             squares = x.new_empty(num_rows, columns, dtype=torch.float32)
@@ -199,6 +212,12 @@ class FewRows:
         )  # fmt: skip
         return squares
 
+    def _zeros(self, x: torch.Tensor) -> torch.Tensor:
+        """Those that count arrivals. A kernel leaves zeros."""
+        return (
+            x.new_zeros(MOST_TILES, dtype=torch.int32) if self.arrivals is None else self.arrivals
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -208,10 +227,11 @@ class Tiles:
     outputs: int
     inputs: int  # at a time
     stages: int  # tiles of inputs in flight
+    side_by_side: int  # programs on a multiprocessor
 
 
 @functools.cache
-def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: int) -> Tiles:
+def tiles_for(num_rows: int, size_in: int, size_out: int, gated: bool, processors: int) -> Tiles:
     """The tiles that were fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
 
     The smallest ones with which all programs run at the same time, alone on a multiprocessor; else
@@ -230,7 +250,7 @@ def _tiles(num_rows: int, size_in: int, size_out: int, gated: bool, processors: 
     inputs = _divisor(size_in, inputs)
     tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
     stages = SHARED_BYTES[side_by_side] // tile_bytes
-    return Tiles(rows, outputs, inputs, min(6, stages))
+    return Tiles(rows, outputs, inputs, min(6, stages), side_by_side)
 
 
 def _divisor(size: int, most: int) -> int:

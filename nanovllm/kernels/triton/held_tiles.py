@@ -131,8 +131,8 @@ def _held_tiles_kernel(  # type: ignore[no-untyped-def]
     if GATED:
         up = gl.sum(gl.convert_layout(gl.permute(up, (0, 2, 1)), SUMS), axis=0)
     store_outputs(acc, up if GATED else acc, squares, bias_ptr, residual, norm, out_ptr,
-                  product_ptr, out_squares_ptr, t, n, at, real, num_rows, eps, N, K, P, BIAS,
-                  GATED, ADD, BLOCK_N)  # fmt: skip
+                  product_ptr, out_squares_ptr, t, n, gl.program_id(1), at, real, num_rows, eps,
+                  N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
 
 
 def launch(

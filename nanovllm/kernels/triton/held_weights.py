@@ -64,8 +64,8 @@ def _held_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             up = tl.where(this, tl.sum(up_weight.to(tl.float32) * x, axis=1)[None, :], up)
     store_outputs(acc, up, squares, bias_ptr, residual, norm, out_ptr, product_ptr,
-                  out_squares_ptr, t, n, at, real, num_rows, eps, N, K, P, BIAS, GATED, ADD,
-                  BLOCK_N)  # fmt: skip
+                  out_squares_ptr, t, n, tl.program_id(1), at, real, num_rows, eps, N, K, P, BIAS,
+                  GATED, ADD, BLOCK_N)  # fmt: skip
 
 
 def can_hold(num_rows: int, weight: torch.Tensor) -> bool:

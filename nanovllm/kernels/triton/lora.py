@@ -25,37 +25,37 @@ PARTS = {128: 8, 2048: 4}
 LEAST_PART = 1024  # inputs: with fewer, more programs add up more parts
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _down_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def multiply_down(  # type: ignore[no-untyped-def]
     x_ptr, a_ptr, ranks_ptr, down_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
-    num_groups, num_rows, size_in, x_stride, part_size,
+    num_groups, num_rows, size_in, x_stride, part_size, block, tile, part,
     PER_ROW: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R ranks of a projection, for a tile's rows and a part of the inputs.
+    """The products of a tile's rows with BLOCK_R rows of A, in a part of the inputs.
 
     ONE: the part is a single tile of A, which is read before the inputs are there. So are groups
     and ranks: the kernel before this one must not be of `group_rows`.
     """
-    rank_blocks: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
+    width: tl.constexpr = PROJECTIONS * MAX_RANK
     group, place, real = find_tile(
-        tl.program_id(1), bounds_ptr, tile_ends_ptr, num_groups + 1, BLOCK_M, BLOCK_E
+        tile, bounds_ptr, tile_ends_ptr, num_groups + 1, BLOCK_M, BLOCK_E
     )
-    projection = tl.program_id(0) // rank_blocks
-    r = (tl.program_id(0) % rank_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
-    of_group = group.to(tl.int64) * PROJECTIONS + projection
-    rank = tl.load(ranks_ptr + of_group, mask=group < num_groups, other=0)
-    wanted = r < rank
-    start = tl.program_id(2) * part_size
+    of_group = group.to(tl.int64)
+    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    ranks_at = ranks_ptr + of_group * PROJECTIONS + r // MAX_RANK
+    rank = tl.load(ranks_at, mask=(group < num_groups) & (r < width), other=0)
+    wanted = r % MAX_RANK < rank
+    start = part * part_size
     stop = tl.minimum(start + part_size, size_in)
     k = start + tl.arange(0, BLOCK_K)
-    a_at = a_ptr + (of_group * MAX_RANK + r)[None, :] * size_in + k[:, None]
+    a_at = a_ptr + (of_group * width + r)[None, :] * size_in + k[:, None]
     a = tl.zeros((BLOCK_K, BLOCK_R), dtype=a_ptr.dtype.element_ty)
     if ONE:
         a = tl.load(a_at, mask=wanted[None, :] & (k < stop)[:, None], other=0.0)
     await_inputs(EARLY)
-    if (tl.program_id(0) % rank_blocks) * BLOCK_R < rank:
+    if tl.max(wanted.to(tl.int32), axis=0) > 0:
         pair = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
         x_at = x_ptr + (pair // PER_ROW)[:, None] * x_stride + k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
@@ -68,9 +68,26 @@ def _down_kernel(  # type: ignore[no-untyped-def]
                 x = tl.load(x_at + at, mask=real[:, None] & left[None, :], other=0.0)
                 a = tl.load(a_at + at, mask=wanted[None, :] & left[:, None], other=0.0)
                 acc += dot(x, a)
-        row = tl.program_id(2).to(tl.int64) * num_rows + pair
-        down_at = down_ptr + row[:, None] * (PROJECTIONS * MAX_RANK) + projection * MAX_RANK
-        tl.store(down_at + r[None, :], acc, mask=real[:, None] & wanted[None, :])
+        row = part * num_rows + pair
+        down_at = down_ptr + row[:, None] * width + r[None, :]
+        tl.store(down_at, acc, mask=real[:, None] & wanted[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _down_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, a_ptr, ranks_ptr, down_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
+    num_groups, num_rows, size_in, x_stride, part_size,
+    PER_ROW: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    ONE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_R rows of A, for a tile's rows and a part of the inputs."""
+    multiply_down(
+        x_ptr, a_ptr, ranks_ptr, down_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
+        num_groups, num_rows, size_in, x_stride, part_size,
+        tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        PER_ROW, PROJECTIONS, MAX_RANK, BLOCK_M, BLOCK_R, BLOCK_K, BLOCK_E, ONE, EARLY,
+    )  # fmt: skip
     let_next_begin(EARLY)
 
 
@@ -163,7 +180,7 @@ def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Ten
 
     Bytes moved: A once for each tile of a group's rows, at the group's rank.
     """
-    sorted_rows, num_rows, _ = groups
+    sorted_rows, num_rows = groups.groups, groups.num_rows
     size_in, projections = x.shape[1], weights.ranks.shape[1]
     assert x.stride(1) == 1 and weights.a.is_contiguous() and weights.a.shape[2] == size_in
     assert len(weights.a) == groups.num_groups
@@ -175,7 +192,7 @@ def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Ten
     most_k = (256 if block_m == 16 else 128) // (1 if x.itemsize == 2 else 4)
     part_size = cdiv(cdiv(size_in, parts), 16) * 16
     block_k = max(16, min(most_k, next_power_of_2(part_size)))
-    grid = projections * cdiv(weights.max_rank, BLOCK_R), sorted_rows.num_tiles, parts
+    grid = cdiv(weights.a.shape[1], BLOCK_R), sorted_rows.num_tiles, parts
     _down_kernel[grid](
         x, weights.a, weights.ranks, down, sorted_rows.order, sorted_rows.bounds,
         sorted_rows.tile_ends, groups.num_groups, num_rows, size_in, x.stride(0), part_size,
@@ -222,7 +239,7 @@ def _launch_up(
     scaled: Scaled | None = None,
     sets: bool = False,
 ) -> None:
-    sorted_rows, num_rows, num_groups = groups
+    _, sorted_rows, num_rows, num_groups = groups
     size_out, projections = weights.b.shape[2], weights.ranks.shape[1]
     assert out.shape == (num_rows, size_out) and out.stride(1) == 1 and down.is_contiguous()
     assert weights.b.is_contiguous() and len(weights.b) == num_groups

@@ -191,8 +191,9 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
             if GATED:
                 up *= up_scales.to(tl.float32)[None, :]
         store_outputs(acc, up, squares if P else acc, bias_ptr, residual if ADD else acc,
-                      norm if ADD else acc, out_ptr, product_ptr, out_squares_ptr, t, inside_n, at,
-                      real, num_rows, eps, N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
+                      norm if ADD else acc, out_ptr, product_ptr, out_squares_ptr, t, inside_n,
+                      tl.program_id(1), at, real, num_rows, eps, N, K, P, BIAS, GATED, ADD,
+                      BLOCK_N)  # fmt: skip
 
 
 def launch(

@@ -16,8 +16,9 @@ MOST_COUNTED = 1 << 14  # rows times groups of the one program that counts them
 
 
 class RowGroups(NamedTuple):
-    """Rows sorted by group, and their tiles."""
+    """Rows sorted by group, and their tiles. `ids` [T] are their groups, in their own order."""
 
+    ids: torch.Tensor
     groups: Groups
     num_rows: int
     num_groups: int
@@ -60,7 +61,7 @@ def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
     if not num_rows or block_t * block_e > MOST_COUNTED:
         outside = (group_ids < 0) | (group_ids >= num_groups)
         ids = group_ids.masked_fill(outside, num_groups)
-        return RowGroups(group(ids, groups, groups), num_rows, num_groups)
+        return RowGroups(ids, group(ids, groups, groups), num_rows, num_groups)
     group_ids = group_ids.contiguous()
     block_m = pairs_of_a_tile(num_rows, groups)
     order, bounds, tile_ends = (
@@ -71,4 +72,6 @@ def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
         BLOCK_M=block_m, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=8,
     )  # fmt: skip
     tiles = most_tiles(num_rows, groups, block_m)
-    return RowGroups(Groups(order, bounds, tile_ends, tiles, block_m), num_rows, num_groups)
+    return RowGroups(
+        group_ids, Groups(order, bounds, tile_ends, tiles, block_m), num_rows, num_groups
+    )

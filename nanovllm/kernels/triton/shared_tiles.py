@@ -136,8 +136,8 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
         up = gl.convert_layout(up, OUT)
     acc = gl.convert_layout(acc, OUT)
     store_outputs(acc, up if GATED else acc, squares, bias_ptr, residual, norm, out_ptr,
-                  product_ptr, out_squares_ptr, t, n, at, real, num_rows, eps, N, K, P, BIAS,
-                  GATED, ADD, BLOCK_N)  # fmt: skip
+                  product_ptr, out_squares_ptr, t, n, gl.program_id(1), at, real, num_rows, eps,
+                  N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
 
 
 def launch(
