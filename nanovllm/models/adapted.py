@@ -23,9 +23,9 @@ def with_adapters(
             return None
         if isinstance(module, LinearBase) and module.low_rank:
             low_ranks[id(module.operand_and_bias[0])] = module.low_rank
-    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows
+    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
 
     return AdaptedFewRows(
         most_rows=few_rows.most_rows, arrivals=few_rows.arrivals, groups=adapters.groups,
-        low_ranks=low_ranks,
+        adapters=with_counters(low_ranks),
     )  # fmt: skip

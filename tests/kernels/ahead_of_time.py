@@ -376,7 +376,7 @@ def adapted_few_rows(hidden: int, inner: int, rows: int, max_rank: int, one: boo
     from nanovllm.kernels.low_rank import LowRank
     from nanovllm.kernels.plain.few_rows import Scaled
     from nanovllm.kernels.triton import adapted_linear, few_rows
-    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows
+    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
     from nanovllm.kernels.triton.row_groups import group_rows
 
     qkv, gate_up, down = bf16(2 * hidden, hidden), bf16(2 * inner, hidden), bf16(hidden, inner)
@@ -388,7 +388,7 @@ def adapted_few_rows(hidden: int, inner: int, rows: int, max_rank: int, one: boo
         )
         for weight, parts in sizes.items()
     }  # fmt: skip
-    few = AdaptedFewRows(rows, groups=group_rows(int32(rows), 8), low_ranks=low_ranks)
+    few = AdaptedFewRows(rows, groups=group_rows(int32(rows), 8), adapters=with_counters(low_ranks))
     x, norm = bf16(rows, hidden), bf16(hidden)
     patch = partial(mock.patch.object, attribute="num_multiprocessors", return_value=132)
     with patch(few_rows), patch(adapted_linear):

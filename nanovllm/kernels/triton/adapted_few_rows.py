@@ -9,6 +9,7 @@ the residual is added to the residual first.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,16 +21,35 @@ from nanovllm.kernels.triton.lora import lora_bias, lora_down, lora_up, lora_up_
 from nanovllm.kernels.triton.row_groups import RowGroups
 
 
+class Adapters(NamedTuple):
+    """Those of a weight, and a zero in which its kernel counts arrivals, once."""
+
+    low_rank: LowRank
+    arrivals: torch.Tensor
+
+
+def with_counters(low_ranks: Mapping[int, LowRank]) -> dict[int, Adapters]:
+    """The adapters of weights with new zeros, for one step."""
+    if not low_ranks:
+        return {}
+    device = next(iter(low_ranks.values())).a.device
+    zeros = torch.zeros(len(low_ranks), 1, dtype=torch.int32, device=device).unbind()
+    return {
+        weight: Adapters(low_rank, zero)
+        for (weight, low_rank), zero in zip(low_ranks.items(), zeros, strict=True)
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaptedFewRows(FewRows):
-    """The kernels, with the adapters' additions.
+    """The kernels of one step, with the adapters' additions.
 
-    `low_ranks` has those of the weights with room for adapters, by the weights' `id`. Experts have
-    no room for any.
+    `adapters` has those of the weights with room for some, by the weights' `id`. Experts have no
+    room for any.
     """
 
     groups: RowGroups
-    low_ranks: Mapping[int, LowRank]
+    adapters: Mapping[int, Adapters]
 
     def _launch(
         self,
@@ -41,15 +61,16 @@ class AdaptedFewRows(FewRows):
         gated: bool = False,
         addends: Addends | None = None,
     ) -> torch.Tensor:
-        low_rank, groups = self.low_ranks.get(id(weight)), self.groups
-        if low_rank is None:
+        adapters, groups = self.adapters.get(id(weight)), self.groups
+        if adapters is None:
             return super()._launch(x, weight, bias, out, scaled, gated, addends)
+        low_rank, arrivals = adapters
         if isinstance(weight, torch.Tensor):
             division = adapted_linear.divide(len(x), weight, low_rank, groups, gated)
             if division is not None:
                 return adapted_linear.launch(
                     x, weight, bias, out, scaled, gated, addends, low_rank, groups, division,
-                    self._zeros(x),
+                    arrivals,
                 )  # fmt: skip
         if gated:
             assert scaled is not None

@@ -32,8 +32,9 @@ from nanovllm.kernels.triton.row_groups import RowGroups
 from nanovllm.kernels.triton.row_outputs import store_outputs
 
 BLOCK_DOWN = 16  # ranks of a program that multiplies with A
-LEAST_PART, MOST_PART, MANY = 512, 1024, 8192  # its inputs, and of how many they are the most
-MOST_UP = 64  # ranks that are multiplied together with B, those of several groups
+PARTS = 4  # of the inputs, for different programs: each output adds them up
+MOST_INPUTS = 1024  # that are multiplied with A together
+MOST_RANKS, MOST_UP = 32, 64  # that are multiplied with B together: of a group, and of several
 MOST_ROWS_UP, MOST_OUTPUTS_UP = 1 << 10, 1 << 13  # times rows and outputs, for registers
 LEAST_RANKS = 16  # of a group: tensor cores multiply as many
 SPARE = 16  # processors that tiles of the weight leave to the products with A
@@ -64,24 +65,28 @@ def _count_steps(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_up(  # type: ignore[no-untyped-def]
-    b_ptr, ranks_ptr, numbers, first, first_rank, n, size_out, projection,
-    PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
+def _find_ranks(  # type: ignore[no-untyped-def]
+    ranks_ptr, numbers, first, first_rank, projection,
+    PROJECTIONS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_J rows of B, BLOCK_R for each of the groups from number `first` on, in the columns n.
+    """BLOCK_R ranks, for each of the groups from number `first` on; and these groups.
 
-    Also returns their groups and ranks; a rank is -1 if there is no such row.
+    A rank that a group does not have is -1.
     """
     j, e = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_E)
     number = first + j // BLOCK_R
     group = tl.max(tl.where(numbers[None, :] == number[:, None], e[None, :], -1), axis=1)
     rank = first_rank + j % BLOCK_R
     ranks = tl.load(ranks_ptr + group * PROJECTIONS + projection, mask=group >= 0, other=0)
+    return group, tl.where(rank < ranks, rank, -1)
+
+
+@triton.jit
+def _load_up(b_ptr, group, rank, n, size_out, MAX_RANK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of B for these ranks, in the columns n."""
     row = group.to(tl.int64) * MAX_RANK + rank
-    exists = rank < ranks
-    b = tl.load(b_ptr + row[:, None] * size_out + n[None, :], mask=exists[:, None], other=0.0)
-    return b, group, tl.where(exists, rank, -1)
+    mask = (rank >= 0)[:, None]
+    return tl.load(b_ptr + row[:, None] * size_out + n[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -105,12 +110,12 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
     x_tiles, weight_tiles, x_ptr, a_ptr, b_ptr, ranks_ptr, down_ptr, ids_ptr, order_ptr, bounds_ptr,
     tile_ends_ptr, arrivals_ptr, squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr,
     product_ptr, out_squares_ptr, num_rows, num_groups, x_stride, size0, size1, eps,
-    num_downs, down_tiles,
+    num_downs, down_tiles, part_size,
     N: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_DOWN: tl.constexpr, PART: tl.constexpr,
+    BLOCK_DOWN: tl.constexpr, DOWN_INPUTS: tl.constexpr, ONE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first `num_downs` programs multiply with A, each of the others a tile of the weight."""
@@ -120,9 +125,9 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
         for unit in range(program, blocks * down_tiles * PARTS, num_downs):
             multiply_down(
                 x_ptr, a_ptr, ranks_ptr, down_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
-                num_groups, num_rows, K, x_stride, PART,
+                num_groups, num_rows, K, x_stride, part_size,
                 unit // PARTS // down_tiles, unit // PARTS % down_tiles, unit % PARTS,
-                1, PROJECTIONS, MAX_RANK, BLOCK_M, BLOCK_DOWN, PART, BLOCK_E, True, EARLY,
+                1, PROJECTIONS, MAX_RANK, BLOCK_M, BLOCK_DOWN, DOWN_INPUTS, BLOCK_E, 1, ONE, EARLY,
             )  # fmt: skip
         # The barrier puts all threads' writes before the release.
         tl.debug_barrier()
@@ -144,18 +149,16 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
         steps, all_steps = _count_steps(
             numbers, ranks_ptr, projection, PROJECTIONS, BLOCK_R, BLOCK_J, BLOCK_E
         )
-        b, group, rank = _load_up(
-            b_ptr, ranks_ptr, numbers, 0, 0, n, size_out, projection, PROJECTIONS, MAX_RANK,
-            BLOCK_R, BLOCK_J, BLOCK_E,
-        )  # fmt: skip
+        group, rank = _find_ranks(
+            ranks_ptr, numbers, 0, 0, projection, PROJECTIONS, BLOCK_R, BLOCK_J, BLOCK_E
+        )
         if GATED:
             up_steps, all_up_steps = _count_steps(
                 numbers, ranks_ptr, 1, PROJECTIONS, BLOCK_R, BLOCK_J, BLOCK_E
             )
-            up_b, up_group, up_rank = _load_up(
-                b_ptr, ranks_ptr, numbers, 0, 0, N + n, size_out, 1, PROJECTIONS, MAX_RANK,
-                BLOCK_R, BLOCK_J, BLOCK_E,
-            )  # fmt: skip
+            _, up_rank = _find_ranks(
+                ranks_ptr, numbers, 0, 0, 1, PROJECTIONS, BLOCK_R, BLOCK_J, BLOCK_E
+            )
         await_inputs(EARLY)
         if P:
             p = tl.arange(0, BLOCK_P)
@@ -166,6 +169,9 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
             norm = tl.load(norm_ptr + n)
         acc, up = multiply_tiles(x_tiles, weight_tiles, first_t, first_n, N, K, GATED, BLOCK_T,
                                  BLOCK_N, BLOCK_K, EARLY)  # fmt: skip
+        b = _load_up(b_ptr, group, rank, n, size_out, MAX_RANK)
+        if GATED:
+            up_b = _load_up(b_ptr, group, up_rank, N + n, size_out, MAX_RANK)
         arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire")
         while arrived < num_downs:
             arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire")
@@ -173,30 +179,29 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
         acc = _add_up(acc, b, group, rank, down_ptr, ids, t, num_rows, projection, PROJECTIONS,
                       MAX_RANK, PARTS)  # fmt: skip
         if GATED:
-            up = _add_up(up, up_b, up_group, up_rank, down_ptr, ids, t, num_rows, 1, PROJECTIONS,
+            up = _add_up(up, up_b, group, up_rank, down_ptr, ids, t, num_rows, 1, PROJECTIONS,
                          MAX_RANK, PARTS)  # fmt: skip
         together: tl.constexpr = BLOCK_J // BLOCK_R
         for step in tl.range(1, all_steps, num_stages=1):  # stages would take the tiles' memory
-            b, group, rank = _load_up(
-                b_ptr, ranks_ptr, numbers, step // steps * together, step % steps * BLOCK_R, n,
-                size_out, projection, PROJECTIONS, MAX_RANK, BLOCK_R, BLOCK_J, BLOCK_E,
+            group, rank = _find_ranks(
+                ranks_ptr, numbers, step // steps * together, step % steps * BLOCK_R, projection,
+                PROJECTIONS, BLOCK_R, BLOCK_J, BLOCK_E,
             )  # fmt: skip
+            b = _load_up(b_ptr, group, rank, n, size_out, MAX_RANK)
             acc = _add_up(acc, b, group, rank, down_ptr, ids, t, num_rows, projection, PROJECTIONS,
                           MAX_RANK, PARTS)  # fmt: skip
         if GATED:
             for step in tl.range(1, all_up_steps, num_stages=1):
-                b, group, rank = _load_up(
-                    b_ptr, ranks_ptr, numbers, step // up_steps * together,
-                    step % up_steps * BLOCK_R, N + n, size_out, 1, PROJECTIONS, MAX_RANK, BLOCK_R,
-                    BLOCK_J, BLOCK_E,
+                group, rank = _find_ranks(
+                    ranks_ptr, numbers, step // up_steps * together, step % up_steps * BLOCK_R, 1,
+                    PROJECTIONS, BLOCK_R, BLOCK_J, BLOCK_E,
                 )  # fmt: skip
+                b = _load_up(b_ptr, group, rank, N + n, size_out, MAX_RANK)
                 up = _add_up(up, b, group, rank, down_ptr, ids, t, num_rows, 1, PROJECTIONS,
                              MAX_RANK, PARTS)  # fmt: skip
         store_outputs(acc, up, squares if P else acc, bias_ptr, residual if ADD else acc,
                       norm if ADD else acc, out_ptr, product_ptr, out_squares_ptr, t, n, tile, at,
                       real, num_rows, eps, N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
-        if tl.atomic_add(arrivals_ptr, 1, sem="relaxed") == tl.num_programs(0) - 1:
-            tl.store(arrivals_ptr, 0)  # for the next kernel
 
 
 class Division(NamedTuple):
@@ -205,7 +210,6 @@ class Division(NamedTuple):
     tiles: Tiles  # of the weight
     num_tiles: int
     num_downs: int  # programs that multiply with A
-    part: int  # inputs of one of these
     ranks: int  # that are multiplied together with B, for a group
     together: int  # groups of which this is done
 
@@ -221,21 +225,20 @@ def divide(
     size_out //= 1 + gated
     tiles = tiles_for(num_rows, size_in, size_out, gated, max(1, processors - SPARE))
     num_tiles = cdiv(num_rows, tiles.rows) * size_out // tiles.outputs
-    part = LEAST_PART if size_in <= MANY else MOST_PART
-    parts = cdiv(size_in, part)
-    units = cdiv(low_rank.a.shape[1], BLOCK_DOWN) * groups.groups.num_tiles * parts
+    units = cdiv(low_rank.a.shape[1], BLOCK_DOWN) * groups.groups.num_tiles * PARTS
     num_downs = min(units, tiles.side_by_side * processors - num_tiles)
     most = min(
         MOST_UP, MOST_ROWS_UP // tiles.rows, MOST_OUTPUTS_UP // (tiles.outputs * (1 + gated))
     )
     most_groups = min(num_rows, groups.num_groups)
     together = max(1, min(most // LEAST_RANKS, next_power_of_2(most_groups)))
-    ranks = max(LEAST_RANKS, min(most // together, next_power_of_2(low_rank.max_rank)))
+    ranks = min(MOST_RANKS, most // together, next_power_of_2(low_rank.max_rank))
+    ranks = max(LEAST_RANKS, ranks)
     steps = cdiv(most_groups, together) * cdiv(low_rank.max_rank, ranks)
     divided = all(size % tiles.outputs == 0 for size in low_rank.sizes)
     if not divided or num_downs <= 0 or steps > MOST_STEPS:
         return None
-    return Division(tiles, num_tiles, num_downs, part, ranks, together)
+    return Division(tiles, num_tiles, num_downs, ranks, together)
 
 
 def launch(
@@ -253,7 +256,7 @@ def launch(
 ) -> torch.Tensor:
     """Launch the kernel. Returns the sums of squares, if there are addends.
 
-    `arrivals` has a zero, for one kernel at a time. Bytes moved: the weight, A and B of the groups
+    `arrivals` has a zero, which the kernel replaces. Bytes moved: the weight, A and B of the groups
     that have rows, and the rows.
     """
     ids, sorted_rows, num_rows, num_groups = groups
@@ -266,8 +269,9 @@ def launch(
     residual, norm, product = addends or (x, x, x)
     width = 0 if scaled is None else squares_in.shape[1]
     max_rank, projections = low_rank.max_rank, len(low_rank.sizes)
-    parts = cdiv(size_in, division.part)
-    down = x.new_empty(parts, num_rows, projections * max_rank, dtype=torch.float32)
+    part_size = cdiv(cdiv(size_in, PARTS), 16) * 16
+    down_inputs = min(MOST_INPUTS, max(16, next_power_of_2(part_size)))
+    down = x.new_empty(PARTS, num_rows, projections * max_rank, dtype=torch.float32)
     size0, size1, _ = (*low_rank.sizes, size_out, size_out)[:3]
     _adapted_kernel[(division.num_downs + division.num_tiles,)](
         tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
@@ -276,13 +280,13 @@ def launch(
         sorted_rows.bounds, sorted_rows.tile_ends, arrivals,
         squares_in, x if bias is None else bias, residual, norm, out, product, squares,
         num_rows, num_groups, x.stride(0), size0, size1, eps,
-        division.num_downs, sorted_rows.num_tiles,
+        division.num_downs, sorted_rows.num_tiles, part_size,
         N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
         BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
         BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
-        PROJECTIONS=projections, MAX_RANK=max_rank, PARTS=parts, BLOCK_M=sorted_rows.block_m,
-        BLOCK_DOWN=BLOCK_DOWN, PART=division.part, BLOCK_R=division.ranks,
-        BLOCK_J=division.together * division.ranks, BLOCK_E=groups.block_e,
+        PROJECTIONS=projections, MAX_RANK=max_rank, PARTS=PARTS, BLOCK_M=sorted_rows.block_m,
+        BLOCK_DOWN=BLOCK_DOWN, DOWN_INPUTS=down_inputs, ONE=part_size <= down_inputs,
+        BLOCK_R=division.ranks, BLOCK_J=division.together * division.ranks, BLOCK_E=groups.block_e,
         num_warps=4, num_stages=tiles.stages, **early(x.device),
     )  # fmt: skip
     return squares

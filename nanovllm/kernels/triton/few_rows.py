@@ -117,9 +117,7 @@ class FewRows:
     """
 
     most_rows: int
-    arrivals: torch.Tensor | None = field(
-        default=None, compare=False
-    )  # zeros that kernels count in
+    arrivals: torch.Tensor | None = field(default=None, compare=False)  # zeros, for `shared_tiles`
 
     def linear(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`norm @ weight.T + bias` for weight [N, K]."""
@@ -190,7 +188,9 @@ class FewRows:
         if held_weights.can_share_tiles(num_rows, weight) and can_overlap(x.device):
             from nanovllm.kernels.triton import shared_tiles
 
-            zeros = self._zeros(x)
+            zeros = self.arrivals
+            if zeros is None:
+                zeros = x.new_zeros(MOST_TILES, dtype=torch.int32)
             return shared_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends, zeros)
         if held_weights.can_hold(num_rows, weight):
             return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
@@ -211,12 +211,6 @@ class FewRows:
             num_warps=4, num_stages=tiles.stages, **early(x.device),
         )  # fmt: skip
         return squares
-
-    def _zeros(self, x: torch.Tensor) -> torch.Tensor:
-        """Those that count arrivals. A kernel leaves zeros."""
-        return (
-            x.new_zeros(MOST_TILES, dtype=torch.int32) if self.arrivals is None else self.arrivals
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def multiply_down(  # type: ignore[no-untyped-def]
     num_groups, num_rows, size_in, x_stride, part_size, block, tile, part,
     PER_ROW: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    ONE: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The products of a tile's rows with BLOCK_R rows of A, in a part of the inputs.
 
@@ -63,7 +63,7 @@ def multiply_down(  # type: ignore[no-untyped-def]
             x = tl.load(x_at, mask=real[:, None] & (k < stop)[None, :], other=0.0)
             acc = dot(x, a)
         else:
-            for at in range(0, stop - start, BLOCK_K):
+            for at in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
                 left = k < stop - at
                 x = tl.load(x_at + at, mask=real[:, None] & left[None, :], other=0.0)
                 a = tl.load(a_at + at, mask=wanted[None, :] & left[:, None], other=0.0)
@@ -79,14 +79,14 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     num_groups, num_rows, size_in, x_stride, part_size,
     PER_ROW: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    ONE: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_R rows of A, for a tile's rows and a part of the inputs."""
     multiply_down(
         x_ptr, a_ptr, ranks_ptr, down_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
         num_groups, num_rows, size_in, x_stride, part_size,
         tl.program_id(0), tl.program_id(1), tl.program_id(2),
-        PER_ROW, PROJECTIONS, MAX_RANK, BLOCK_M, BLOCK_R, BLOCK_K, BLOCK_E, ONE, EARLY,
+        PER_ROW, PROJECTIONS, MAX_RANK, BLOCK_M, BLOCK_R, BLOCK_K, BLOCK_E, STAGES, ONE, EARLY,
     )  # fmt: skip
     let_next_begin(EARLY)
 
@@ -197,7 +197,7 @@ def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Ten
         x, weights.a, weights.ranks, down, sorted_rows.order, sorted_rows.bounds,
         sorted_rows.tile_ends, groups.num_groups, num_rows, size_in, x.stride(0), part_size,
         PER_ROW=num_rows // len(x), PROJECTIONS=projections, MAX_RANK=weights.max_rank,
-        BLOCK_M=block_m, BLOCK_R=BLOCK_R, BLOCK_K=block_k, BLOCK_E=groups.block_e,
+        BLOCK_M=block_m, BLOCK_R=BLOCK_R, BLOCK_K=block_k, BLOCK_E=groups.block_e, STAGES=3,
         ONE=part_size <= block_k, num_warps=4, **early(x.device),
     )  # fmt: skip
     return down
