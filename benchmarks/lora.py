@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
+from nanovllm.layers.lora import AdapterRows, group_rows
 
 NUM_SLOTS, MAX_RANK, NUM_LAYERS = 8, 64, 36
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,12 +85,9 @@ def make_layer(shape: Shape, rank: int) -> Layer:
     return Layer(weight, LowRank(a.flatten(1, 2), b, ranks, shape.sizes))
 
 
-def with_adapters(kernels: Kernels, layer: Layer, x: torch.Tensor, groups: Any) -> torch.Tensor:
+def with_adapters(layer: Layer, x: torch.Tensor, rows: AdapterRows) -> torch.Tensor:
     """A layer's output, as the model computes it."""
-    out = F.linear(x, layer.weight)
-    down = kernels.lora_down(x, layer.low_rank, groups)
-    kernels.lora_up(down, layer.low_rank, groups, out, None)
-    return out
+    return rows.add(x, layer.low_rank, lambda: F.linear(x, layer.weight))
 
 
 def few_rows_calls(
@@ -181,15 +179,16 @@ def measure(
     """Verify one point, then time it."""
     x = torch.randn(num_rows, shape.size_in, device=DEVICE, dtype=DTYPE)
     ids = (torch.arange(num_rows, device=DEVICE) % slots).int()
-    groups = kernels.group_rows(ids, NUM_SLOTS)
-    ours = with_adapters(kernels, layers[0], x, groups).float()
-    twin = with_adapters(PLAIN, layers[0], x, PLAIN.group_rows(ids, NUM_SLOTS)).float()
+    rows = group_rows(ids, NUM_SLOTS, kernels)
+    groups = rows.groups
+    ours = with_adapters(layers[0], x, rows).float()
+    twin = with_adapters(layers[0], x, group_rows(ids, NUM_SLOTS, PLAIN)).float()
     error = float((ours - twin).abs().amax() / twin.abs().amax())
     downs = [kernels.lora_down(x, layer.low_rank, groups) for layer in layers]
     out = torch.zeros(num_rows, shape.size_out, device=DEVICE, dtype=DTYPE)
     calls: dict[str, list[Callable[[], Any]]] = {
         "linear": [partial(F.linear, x, layer.weight) for layer in layers],
-        "with": [partial(with_adapters, kernels, layer, x, groups) for layer in layers],
+        "with": [partial(with_adapters, layer, x, rows) for layer in layers],
         "down": [partial(kernels.lora_down, x, layer.low_rank, groups) for layer in layers],
         "up": [
             partial(kernels.lora_up, down, layer.low_rank, groups, out, None)

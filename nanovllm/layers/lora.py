@@ -6,10 +6,12 @@ in a slot.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from nanovllm.kernels.beside import beside
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.table import Kernels
 
@@ -37,8 +39,8 @@ class AdapterRows:
 
         `linear` is first: it may follow `group_rows`, and the kernels for adapters may not.
         """
-        out = linear()
-        down = self.kernels.lora_down(x, weights, self.groups)
+        down_of = partial(self.kernels.lora_down, x, weights, self.groups)
+        out, down = beside(x.device, linear, down_of)
         self.kernels.lora_up(down, weights, self.groups, out, None)
         return out
 

@@ -9,10 +9,12 @@ the residual is added to the residual first.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.beside import beside
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton import adapted_linear
@@ -72,15 +74,19 @@ class AdaptedFewRows(FewRows):
                     x, weight, bias, out, scaled, gated, addends, low_rank, groups, division,
                     arrivals,
                 )  # fmt: skip
+        launch = partial(super()._launch, x, weight)
         if gated:
             assert scaled is not None
             of_rows = lora_bias(scaled, low_rank, groups)
             bias = of_rows if bias is None else of_rows.add_(bias)
-        elif addends:
-            lora_up(lora_down(x, low_rank, groups), low_rank, groups, addends[0])
-        squares = super()._launch(x, weight, bias, out, scaled, gated, addends)
-        if scaled is not None and not gated:
-            lora_up_scaled(scaled, low_rank, groups, out)
-        elif not (gated or addends):
-            lora_up(lora_down(x, low_rank, groups), low_rank, groups, out)
+            return launch(bias, out, scaled, gated, addends)
+        down_of = partial(lora_down, x, low_rank, groups)
+        if addends:
+            lora_up(down_of(), low_rank, groups, addends[0])
+            return launch(bias, out, scaled, gated, addends)
+        squares, down = beside(x.device, partial(launch, bias, out, scaled), down_of)
+        if scaled is None:
+            lora_up(down, low_rank, groups, out)
+        else:
+            lora_up_scaled(down, scaled, low_rank, groups, out)
         return squares

@@ -225,9 +225,11 @@ def lora_bias(x: Scaled, weights: LowRank, groups: RowGroups) -> torch.Tensor:
     return out
 
 
-def lora_up_scaled(x: Scaled, weights: LowRank, groups: RowGroups, out: torch.Tensor) -> None:
+def lora_up_scaled(
+    down: torch.Tensor, x: Scaled, weights: LowRank, groups: RowGroups, out: torch.Tensor
+) -> None:
     """Add to the outputs of a linear layer of the norm."""
-    _launch_up(lora_down(x.product, weights, groups), weights, groups, out, scaled=x)
+    _launch_up(down, weights, groups, out, scaled=x)
 
 
 def _launch_up(
