@@ -83,6 +83,19 @@ def test_other_models_are_loaded_again(options: dict[str, Any], tmp_path: Path) 
         assert generate(llm) == before
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_random_weights_are_made_again(backend: str, tied: bool, tmp_path: Path) -> None:
+    """In bfloat16, and for a table whose size decides how a type's numbers are drawn."""
+    path = make_model(tmp_path / "model", hidden_size=40, tie_word_embeddings=tied)
+    with make_llm(path, dtype="bfloat16", load_format="dummy", attention_backend=backend) as llm:
+        before = llm.get_weights()
+        llm.sleep(2)
+        llm.wake_up()
+        after = llm.get_weights()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
 def test_weights_and_cache_wake_up_one_after_the_other(model_dir: Path) -> None:
     """As trainers do it: new weights come before there is a KV pool."""
     tensors = load_file(model_dir / "model.safetensors")
