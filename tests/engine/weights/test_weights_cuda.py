@@ -1,6 +1,7 @@
 """Weights that change on a GPU: graphs survive, memory is returned, handles are opened."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,17 @@ def test_memory_keeps_its_address_and_saved_values(memory: VirtualMemory) -> Non
     memory.unmap()
     memory.restore()
     assert not values.any(), "nothing was saved"
+
+
+def test_memory_is_mapped_while_the_device_works(memory: VirtualMemory) -> None:
+    """The KV pool is mapped while weights are copied. Also in a thread that is new to CUDA."""
+    memory.map()
+    memory.unmap()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(memory.restore).result()
+    assert not torch.cuda.current_stream().query(), "it has waited"
+    assert not memory.bytes.any()
 
 
 @pytest.mark.parametrize("size", [1, 2])
