@@ -123,17 +123,21 @@ class WeightCalls(LLMEngine):
         self._weights.check_whole()
         held = self._held
         names = [names] if isinstance(names, str) else names
-        wanted = sorted(held.parts) if names is None else as_list("names", names, "a list of names")
+        wanted = (
+            sorted(held.known.parts)
+            if names is None
+            else as_list("names", names, "a list of names")
+        )
         for name in wanted:
             if not isinstance(name, str):
                 raise TypeError(f"names must be names of tensors, got {shorten(name)}")
-            held.usual_name(name)
+            held.known[name]  # or it is a ValueError
         return {name: self._read(name) for name in wanted}
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of all tensors that an update may have, with nothing fused."""
         self.check_alive()
-        return self._held.shapes
+        return self._held.known.shapes
 
     def apply_model(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
         """Call a function with every rank's model, a `torch.nn.Module`; rank 0's result is first.
@@ -206,12 +210,13 @@ class WeightCalls(LLMEngine):
         is_all = isinstance(items, list | tuple)
         for chunk in batches(items):
             held = self._held
+            tensors = {one.spec.name: one.tensor for one in chunk}
             for one in chunk:
-                held.check(one.spec)
+                held.known.check(one.spec)
             if is_all and together:
-                held.check_once(one.name for one in chunk)
-                held.check_together(one.name for one in chunk)
-            held.check_tied({one.name: one.tensor for one in chunk})
+                held.known.check_once(one.spec.name for one in chunk)
+                held.check_together(tensors)
+            held.known.check_tied(tensors)
             yield chunk
 
     def _check_ready(self, call: str) -> None:
@@ -252,11 +257,13 @@ class WeightCalls(LLMEngine):
 
     @exclusive
     def _load(self, weights: list[Given]) -> None:
-        if weights:
-            parts = self._held.parts_of(one.name for one in weights)
-            self._weights.has_changed = True
-            self.model_runner.everywhere(Load.of(weights))
-            self._weights.missing -= parts
+        if not weights:
+            return
+        self._weights.has_changed = True
+        self.model_runner.everywhere(Load.of(weights))
+        if self._weights.missing:
+            known = self._held.known
+            self._weights.missing -= known.parts_of(one.spec.name for one in weights)
 
     @exclusive
     def _finish_update(self, succeeds: bool) -> None:
@@ -276,7 +283,7 @@ class WeightCalls(LLMEngine):
             return
         if self.model_runner.failure is not None or not self._finalizer.alive:
             return  # a rank has ended, and so has the engine
-        self._weights.give_up(self._held.parts)
+        self._weights.give_up(self._held.known.parts)
         self._settle()
         self._finish_update(False)
 
@@ -291,7 +298,7 @@ class WeightCalls(LLMEngine):
     @exclusive
     def _sleep(self, level: int) -> None:
         self._stop_all()
-        self._weights.fall_asleep(MEMORIES, self._held.parts if level == 2 else ())
+        self._weights.fall_asleep(MEMORIES, self._held.known.parts if level == 2 else ())
         self._settle()  # before: no adapter is compared with weights while they go
         self.model_runner.everywhere(Sleep(level))
 

@@ -9,7 +9,9 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.weights.held import Spec, blank_model, can_change, held_weights
+from nanovllm.engine.weights.blank import blank_model
+from nanovllm.engine.weights.held import held_weights
+from nanovllm.engine.weights.known import Spec
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.formats import checkpoint_name
 from nanovllm.models.loader import dummy_values, is_left_out, read_weights
@@ -21,16 +23,14 @@ Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
 class Given(NamedTuple):
-    """A named tensor of the caller's, or the handle by which each process opens it."""
+    """A named tensor of the caller's, and the handle by which each process opens it.
 
-    name: str
+    The other ranks know its `spec`.
+    """
+
+    spec: Spec
     tensor: torch.Tensor
-    handle: Handle | None = None
-
-    @property
-    def spec(self) -> Spec:
-        """What the other ranks need to know."""
-        return Spec(self.name, tuple(self.tensor.shape), self.tensor.dtype)
+    handle: Handle | None
 
 
 def given(item: Any) -> Given:
@@ -47,7 +47,8 @@ def given(item: Any) -> Given:
             raise ValueError(
                 f"weights must be dense tensors that have values; {name!r} has {kind_of(value)}"
             )
-        return Given(name, value.detach(), handle)
+        value = value.detach() if value.requires_grad else value
+        return Given(Spec(name, tuple(value.shape), value.dtype), value, handle)
     raise TypeError(
         f"weights must have tensors, or handles of torch.multiprocessing.reductions.reduce_tensor;"
         f" {name!r} has {shorten(value)}"
@@ -85,7 +86,7 @@ def sendable_weight(item: Any) -> Any:
 class Load:
     """Replaces weights. Rank 0 has the tensors; the others open handles, or are sent the tensors.
 
-    Peak memory: on other ranks, one whole tensor.
+    Peak memory: on other ranks, one whole tensor, and small ones that wait to be copied.
     """
 
     def __init__(
@@ -99,22 +100,26 @@ class Load:
     @classmethod
     def of(cls, weights: Sequence[Given]) -> "Load":
         """The command that loads these tensors."""
-        specs, handles = [one.spec for one in weights], [one.handle for one in weights]
-        return cls(specs, handles, [one.tensor for one in weights])
+        specs, tensors, handles = zip(*weights, strict=True)
+        return cls(specs, handles, tensors)
 
     def __reduce__(self) -> Any:
         return Load, (self.specs, self.handles)
 
     def run(self, shard: Shard) -> None:
         """Load this rank's parts."""
-        weights = held_weights(shard)
-        for index, spec in enumerate(self.specs):
-            weights.load(spec.name, self._tensor(index, shard))
+        names = (spec.name for spec in self.specs)
+        held_weights(shard).load(zip(names, self._whole_tensors(shard), strict=True))
+
+    def _whole_tensors(self, shard: Shard) -> Iterable[torch.Tensor]:
+        if self.tensors is not None and shard.ranks.size == 1:
+            return self.tensors
+        return (self._tensor(index, shard) for index in range(len(self.specs)))
 
     def _tensor(self, index: int, shard: Shard) -> torch.Tensor:
         spec, handle = self.specs[index], self.handles[index]
         own = None if self.tensors is None else self.tensors[index]
-        if own is not None and (shard.ranks.size == 1 or handle is not None):
+        if own is not None and handle is not None:
             return own
         if handle is not None:
             function, arguments = handle
@@ -139,7 +144,8 @@ class Finish(NamedTuple):
         if self.succeeds:
             weights.finish()
         weights.drop_staged()
-        trim_heap()
+        if shard.device.type == "cpu":  # it takes long, and on a GPU there is little to return
+            trim_heap()
 
 
 class Read(NamedTuple):
@@ -202,15 +208,15 @@ class Reload(NamedTuple):
     def run(self, shard: Shard) -> None:
         weights = held_weights(shard)
         if self.is_dummy:
-            for name, values in dummy_weights(shard, self.seed):
-                weights.load(name, values)
+            weights.load(dummy_weights(shard, self.seed))
         else:
             for tensors in read_weights(self.path):
-                for name, tensor in tensors.items():
-                    if is_left_out(name, tensor, weights.targets):
-                        continue
-                    if can_change(weights.targets[weights.usual_name(name)]):
-                        weights.load(name, tensor)
+                weights.load(
+                    (name, tensor)
+                    for name, tensor in tensors.items()
+                    if not is_left_out(name, tensor, weights.known.targets)
+                    and weights.known[name].can_change
+                )
         weights.finish()
         trim_heap()
 
