@@ -10,7 +10,7 @@ from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.weights.held import HeldWeights, held_weights
-from nanovllm.engine.weights.sleeping import MEMORIES, Memory, Sleep, WakeUp
+from nanovllm.engine.weights.sleeping import MEMORIES, DropSaved, Memory, Save, Sleep, WakeUp
 from nanovllm.engine.weights.state import WeightsState
 from nanovllm.engine.weights.update import (
     Apply,
@@ -164,8 +164,9 @@ class WeightCalls(LLMEngine):
 
         Level 1 moves the weights to the host, where they already are on a CPU, and frees the KV
         pool. Level 2 drops the weights, too. Requests are refused meanwhile; those that wait go on
-        afterwards. The engine needs `enable_sleep_mode=True`. If this fails in the middle, it
-        counts as asleep: `wake_up` gets back what was freed.
+        afterwards. The engine needs `enable_sleep_mode=True`. If the host has no memory for the
+        weights, this raises, and the engine stays awake. If freeing fails in the middle, it counts
+        as asleep: `wake_up` gets back what was freed.
         """
         self.check_alive()
         check_int("level", level, 1, 2)
@@ -298,9 +299,19 @@ class WeightCalls(LLMEngine):
     @exclusive
     def _sleep(self, level: int) -> None:
         self._stop_all()
+        self._save(level)
         self._weights.fall_asleep(MEMORIES, self._held.known.parts if level == 2 else ())
         self._settle()  # before: no adapter is compared with weights while they go
         self.model_runner.everywhere(Sleep(level))
+
+    def _save(self, level: int) -> None:
+        """Save the weights on all ranks, or on none."""
+        try:
+            self.model_runner.everywhere(Save(level))
+        except Exception:
+            if self.model_runner.failure is None:
+                self.model_runner.everywhere(DropSaved())
+            raise
 
     @exclusive
     def _wake_up(self, memories: tuple[Memory, ...]) -> None:

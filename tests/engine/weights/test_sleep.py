@@ -1,6 +1,7 @@
 """Sleep: memory is freed, and an engine that wakes up answers as before."""
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.sleep_memory import SleepMemory
+from nanovllm.engine.weights.sleeping import Save
 from nanovllm.engine.weights.tensors import weights_of
 from nanovllm.utils.sizes import GIB
 
@@ -183,7 +185,6 @@ def test_aborted_requests_are_returned_if_sleep_fails(
             patch.setattr(llm.model_runner, "everywhere", fail)
             with pytest.raises(MemoryError):
                 llm.sleep(running="abort")
-        llm.wake_up()
         assert [output["finish_reason"] for output in llm.step()] == ["abort"]
         assert generate(llm) == before
 
@@ -274,9 +275,35 @@ def test_nothing_is_freed_if_the_host_has_no_memory() -> None:
     (weights,), (drafts,) = memory._weights, memory._drafts
     weights.save = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        memory.release(keeps_weights=True)
+        memory.save(keeps_weights=True)
     assert values.tolist() == [*range(64)] and draft.tolist() == [*range(32)]
     assert isinstance(drafts, HostRegion) and drafts._saved is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_that_cannot_save_its_weights_stays_awake(size: int, model_dir: Path) -> None:
+    """It is the last rank that has no memory; the others free what they have saved."""
+    rank_0 = os.getpid()
+
+    def have_no_memory(_: torch.nn.Module) -> None:
+        def fail(*_: Any) -> None:
+            raise MemoryError("no memory to pin")
+
+        if size == 1 or os.getpid() != rank_0:
+            Save.run = fail  # type: ignore[method-assign]
+
+    with pytest.MonkeyPatch.context() as patch, make_llm(model_dir, size) as llm:
+        patch.setattr(Save, "run", Save.run)  # so that it is restored
+        before = generate(llm)
+        region = HostRegion(8)
+        shard = llm.model_runner.shard
+        shard.memory = SleepMemory(HostRegion)
+        shard.memory._weights = [region]
+        llm.apply_model(have_no_memory)
+        with pytest.raises(MemoryError, match="no memory to pin"):
+            llm.sleep()
+        assert not llm.is_sleeping and region._saved is None
+        assert generate(llm) == before
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -294,7 +321,8 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
             memory.move_weights(tensors, tensors[:1])
             assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
             assert generate(llm) == before
-            memory.release(keeps_weights=True)
+            memory.save(keeps_weights=True)
+            memory.release()
             memory.restore(["weights"])
         assert generate(llm) == before
         if tied:
