@@ -216,7 +216,7 @@ class WeightCalls(LLMEngine):
                 held.known.check(one.spec)
             if is_all and together:
                 held.known.check_once(one.spec.name for one in chunk)
-                held.check_together(tensors)
+                held.check_together(tensors, self._weights.missing)
             held.known.check_tied(tensors)
             yield chunk
 
@@ -268,7 +268,7 @@ class WeightCalls(LLMEngine):
 
     @exclusive
     def _finish_update(self, succeeds: bool) -> None:
-        self.model_runner.everywhere(Finish(succeeds))
+        self.model_runner.everywhere(Finish(succeeds, self._weights.missing))
 
     @exclusive
     def _reload(self) -> None:
@@ -286,7 +286,8 @@ class WeightCalls(LLMEngine):
             return  # a rank has ended, and so has the engine
         self._weights.give_up(self._held.known.parts)
         self._settle()
-        self._finish_update(False)
+        if self._weights.has_changed:
+            self._finish_update(False)
 
     @exclusive
     def _read(self, name: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ decode graphs stay valid.
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -49,15 +49,21 @@ class HeldWeights:
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
         self._find()
 
-    def check_together(self, names: Iterable[str]) -> None:
-        """Raise a ValueError if `names` have only some parts of a layer that need all of them."""
+    def check_together(self, names: Iterable[str], missing: Collection[str]) -> None:
+        """Raise a ValueError if `names` have only some parts of a layer that need all of them.
+
+        A layer waits for parts that are `missing`, be it because they were dropped.
+        """
         given = self.known.parts_of(names) if self._parts else set()
         for layer, parts in self._parts.items():
-            missing = parts - given
-            if missing and missing != parts and not self._can_unpack(layer):
+            waits_for = self._staged[layer].missing if layer in self._staged else parts
+            lacking = waits_for - given
+            if lacking in (set(), parts) or not lacking.isdisjoint(missing):
+                continue
+            if not self._can_unpack(layer):
                 raise ValueError(
                     f"{layer} has a layout of its kernels, and its tensors can be updated only"
-                    f" together: add {', '.join(sorted(missing)[:4])}, or bring all of them in one"
+                    f" together: add {', '.join(sorted(lacking)[:4])}, or bring all of them in one"
                     " update by load_weights"
                 )
 
@@ -75,14 +81,18 @@ class HeldWeights:
             self._head_is_old |= known.target.param == EMBEDDING
         copies.make()
 
-    def finish(self) -> None:
-        """Replace what is staged, and the head's copy of the embedding."""
-        for layer in [*self._staged]:
-            self._replace(layer)
+    def finish(self, missing: Collection[str] = ()) -> None:
+        """Replace what is staged, and the head's copy of the embedding.
+
+        A layer that lacks parts that are `missing` stays staged until another update has them.
+        """
+        for layer, stage in [*self._staged.items()]:
+            if stage.missing.isdisjoint(missing) or self._can_unpack(layer):
+                self._replace(layer)
         self._refresh_head()
 
     def drop_staged(self) -> None:
-        """Drop what an update that failed has staged."""
+        """Drop what is staged: an update has failed, or all weights are dropped."""
         self._staged.clear()
 
     def drop(self) -> None:

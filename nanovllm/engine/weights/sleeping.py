@@ -45,6 +45,8 @@ class Sleep(NamedTuple):
     level: int
 
     def run(self, shard: Shard) -> None:
+        if self.level == 2:
+            held_weights(shard).drop_staged()
         if shard.memory is not None:
             shard.memory.release()
             torch.cuda.empty_cache()

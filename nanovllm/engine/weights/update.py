@@ -135,15 +135,20 @@ class Load:
 
 
 class Finish(NamedTuple):
-    """Ends an update: what is staged replaces the old weights, or is dropped."""
+    """Ends an update: what is staged replaces the old weights, or is dropped.
+
+    What lacks parts that are `missing` in the engine waits for another update.
+    """
 
     succeeds: bool
+    missing: frozenset[str] = frozenset()
 
     def run(self, shard: Shard) -> None:
         weights = held_weights(shard)
         if self.succeeds:
-            weights.finish()
-        weights.drop_staged()
+            weights.finish(self.missing)
+        else:
+            weights.drop_staged()
         if shard.device.type == "cpu":  # it takes long, and on a GPU there is little to return
             trim_heap()
 

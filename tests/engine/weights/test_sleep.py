@@ -125,6 +125,41 @@ def test_weights_and_cache_wake_up_one_after_the_other(model_dir: Path) -> None:
         llm.wake_up()
 
 
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, dict(dtype="bfloat16")),
+        (2, dict(dtype="bfloat16")),
+        (1, dict(quantization="int8")),
+        (1, dict(quantization="int8", attention_backend="torch")),
+    ],
+)
+@pytest.mark.parametrize("kind", [list, iter])
+def test_several_updates_bring_what_was_dropped(
+    size: int, options: dict[str, Any], kind: Any, model_dir: Path
+) -> None:
+    """Also the parts of a fused layer, whose layout is made of all of them."""
+    tensors = load_file(model_dir / "model.safetensors")
+    first = {n: t for n, t in tensors.items() if "q_proj" in n or "layers.1.mlp.up_proj" in n}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in first}
+    with make_llm(model_dir, size, **options) as llm:
+        before = generate(llm)
+        for _ in range(2):
+            llm.sleep(2)
+            llm.wake_up(["weights"])
+            llm.update_weights(kind(first.items()))
+            llm.wake_up(["kv_cache"])
+        with pytest.raises(NotReadyError, match="dropped the weights; update all of them"):
+            generate(llm)
+        llm.begin_update()
+        llm.cancel_update()  # what other updates have brought stays
+        llm.update_weights(kind(rest.items()))
+        assert generate(llm) == before
+        if options.get("quantization"):
+            with pytest.raises(ValueError, match="can be updated only together"):
+                llm.update_weights(first)
+
+
 def test_requests_are_refused_while_asleep(model_dir: Path) -> None:
     with make_llm(model_dir, max_num_seqs=1) as llm:
         before = generate(llm)
