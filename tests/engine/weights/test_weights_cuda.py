@@ -144,6 +144,23 @@ def test_graphs_survive_updates_and_sleep(
         assert generate(llm) == after
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_tensors_of_several_types_and_devices_are_copied(
+    size: int, models: Callable[[str, int], Path]
+) -> None:
+    """In one update: small ones are copied in groups of one device and type."""
+    new = load_file(models("plain", 1) / "model.safetensors")
+    kinds = [
+        (device, dtype) for device in ("cpu", "cuda") for dtype in (torch.float32, torch.bfloat16)
+    ]
+    with make_llm(models("plain", 1), size) as llm:
+        expected = generate(llm)
+    with make_llm(models("plain", 0), size) as llm:
+        before = generate(llm)
+        llm.update_weights({n: t.to(*kinds[i % 4]) for i, (n, t) in enumerate(new.items())})
+        assert generate(llm) == expected != before
+
+
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
     "options",
