@@ -170,11 +170,11 @@ class WeightCalls(LLMEngine):
         is_all = isinstance(items, list | tuple)
         for chunk in batches(items):
             held = self._held
-            tensors = {one.spec.name: one.tensor for one in chunk}
-            for one in chunk:
-                held.known.check(one.spec)
+            tensors = {one.name: one.tensor for one in chunk}
+            for name, tensor, _ in chunk:
+                held.known.check(name, tensor)
             if is_all and together:
-                held.known.check_once(one.spec.name for one in chunk)
+                held.known.check_once(one.name for one in chunk)
                 held.check_together(tensors, self._weights.missing)
             held.known.check_tied(tensors)
             yield chunk
@@ -220,10 +220,9 @@ class WeightCalls(LLMEngine):
         if not weights:
             return
         self._weights.has_changed = True
-        self.model_runner.everywhere(Load.of(weights))
+        self.model_runner.everywhere(Load(weights))
         if self._weights.missing:
-            known = self._held.known
-            self._weights.missing -= known.parts_of(one.spec.name for one in weights)
+            self._weights.missing -= self._held.known.parts_of(one.name for one in weights)
 
     @exclusive
     def _finish_update(self, succeeds: bool) -> None:

@@ -17,14 +17,6 @@ from nanovllm.models.loader import TYPES, Target, checkpoint_targets
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # converted to each other
 
 
-class Spec(NamedTuple):
-    """What is known of a tensor before its values are."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Known(NamedTuple):
     """A tensor of checkpoints. `name` is its usual one; `types` are those that it may have."""
 
@@ -73,14 +65,15 @@ class KnownTensors:
         shape = layer.whole_shape(param, target.shard_id)
         return Known(usual, target, shape, types, can_change(target))
 
-    def check(self, spec: Spec) -> None:
+    def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise a ValueError if the tensor cannot be loaded."""
-        name, shape, dtype = spec
-        known = self[name]
+        known, shape, dtype = self[name], tensor.shape, tensor.dtype
         if not known.can_change:
             raise ValueError(f"tensor {name!r} is part of compiled steps and cannot change")
         if shape != known.shape and not (known.shape == () and shape == (1,)):
-            raise ValueError(f"tensor {name!r} has shape {shape}, the model needs {known.shape}")
+            raise ValueError(
+                f"tensor {name!r} has shape {tuple(shape)}, the model needs {known.shape}"
+            )
         if dtype not in known.types:
             types = ", ".join(str(each).removeprefix("torch.") for each in known.types)
             got = str(dtype).removeprefix("torch.")

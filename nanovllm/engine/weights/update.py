@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.weights.blank import blank_model
 from nanovllm.engine.weights.held import held_weights
-from nanovllm.engine.weights.known import Spec
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.formats import checkpoint_name
 from nanovllm.models.loader import dummy_values, is_left_out, read_weights
@@ -22,15 +21,25 @@ BATCH_BYTES = 256 << 20
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
+class Spec(NamedTuple):
+    """What is known of a tensor before its values are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Given(NamedTuple):
-    """A named tensor of the caller's, and the handle by which each process opens it.
+    """A named tensor of the caller's, and the handle by which each process opens it."""
 
-    The other ranks know its `spec`.
-    """
-
-    spec: Spec
+    name: str
     tensor: torch.Tensor
     handle: Handle | None
+
+    @property
+    def spec(self) -> Spec:
+        """What the other ranks need to know."""
+        return Spec(self.name, tuple(self.tensor.shape), self.tensor.dtype)
 
 
 def given(item: Any) -> Given:
@@ -47,8 +56,7 @@ def given(item: Any) -> Given:
             raise ValueError(
                 f"weights must be dense tensors that have values; {name!r} has {kind_of(value)}"
             )
-        value = value.detach() if value.requires_grad else value
-        return Given(Spec(name, tuple(value.shape), value.dtype), value, handle)
+        return Given(name, value.detach() if value.requires_grad else value, handle)
     raise TypeError(
         f"weights must have tensors, or handles of torch.multiprocessing.reductions.reduce_tensor;"
         f" {name!r} has {shorten(value)}"
@@ -90,48 +98,44 @@ class Load:
     """
 
     def __init__(
-        self,
-        specs: Sequence[Spec],
-        handles: Sequence[Handle | None],
-        tensors: Sequence[torch.Tensor] | None = None,
+        self, weights: Sequence[Given] = (), sent: Sequence[tuple[Spec, Handle | None]] = ()
     ) -> None:
-        self.specs, self.handles, self.tensors = specs, handles, tensors
-
-    @classmethod
-    def of(cls, weights: Sequence[Given]) -> "Load":
-        """The command that loads these tensors."""
-        specs, tensors, handles = zip(*weights, strict=True)
-        return cls(specs, handles, tensors)
+        self.weights, self.sent = weights, sent
 
     def __reduce__(self) -> Any:
-        return Load, (self.specs, self.handles)
+        return Load, ((), [(one.spec, one.handle) for one in self.weights])
 
     def run(self, shard: Shard) -> None:
         """Load this rank's parts."""
-        names = (spec.name for spec in self.specs)
-        held_weights(shard).load(zip(names, self._whole_tensors(shard), strict=True))
+        held_weights(shard).load(self._tensors(shard))
 
-    def _whole_tensors(self, shard: Shard) -> Iterable[torch.Tensor]:
-        if self.tensors is not None and shard.ranks.size == 1:
-            return self.tensors
-        return (self._tensor(index, shard) for index in range(len(self.specs)))
+    def _tensors(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+        alone = shard.ranks.size == 1
+        for name, tensor, handle in self.weights:
+            if alone or handle is not None:
+                yield name, tensor
+            else:
+                yield name, _broadcast(shard, tensor.shape, tensor.dtype, tensor)
+        for (name, shape, dtype), handle in self.sent:
+            if handle is not None:
+                function, arguments = handle
+                yield name, function(*arguments)
+            else:
+                yield name, _broadcast(shard, shape, dtype)
 
-    def _tensor(self, index: int, shard: Shard) -> torch.Tensor:
-        spec, handle = self.specs[index], self.handles[index]
-        own = None if self.tensors is None else self.tensors[index]
-        if own is not None and handle is not None:
-            return own
-        if handle is not None:
-            function, arguments = handle
-            return function(*arguments)
-        size = math.prod(spec.shape) * spec.dtype.itemsize
-        data = torch.empty(size, dtype=torch.uint8, device=shard.device)
-        whole = data.view(spec.dtype).view(spec.shape)
-        if own is not None:
-            whole.copy_(own)
-        if size:
-            shard.ranks.broadcast(data)
-        return whole
+
+def _broadcast(
+    shard: Shard, shape: tuple[int, ...], dtype: torch.dtype, own: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A tensor that rank 0 has."""
+    size = math.prod(shape) * dtype.itemsize
+    data = torch.empty(size, dtype=torch.uint8, device=shard.device)
+    whole = data.view(dtype).view(shape)
+    if own is not None:
+        whole.copy_(own)
+    if size:
+        shard.ranks.broadcast(data)
+    return whole
 
 
 class Finish(NamedTuple):
