@@ -15,7 +15,7 @@ from nanovllm.engine.profile import ProfileCalls
 from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted, check_whole
 from nanovllm.engine.requests.stream import Stream
-from nanovllm.engine.weights.calls import WeightCalls
+from nanovllm.engine.weights.sleep_calls import SleepCalls
 from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
@@ -25,7 +25,7 @@ from nanovllm.utils.checks import check_bool, shorten
 from nanovllm.vectors.calls import VectorCalls
 
 
-class LLM(VectorCalls, BeamCalls, WeightCalls, ProfileCalls):
+class LLM(VectorCalls, BeamCalls, SleepCalls, ProfileCalls):
     """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
 
     `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the

@@ -51,19 +51,26 @@ class SleepMemory:
         self._pools.append(region)
         return region.bytes[:num_bytes].zero_()
 
-    def release(self, keeps_weights: bool) -> None:
-        """Return all memory to the device; weights are saved, or only those of drafts.
+    def save(self, keeps_weights: bool) -> None:
+        """Copy the weights to the host, or only those of drafts. Nothing is freed yet.
 
-        If the host has no memory for them, nothing is saved, and nothing returned.
+        If the host has no memory for them, nothing stays saved.
         """
-        saved = (*self._drafts, *(self._weights if keeps_weights else ()))
+        self.drop_saved()
         try:
-            for region in saved:
+            for region in (*self._drafts, *(self._weights if keeps_weights else ())):
                 region.save()
         except BaseException:
-            for region in saved:
-                region.drop_saved()
+            self.drop_saved()
             raise
+
+    def drop_saved(self) -> None:
+        """Free what was saved."""
+        for region in (*self._weights, *self._drafts):
+            region.drop_saved()
+
+    def release(self) -> None:
+        """Return all memory to the device. What was not saved is lost."""
         for region in (*self._weights, *self._drafts, *self._pools):
             region.unmap()
 

@@ -5,6 +5,8 @@ engine sleeps, so that decode graphs find everything where it was.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ class VirtualMemory:
         self._chunks: list[Any] = []  # their handles
         self._host: list[torch.Tensor] = []  # what was saved
         self._start = Address()
-        with torch.cuda.device(device):
+        with self._context():
             call(
                 "cuMemAddressReserve", ctypes.byref(self._start), ctypes.c_size_t(self.num_bytes),
                 ctypes.c_size_t(0), Address(0), ctypes.c_ulonglong(0),
@@ -68,11 +70,26 @@ class VirtualMemory:
         return torch.as_tensor(self, device=self.device)
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Map memory up to so many bytes, or all. Values are not defined."""
+        """Map memory up to so many bytes, or all. Values are not defined.
+
+        It does not wait for the device.
+        """
         needed = self.num_bytes if num_bytes is None else num_bytes
+        if self.mapped < needed:
+            with self._context():
+                while self.mapped < needed:
+                    self._map_chunk()
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """The device's context in this thread, which the driver's calls need. Does not wait.
+
+        PyTorch does not set a thread's device to the one that it is already. CUDA makes a context
+        current in the first call that needs one, such as this question about a stream.
+        """
         with torch.cuda.device(self.device):
-            while self.mapped < needed:
-                self._map_chunk()
+            torch.cuda.current_stream().query()
+            yield
 
     def _map_chunk(self) -> None:
         handle, size = ctypes.c_ulonglong(), ctypes.c_size_t(CHUNK)
@@ -116,11 +133,11 @@ class VirtualMemory:
         self._host = []
 
     def restore(self) -> None:
-        """Map all, with the values that were saved, or else zeros. Does not wait for the copies.
+        """Map all, with the values that were saved, or else zeros. Does not wait for the device.
 
-        A chunk is copied while the next one is mapped. If memory is short, another call goes on.
+        A chunk is copied while the next ones are mapped, also those of other memory. If memory is
+        short, another call goes on.
         """
-        torch.cuda.synchronize(self.device)  # the driver's calls need this thread's context
         saved = self._host
         while self.mapped < self.num_bytes:
             start = self.mapped
@@ -135,5 +152,5 @@ class VirtualMemory:
     def close(self) -> None:
         """Free memory and addresses; no tensor may be used that is in here."""
         self.unmap()
-        with torch.cuda.device(self.device):
+        with self._context():
             driver().cuMemAddressFree(self._start, ctypes.c_size_t(self.num_bytes))

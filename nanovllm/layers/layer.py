@@ -59,12 +59,13 @@ class Layer(nn.Module):
     def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
         """Random values for the whole parameter of which `param` has the size.
 
-        None leaves it as it is: norm weights are ones already.
+        None leaves it as it is: norm weights are ones already. They are drawn in float32: the bytes
+        of a type decide how PyTorch draws, and the values must not depend on that.
         """
         if param.dim() == 1:
             return None
-        values = torch.empty(param.shape, dtype=param.dtype, device=generator.device)
-        return values.normal_(0.0, DUMMY_DEVIATION, generator=generator)
+        values = torch.empty(param.shape, dtype=torch.float32, device=generator.device)
+        return values.normal_(0.0, DUMMY_DEVIATION, generator=generator).to(param.dtype)
 
     def bind(self, backend: Backend) -> None:
         """Set the kernels to call. Called once, after the weights are loaded."""

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.layer import Layer
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import (
@@ -775,6 +776,19 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(copy_of_model:
     for index, a in enumerate(matrices):
         assert 0.018 < float(a.std()) < 0.022
         assert not any(torch.equal(a[:4, :4], b[:4, :4]) for b in matrices[:index])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dummy_weights_do_not_depend_on_the_type(dtype: torch.dtype) -> None:
+    """Other numbers would be drawn for a type of another size."""
+
+    def values(dtype: torch.dtype) -> torch.Tensor:
+        layer, param = Layer(), torch.nn.Parameter(torch.empty(7, 9, dtype=dtype))
+        values = layer.dummy_values(param, torch.Generator().manual_seed(0))
+        assert values is not None and values.dtype == dtype
+        return values
+
+    assert torch.equal(values(dtype), values(torch.float32).to(dtype))
 
 
 def test_dummy_weights_keep_the_callers_random_state(model_dir: Path) -> None:

@@ -1,8 +1,8 @@
 """ServedEngine: the engine of another process."""
 
 from nanovllm.engine.profile import ProfileCalls
-from nanovllm.engine.weights.calls import WeightCalls
+from nanovllm.engine.weights.sleep_calls import SleepCalls
 
 
-class ServedEngine(WeightCalls, ProfileCalls):
+class ServedEngine(SleepCalls, ProfileCalls):
     """An engine with all methods that `Ask` names."""

@@ -1,4 +1,4 @@
-"""WeightCalls: the engine's calls that change or read weights, and that free memory for a while."""
+"""WeightCalls: the engine's calls that change or read weights."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +10,6 @@ from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.weights.held import HeldWeights, held_weights
-from nanovllm.engine.weights.sleeping import MEMORIES, Memory, Sleep, WakeUp
 from nanovllm.engine.weights.state import WeightsState
 from nanovllm.engine.weights.update import (
     Apply,
@@ -23,7 +22,7 @@ from nanovllm.engine.weights.update import (
     batches,
     pairs,
 )
-from nanovllm.utils.checks import as_list, check_choice, check_int, shorten
+from nanovllm.utils.checks import as_list, check_choice, shorten
 
 Running = Literal["refuse", "abort"]
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -31,7 +30,7 @@ RUNNING: tuple[Running, ...] = ("refuse", "abort")
 
 
 class WeightCalls(LLMEngine):
-    """`update_weights`, `get_weights`, `apply_model`, `sleep` and `wake_up`.
+    """`update_weights`, `reload_weights`, `get_weights` and `apply_model`.
 
     While weights are missing, or the engine sleeps, requests are refused: `refusal` says why. It
     is that of `_weights`.
@@ -123,17 +122,21 @@ class WeightCalls(LLMEngine):
         self._weights.check_whole()
         held = self._held
         names = [names] if isinstance(names, str) else names
-        wanted = sorted(held.parts) if names is None else as_list("names", names, "a list of names")
+        wanted = (
+            sorted(held.known.parts)
+            if names is None
+            else as_list("names", names, "a list of names")
+        )
         for name in wanted:
             if not isinstance(name, str):
                 raise TypeError(f"names must be names of tensors, got {shorten(name)}")
-            held.usual_name(name)
+            held.known[name]  # or it is a ValueError
         return {name: self._read(name) for name in wanted}
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of all tensors that an update may have, with nothing fused."""
         self.check_alive()
-        return self._held.shapes
+        return self._held.known.shapes
 
     def apply_model(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
         """Call a function with every rank's model, a `torch.nn.Module`; rank 0's result is first.
@@ -155,45 +158,6 @@ class WeightCalls(LLMEngine):
         self.scheduler.clear_cache()
         return True
 
-    def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
-        """Free the device's memory for others, until `wake_up`.
-
-        Level 1 moves the weights to the host, where they already are on a CPU, and frees the KV
-        pool. Level 2 drops the weights, too. Requests are refused meanwhile; those that wait go on
-        afterwards. The engine needs `enable_sleep_mode=True`. If this fails in the middle, it
-        counts as asleep: `wake_up` gets back what was freed.
-        """
-        self.check_alive()
-        check_int("level", level, 1, 2)
-        if not self._asked.enable_sleep_mode:
-            raise ValueError("sleep needs an engine with enable_sleep_mode=True")
-        self._weights.check_can_sleep(level)
-        self._check_running(running, "sleep")
-        self._sleep(level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Get the memory back that `sleep` freed: "weights" or "kv_cache", or all by default.
-
-        After level 2 the weights of the checkpoint are loaded again, unless `tags` names them:
-        then `update_weights` must provide all of them.
-        """
-        self.check_alive()
-        wanted = MEMORIES if tags is None else tuple(as_list("tags", tags, "a list of tags"))
-        for tag in wanted:
-            check_choice("tags", tag, MEMORIES)
-        self._wake_up(tuple(memory for memory in self._weights.asleep if memory in wanted))
-        if tags is None and self._weights.missing and not self._weights.is_updating:
-            self.reload_weights()
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether memory is freed that `wake_up` gets back."""
-        return bool(self._weights.asleep)
-
-    def get_is_sleeping(self) -> bool:
-        """`is_sleeping`, for callers of methods."""
-        return self.is_sleeping
-
     @property
     def _held(self) -> HeldWeights:
         """Rank 0's weights: names and shapes are the same on all ranks."""
@@ -206,12 +170,13 @@ class WeightCalls(LLMEngine):
         is_all = isinstance(items, list | tuple)
         for chunk in batches(items):
             held = self._held
-            for one in chunk:
-                held.check(one.spec)
+            tensors = {one.name: one.tensor for one in chunk}
+            for name, tensor, _ in chunk:
+                held.known.check(name, tensor)
             if is_all and together:
-                held.check_once(one.name for one in chunk)
-                held.check_together(one.name for one in chunk)
-            held.check_tied({one.name: one.tensor for one in chunk})
+                held.known.check_once(one.name for one in chunk)
+                held.check_together(tensors, self._weights.missing)
+            held.known.check_tied(tensors)
             yield chunk
 
     def _check_ready(self, call: str) -> None:
@@ -252,15 +217,16 @@ class WeightCalls(LLMEngine):
 
     @exclusive
     def _load(self, weights: list[Given]) -> None:
-        if weights:
-            parts = self._held.parts_of(one.name for one in weights)
-            self._weights.has_changed = True
-            self.model_runner.everywhere(Load.of(weights))
-            self._weights.missing -= parts
+        if not weights:
+            return
+        self._weights.has_changed = True
+        self.model_runner.everywhere(Load(weights))
+        if self._weights.missing:
+            self._weights.missing -= self._held.known.parts_of(one.name for one in weights)
 
     @exclusive
     def _finish_update(self, succeeds: bool) -> None:
-        self.model_runner.everywhere(Finish(succeeds))
+        self.model_runner.everywhere(Finish(succeeds, self._weights.missing))
 
     @exclusive
     def _reload(self) -> None:
@@ -276,9 +242,10 @@ class WeightCalls(LLMEngine):
             return
         if self.model_runner.failure is not None or not self._finalizer.alive:
             return  # a rank has ended, and so has the engine
-        self._weights.give_up(self._held.parts)
+        self._weights.give_up(self._held.known.parts)
         self._settle()
-        self._finish_update(False)
+        if self._weights.has_changed:
+            self._finish_update(False)
 
     @exclusive
     def _read(self, name: str) -> torch.Tensor:
@@ -287,21 +254,6 @@ class WeightCalls(LLMEngine):
     @exclusive
     def _apply(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
         return self.model_runner.everywhere(Apply(function))
-
-    @exclusive
-    def _sleep(self, level: int) -> None:
-        self._stop_all()
-        self._weights.fall_asleep(MEMORIES, self._held.parts if level == 2 else ())
-        self._settle()  # before: no adapter is compared with weights while they go
-        self.model_runner.everywhere(Sleep(level))
-
-    @exclusive
-    def _wake_up(self, memories: tuple[Memory, ...]) -> None:
-        if memories:
-            self.model_runner.everywhere(WakeUp(memories))
-            still = tuple(one for one in self._weights.asleep if one not in memories)
-            self._weights.asleep = still
-            self._settle()
 
     def _settle(self) -> None:
         """Say why requests are refused, if they are. Adapters are not read meanwhile."""

@@ -7,34 +7,23 @@ decode graphs stay valid.
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 
 from nanovllm.engine.shard import Shard
+from nanovllm.engine.weights.blank import blank_model, with_memory
+from nanovllm.engine.weights.copies import Copies
+from nanovllm.engine.weights.known import KnownTensors, layer_name
 from nanovllm.engine.weights.places import Place, Shape, places_of
 from nanovllm.engine.weights.tensors import BOUND, replace_values
 from nanovllm.layers.layer import Layer, Loaded
-from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.weights.stored import StoredTensor
-from nanovllm.layers.weights.tensors import SOURCE
-from nanovllm.models.bare import full_name
-from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import hint_for, stored_name
-from nanovllm.models.loader import TYPES, Target, checkpoint_targets
+from nanovllm.models.loader import Target
 
 EMBEDDING = "model.embed_tokens.weight"
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # converted to each other
 MOST_STAGED = 2  # layers that are filled at the same time, unless parts of them cannot be restored
-
-
-class Spec(NamedTuple):
-    """What is known of a tensor before its values are."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Stage:
@@ -51,10 +40,8 @@ class HeldWeights:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.blank = blank_model(shard)
-        self.targets = checkpoint_targets(self.blank)
+        self.known = KnownTensors(self.blank)
         self.in_place = shard.device.type == "cuda"  # graphs have addresses of all weights
-        self._usual: dict[str, str] = {}  # names that callers have used
-        self._needs: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
         self._places: dict[str, list[Place]] = {}
         self._staged: dict[str, Stage] = {}
         self._head_is_old = False  # whether its copy of the embedding is
@@ -62,110 +49,50 @@ class HeldWeights:
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
         self._find()
 
-    @property
-    def parts(self) -> set[str]:
-        """The names of all tensors that can change, of a checkpoint that has nothing fused."""
-        return {
-            part for target in self.targets.values() if can_change(target) for part in target.parts
-        }
+    def check_together(self, names: Iterable[str], missing: Collection[str]) -> None:
+        """Raise a ValueError if `names` have only some parts of a layer that need all of them.
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of these."""
-        return {name: self._whole_shape(self.targets[name]) for name in sorted(self.parts)}
-
-    def _whole_shape(self, target: Target) -> tuple[int, ...]:
-        param = self.blank.get_parameter(target.param)
-        return self._layer(target).whole_shape(param, target.shard_id)
-
-    def usual_name(self, name: str) -> str:
-        """The name by which a tensor is known here; a ValueError if the model has no such one."""
-        if name not in self._usual:
-            usual = full_name(stored_name(name), self.targets)
-            if usual not in self.targets:
-                raise ValueError(f"the model has no tensor {name!r}{hint_for(name)}")
-            self._usual[name] = usual
-        return self._usual[name]
-
-    def check(self, spec: Spec) -> None:
-        """Raise a ValueError if the tensor cannot be loaded."""
-        if spec.name not in self._needs:
-            self._needs[spec.name] = self._need(spec.name)
-        shape, allowed = self._needs[spec.name]
-        if spec.shape != shape and not (shape == () and spec.shape == (1,)):
-            raise ValueError(
-                f"tensor {spec.name!r} has shape {spec.shape}, the model needs {shape}"
-            )
-        if spec.dtype not in allowed:
-            types = ", ".join(str(each).removeprefix("torch.") for each in allowed)
-            got = str(spec.dtype).removeprefix("torch.")
-            raise ValueError(f"tensor {spec.name!r} has type {got}, a model needs one of {types}")
-
-    def _need(self, name: str) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
-        """The shape and the types that a tensor of this name may have."""
-        target = self.targets[self.usual_name(name)]
-        if not can_change(target):
-            raise ValueError(f"tensor {name!r} is part of compiled steps and cannot change")
-        dtype = self.blank.get_parameter(target.param).dtype
-        return self._whole_shape(target), (dtype,) if dtype in TYPES else FLOATS
-
-    def check_once(self, names: Iterable[str]) -> None:
-        """Raise a ValueError if a tensor is given twice, be it by two names."""
-        seen: dict[str, str] = {}
-        for name in names:
-            usual = self.usual_name(name)
-            if usual in seen:
-                also = "" if seen[usual] == name else f", also as {seen[usual]!r}"
-                raise ValueError(f"tensor {name!r} is given twice{also}")
-            seen[usual] = name
-
-    def check_together(self, names: Iterable[str]) -> None:
-        """Raise a ValueError if `names` have only some parts of a layer that need all of them."""
-        given = self.parts_of(names)
+        A layer waits for parts that are `missing`, be it because they were dropped.
+        """
+        given = self.known.parts_of(names) if self._parts else set()
         for layer, parts in self._parts.items():
-            missing = parts - given
-            if missing and missing != parts and not self._can_unpack(layer):
+            waits_for = self._staged[layer].missing if layer in self._staged else parts
+            lacking = waits_for - given
+            if lacking in (set(), parts) or not lacking.isdisjoint(missing):
+                continue
+            if not self._can_unpack(layer):
                 raise ValueError(
                     f"{layer} has a layout of its kernels, and its tensors can be updated only"
-                    f" together: add {', '.join(sorted(missing)[:4])}, or bring all of them in one"
+                    f" together: add {', '.join(sorted(lacking)[:4])}, or bring all of them in one"
                     " update by load_weights"
                 )
 
-    def check_tied(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise a ValueError if tied tensors are given with different values."""
-        by_name = {self.usual_name(name): tensor for name, tensor in tensors.items()}
-        for alias, name in self.blank.tied_weights.items():
-            one, other = by_name.get(alias), by_name.get(name)
-            if one is not None and other is not None and not same_values(one, other):
-                raise ValueError(
-                    f"{alias} and {name} differ, but tie_word_embeddings in config.json is true"
-                )
+    def load(self, tensors: Iterable[tuple[str, Loaded]]) -> None:
+        """Replace weights, or parts of them. The tensors have been checked."""
+        copies = Copies()
+        for given, tensor in tensors:
+            known = self.known[given]
+            if (places := self._places.get(known.name)) is None:
+                if not self.is_kept(known.target):
+                    self._stage(known.target, tensor)
+                    continue
+                places = self._places[known.name] = self._places_of(known.name)
+            copies.add(known.target.parts, places, tensor)
+            self._head_is_old |= known.target.param == EMBEDDING
+        copies.make()
 
-    def parts_of(self, names: Iterable[str]) -> set[str]:
-        """The parts that tensors of these names fill."""
-        return {part for name in names for part in self.targets[self.usual_name(name)].parts}
+    def finish(self, missing: Collection[str] = ()) -> None:
+        """Replace what is staged, and the head's copy of the embedding.
 
-    def load(self, name: str, tensor: Loaded) -> None:
-        """Replace a weight, or a part of it. The tensor has been checked."""
-        name = self.usual_name(name)
-        target = self.targets[name]
-        if (places := self._places.get(name)) is None:
-            if not self.is_kept(target):
-                self._stage(target, tensor)
-                return
-            places = self._places[name] = self._places_of(name)
-        for place in places:
-            place.fill(tensor)
-        self._head_is_old |= target.param == EMBEDDING
-
-    def finish(self) -> None:
-        """Replace what is staged, and the head's copy of the embedding."""
-        for layer in [*self._staged]:
-            self._replace(layer)
+        A layer that lacks parts that are `missing` stays staged until another update has them.
+        """
+        for layer, stage in [*self._staged.items()]:
+            if stage.missing.isdisjoint(missing) or self._can_unpack(layer):
+                self._replace(layer)
         self._refresh_head()
 
     def drop_staged(self) -> None:
-        """Drop what an update that failed has staged."""
+        """Drop what is staged: an update has failed, or all weights are dropped."""
         self._staged.clear()
 
     def drop(self) -> None:
@@ -191,18 +118,15 @@ class HeldWeights:
         """Find where the weights are."""
         self._places.clear()
         self._parts.clear()  # of each layer that is not kept
-        for target in self.targets.values():
+        for target in self.known.targets.values():
             if not self.is_kept(target):
                 self._parts[layer_name(target)].update(target.parts)
 
     def read(self, name: str) -> tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]:
         """The shape of a checkpoint's tensor, and what this rank has of it: indices and values."""
-        name = self.usual_name(name)
-        target = self.targets[name]
-        places = self._places_of(name)
-        return self._whole_shape(target), [
-            (place.index, place.memory.detach().cpu().clone()) for place in places
-        ]
+        known = self.known[name]
+        places = self._places_of(known.name)
+        return known.shape, [(place.index, place.memory.detach().cpu().clone()) for place in places]
 
     def is_kept(self, target: Target) -> bool:
         """Whether this rank's memory of a tensor is as it is stored."""
@@ -215,7 +139,7 @@ class HeldWeights:
 
     def _places_of(self, name: str) -> list[Place]:
         """Where this rank has the parts of a tensor, or of a copy that is restored."""
-        target = self.targets[name]
+        target = self.known.targets[name]
         param, memory = self.blank.get_parameter(target.param), self._memory(target)
         if memory is None:
             live = self.shard.model.get_submodule(layer_name(target))
@@ -289,7 +213,7 @@ class HeldWeights:
         assert isinstance(live, Layer)
         old: dict[str, torch.Tensor | None] = {}
         for part in sorted(stage.missing):
-            target = self.targets[part]
+            target = self.known.targets[part]
             leaf = target.param.rpartition(".")[2]
             if leaf not in old:
                 old[leaf] = live.unpacked(leaf)
@@ -314,58 +238,6 @@ class HeldWeights:
         head._buffers = dict(head._buffers)
         self._staged["lm_head"] = Stage(head, ())
         self._replace("lm_head")
-
-
-def can_change(target: Target) -> bool:
-    """Whether a tensor can change: a scale of the KV cache is a constant of compiled steps."""
-    return not layer_name(target).endswith(".attn")
-
-
-def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; those in the same memory are not compared."""
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
-        return True
-    return torch.equal(one, other.to(one.device, one.dtype))
-
-
-def layer_name(target: Target) -> str:
-    """The module that has the parameter."""
-    return target.param.rpartition(".")[0]
-
-
-def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
-    """The model as it is before loading, without memory; of other `ranks` than the shard's."""
-    live, before = shard.model, torch.get_default_dtype()
-    torch.set_default_dtype(shard.placement.dtype)
-    try:
-        with torch.device("meta"), torch.inference_mode(False):
-            return CausalLM(
-                shard.model_config, shard.placement.max_positions, ranks or shard.ranks,
-                live.whole_experts, live.formats,
-            )  # fmt: skip
-    finally:
-        torch.set_default_dtype(before)
-
-
-def with_memory(layer: Layer, device: torch.device) -> Layer:
-    """A copy of a blank layer whose parameters and buffers have memory, not filled."""
-    filled = copy.copy(layer)
-
-    def memory(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device)
-
-    filled._parameters = {
-        name: param
-        if param is None or (isinstance(param, StoredTensor) and param.stored is SOURCE)
-        else param.like(memory(param))
-        if isinstance(param, StoredTensor)
-        else torch.nn.Parameter(memory(param), requires_grad=False)
-        for name, param in layer._parameters.items()
-    }
-    filled._buffers = {
-        name: None if buffer is None else memory(buffer) for name, buffer in layer._buffers.items()
-    }
-    return filled
 
 
 def held_weights(shard: Shard) -> HeldWeights:

@@ -16,11 +16,13 @@ class Place(NamedTuple):
     """A part of a rank's memory, and the index of what it holds in the checkpoint's tensor."""
 
     memory: torch.Tensor
-    index: Any
+    index: Any  # `...` for the whole tensor
 
-    def fill(self, tensor: Loaded) -> None:
-        """Copy this part of the checkpoint's tensor."""
-        self.memory.copy_(tensor[self.index], non_blocking=True)
+    def part(self, tensor: Loaded) -> torch.Tensor:
+        """What belongs here of the checkpoint's tensor."""
+        if self.index is ... and isinstance(tensor, torch.Tensor):
+            return tensor
+        return tensor[self.index]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Shape:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = torch.empty(self.shape, device="meta")[index]
-        setattr(part, INDEX, index)
+        of_slices = isinstance(index, tuple) and all(isinstance(each, slice) for each in index)
+        is_whole = of_slices and part.shape == self.shape
+        setattr(part, INDEX, ... if is_whole else index)
         return part
 
 

@@ -15,37 +15,55 @@ MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")
 
 
 def make_sleep_memory(shard: Shard) -> None:
-    """Move a shard's weights to where they can be freed. Its KV pools follow when they are made."""
+    """Move a GPU's weights to where they can be freed. Its KV pools follow when they are made."""
     memory = shard.memory = SleepMemory.on(shard.device)
     own, *guessers = (weights_of(model) for _, model in shard.models)
     memory.move_weights(own, [tensor for each in guessers for tensor in each])
 
 
-class Sleep(NamedTuple):
-    """Frees the KV pool, and moves the weights to the host, or drops them."""
+class Save(NamedTuple):
+    """Copies what `Sleep` must not lose to the host. Nothing is freed: a rank may fail."""
 
     level: int
 
     def run(self, shard: Shard) -> None:
-        if shard.device.type == "cuda":
-            assert shard.memory is not None
-            shard.memory.release(keeps_weights=self.level == 1)
+        if shard.memory is not None:
+            shard.memory.save(keeps_weights=self.level == 1)
+
+
+class DropSaved(NamedTuple):
+    """Frees what was saved, if another rank could not save."""
+
+    def run(self, shard: Shard) -> None:
+        if shard.memory is not None:
+            shard.memory.drop_saved()
+
+
+class Sleep(NamedTuple):
+    """Frees the KV pool and the weights, except those that are on a CPU already at level 1."""
+
+    level: int
+
+    def run(self, shard: Shard) -> None:
+        if self.level == 2:
+            held_weights(shard).drop_staged()
+        if shard.memory is not None:
+            shard.memory.release()
             torch.cuda.empty_cache()
-        else:
-            shard.pool.sleep()
-            if self.level == 2:
-                held_weights(shard).drop()
-            trim_heap()
+            return
+        shard.pool.sleep()
+        if self.level == 2:
+            held_weights(shard).drop()
+        trim_heap()
 
 
 class WakeUp(NamedTuple):
-    """Gets memory back: weights have their values if they were moved to the host."""
+    """Gets memory back: weights have their values if they were saved."""
 
     memories: tuple[Memory, ...]
 
     def run(self, shard: Shard) -> None:
-        if shard.device.type == "cuda":
-            assert shard.memory is not None
+        if shard.memory is not None:
             shard.memory.restore(self.memories)
             return
         if "kv_cache" in self.memories:

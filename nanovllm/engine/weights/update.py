@@ -9,7 +9,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nanovllm.engine.shard import Shard
-from nanovllm.engine.weights.held import Spec, blank_model, can_change, held_weights
+from nanovllm.engine.weights.blank import blank_model
+from nanovllm.engine.weights.held import held_weights
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.formats import checkpoint_name
 from nanovllm.models.loader import dummy_values, is_left_out, read_weights
@@ -20,12 +21,20 @@ BATCH_BYTES = 256 << 20
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
+class Spec(NamedTuple):
+    """What is known of a tensor before its values are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Given(NamedTuple):
-    """A named tensor of the caller's, or the handle by which each process opens it."""
+    """A named tensor of the caller's, and the handle by which each process opens it."""
 
     name: str
     tensor: torch.Tensor
-    handle: Handle | None = None
+    handle: Handle | None
 
     @property
     def spec(self) -> Spec:
@@ -47,7 +56,7 @@ def given(item: Any) -> Given:
             raise ValueError(
                 f"weights must be dense tensors that have values; {name!r} has {kind_of(value)}"
             )
-        return Given(name, value.detach(), handle)
+        return Given(name, value.detach() if value.requires_grad else value, handle)
     raise TypeError(
         f"weights must have tensors, or handles of torch.multiprocessing.reductions.reduce_tensor;"
         f" {name!r} has {shorten(value)}"
@@ -85,61 +94,67 @@ def sendable_weight(item: Any) -> Any:
 class Load:
     """Replaces weights. Rank 0 has the tensors; the others open handles, or are sent the tensors.
 
-    Peak memory: on other ranks, one whole tensor.
+    Peak memory: on other ranks, one whole tensor, and small ones that wait to be copied.
     """
 
     def __init__(
-        self,
-        specs: Sequence[Spec],
-        handles: Sequence[Handle | None],
-        tensors: Sequence[torch.Tensor] | None = None,
+        self, weights: Sequence[Given] = (), sent: Sequence[tuple[Spec, Handle | None]] = ()
     ) -> None:
-        self.specs, self.handles, self.tensors = specs, handles, tensors
-
-    @classmethod
-    def of(cls, weights: Sequence[Given]) -> "Load":
-        """The command that loads these tensors."""
-        specs, handles = [one.spec for one in weights], [one.handle for one in weights]
-        return cls(specs, handles, [one.tensor for one in weights])
+        self.weights, self.sent = weights, sent
 
     def __reduce__(self) -> Any:
-        return Load, (self.specs, self.handles)
+        return Load, ((), [(one.spec, one.handle) for one in self.weights])
 
     def run(self, shard: Shard) -> None:
         """Load this rank's parts."""
-        weights = held_weights(shard)
-        for index, spec in enumerate(self.specs):
-            weights.load(spec.name, self._tensor(index, shard))
+        held_weights(shard).load(self._tensors(shard))
 
-    def _tensor(self, index: int, shard: Shard) -> torch.Tensor:
-        spec, handle = self.specs[index], self.handles[index]
-        own = None if self.tensors is None else self.tensors[index]
-        if own is not None and (shard.ranks.size == 1 or handle is not None):
-            return own
-        if handle is not None:
-            function, arguments = handle
-            return function(*arguments)
-        size = math.prod(spec.shape) * spec.dtype.itemsize
-        data = torch.empty(size, dtype=torch.uint8, device=shard.device)
-        whole = data.view(spec.dtype).view(spec.shape)
-        if own is not None:
-            whole.copy_(own)
-        if size:
-            shard.ranks.broadcast(data)
-        return whole
+    def _tensors(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+        alone = shard.ranks.size == 1
+        for name, tensor, handle in self.weights:
+            if alone or handle is not None:
+                yield name, tensor
+            else:
+                yield name, _broadcast(shard, tensor.shape, tensor.dtype, tensor)
+        for (name, shape, dtype), handle in self.sent:
+            if handle is not None:
+                function, arguments = handle
+                yield name, function(*arguments)
+            else:
+                yield name, _broadcast(shard, shape, dtype)
+
+
+def _broadcast(
+    shard: Shard, shape: tuple[int, ...], dtype: torch.dtype, own: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A tensor that rank 0 has."""
+    size = math.prod(shape) * dtype.itemsize
+    data = torch.empty(size, dtype=torch.uint8, device=shard.device)
+    whole = data.view(dtype).view(shape)
+    if own is not None:
+        whole.copy_(own)
+    if size:
+        shard.ranks.broadcast(data)
+    return whole
 
 
 class Finish(NamedTuple):
-    """Ends an update: what is staged replaces the old weights, or is dropped."""
+    """Ends an update: what is staged replaces the old weights, or is dropped.
+
+    What lacks parts that are `missing` in the engine waits for another update.
+    """
 
     succeeds: bool
+    missing: frozenset[str] = frozenset()
 
     def run(self, shard: Shard) -> None:
         weights = held_weights(shard)
         if self.succeeds:
-            weights.finish()
-        weights.drop_staged()
-        trim_heap()
+            weights.finish(self.missing)
+        else:
+            weights.drop_staged()
+        if shard.device.type == "cpu":  # it takes long, and on a GPU there is little to return
+            trim_heap()
 
 
 class Read(NamedTuple):
@@ -202,15 +217,15 @@ class Reload(NamedTuple):
     def run(self, shard: Shard) -> None:
         weights = held_weights(shard)
         if self.is_dummy:
-            for name, values in dummy_weights(shard, self.seed):
-                weights.load(name, values)
+            weights.load(dummy_weights(shard, self.seed))
         else:
             for tensors in read_weights(self.path):
-                for name, tensor in tensors.items():
-                    if is_left_out(name, tensor, weights.targets):
-                        continue
-                    if can_change(weights.targets[weights.usual_name(name)]):
-                        weights.load(name, tensor)
+                weights.load(
+                    (name, tensor)
+                    for name, tensor in tensors.items()
+                    if not is_left_out(name, tensor, weights.known.targets)
+                    and weights.known[name].can_change
+                )
         weights.finish()
         trim_heap()
 

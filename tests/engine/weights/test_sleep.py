@@ -1,6 +1,7 @@
 """Sleep: memory is freed, and an engine that wakes up answers as before."""
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.sleep_memory import SleepMemory
+from nanovllm.engine.weights.sleeping import Save
 from nanovllm.engine.weights.tensors import weights_of
 from nanovllm.utils.sizes import GIB
 
@@ -83,6 +85,19 @@ def test_other_models_are_loaded_again(options: dict[str, Any], tmp_path: Path) 
         assert generate(llm) == before
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_random_weights_are_made_again(backend: str, tied: bool, tmp_path: Path) -> None:
+    """In bfloat16, and for a table whose size decides how a type's numbers are drawn."""
+    path = make_model(tmp_path / "model", hidden_size=40, tie_word_embeddings=tied)
+    with make_llm(path, dtype="bfloat16", load_format="dummy", attention_backend=backend) as llm:
+        before = llm.get_weights()
+        llm.sleep(2)
+        llm.wake_up()
+        after = llm.get_weights()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
 def test_weights_and_cache_wake_up_one_after_the_other(model_dir: Path) -> None:
     """As trainers do it: new weights come before there is a KV pool."""
     tensors = load_file(model_dir / "model.safetensors")
@@ -108,6 +123,41 @@ def test_weights_and_cache_wake_up_one_after_the_other(model_dir: Path) -> None:
         llm.reload_weights()
         assert generate(llm) == before
         llm.wake_up()
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, dict(dtype="bfloat16")),
+        (2, dict(dtype="bfloat16")),
+        (1, dict(quantization="int8")),
+        (1, dict(quantization="int8", attention_backend="torch")),
+    ],
+)
+@pytest.mark.parametrize("kind", [list, iter])
+def test_several_updates_bring_what_was_dropped(
+    size: int, options: dict[str, Any], kind: Any, model_dir: Path
+) -> None:
+    """Also the parts of a fused layer, whose layout is made of all of them."""
+    tensors = load_file(model_dir / "model.safetensors")
+    first = {n: t for n, t in tensors.items() if "q_proj" in n or "layers.1.mlp.up_proj" in n}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in first}
+    with make_llm(model_dir, size, **options) as llm:
+        before = generate(llm)
+        for _ in range(2):
+            llm.sleep(2)
+            llm.wake_up(["weights"])
+            llm.update_weights(kind(first.items()))
+            llm.wake_up(["kv_cache"])
+        with pytest.raises(NotReadyError, match="dropped the weights; update all of them"):
+            generate(llm)
+        llm.begin_update()
+        llm.cancel_update()  # what other updates have brought stays
+        llm.update_weights(kind(rest.items()))
+        assert generate(llm) == before
+        if options.get("quantization"):
+            with pytest.raises(ValueError, match="can be updated only together"):
+                llm.update_weights(first)
 
 
 def test_requests_are_refused_while_asleep(model_dir: Path) -> None:
@@ -170,7 +220,6 @@ def test_aborted_requests_are_returned_if_sleep_fails(
             patch.setattr(llm.model_runner, "everywhere", fail)
             with pytest.raises(MemoryError):
                 llm.sleep(running="abort")
-        llm.wake_up()
         assert [output["finish_reason"] for output in llm.step()] == ["abort"]
         assert generate(llm) == before
 
@@ -261,9 +310,35 @@ def test_nothing_is_freed_if_the_host_has_no_memory() -> None:
     (weights,), (drafts,) = memory._weights, memory._drafts
     weights.save = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        memory.release(keeps_weights=True)
+        memory.save(keeps_weights=True)
     assert values.tolist() == [*range(64)] and draft.tolist() == [*range(32)]
     assert isinstance(drafts, HostRegion) and drafts._saved is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_that_cannot_save_its_weights_stays_awake(size: int, model_dir: Path) -> None:
+    """It is the last rank that has no memory; the others free what they have saved."""
+    rank_0 = os.getpid()
+
+    def have_no_memory(_: torch.nn.Module) -> None:
+        def fail(*_: Any) -> None:
+            raise MemoryError("no memory to pin")
+
+        if size == 1 or os.getpid() != rank_0:
+            Save.run = fail  # type: ignore[method-assign]
+
+    with pytest.MonkeyPatch.context() as patch, make_llm(model_dir, size) as llm:
+        patch.setattr(Save, "run", Save.run)  # so that it is restored
+        before = generate(llm)
+        region = HostRegion(8)
+        shard = llm.model_runner.shard
+        shard.memory = SleepMemory(HostRegion)
+        shard.memory._weights = [region]
+        llm.apply_model(have_no_memory)
+        with pytest.raises(MemoryError, match="no memory to pin"):
+            llm.sleep()
+        assert not llm.is_sleeping and region._saved is None
+        assert generate(llm) == before
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -281,7 +356,8 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
             memory.move_weights(tensors, tensors[:1])
             assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
             assert generate(llm) == before
-            memory.release(keeps_weights=True)
+            memory.save(keeps_weights=True)
+            memory.release()
             memory.restore(["weights"])
         assert generate(llm) == before
         if tied:

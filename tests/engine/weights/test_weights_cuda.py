@@ -1,6 +1,7 @@
 """Weights that change on a GPU: graphs survive, memory is returned, handles are opened."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_memory_keeps_its_address_and_saved_values(memory: VirtualMemory) -> Non
     assert not values.any(), "nothing was saved"
 
 
+def test_memory_is_mapped_while_the_device_works(memory: VirtualMemory) -> None:
+    """The KV pool is mapped while weights are copied. Also in a thread that is new to CUDA."""
+    memory.map()
+    memory.unmap()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(memory.restore).result()
+    assert not torch.cuda.current_stream().query(), "it has waited"
+    assert not memory.bytes.any()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -130,6 +142,23 @@ def test_graphs_survive_updates_and_sleep(
     with make_llm(models(kind, 1), size, **options) as llm:
         llm.update_weights(new)
         assert generate(llm) == after
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tensors_of_several_types_and_devices_are_copied(
+    size: int, models: Callable[[str, int], Path]
+) -> None:
+    """In one update: small ones are copied in groups of one device and type."""
+    new = load_file(models("plain", 1) / "model.safetensors")
+    kinds = [
+        (device, dtype) for device in ("cpu", "cuda") for dtype in (torch.float32, torch.bfloat16)
+    ]
+    with make_llm(models("plain", 1), size) as llm:
+        expected = generate(llm)
+    with make_llm(models("plain", 0), size) as llm:
+        before = generate(llm)
+        llm.update_weights({n: t.to(*kinds[i % 4]) for i, (n, t) in enumerate(new.items())})
+        assert generate(llm) == expected != before
 
 
 @pytest.mark.parametrize("level", [1, 2])

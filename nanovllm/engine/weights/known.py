@@ -1,0 +1,123 @@
+"""KnownTensors: which tensors a checkpoint of the model has, and whether given ones are such.
+
+Names are resolved once: a trainer sends the same ones again. It knows no values of the engine's.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.layers.layer import Layer
+from nanovllm.models.bare import full_name
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.formats import hint_for, stored_name
+from nanovllm.models.loader import TYPES, Target, checkpoint_targets
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # converted to each other
+
+
+class Known(NamedTuple):
+    """A tensor of checkpoints. `name` is its usual one; `types` are those that it may have."""
+
+    name: str
+    target: Target
+    shape: tuple[int, ...]
+    types: tuple[torch.dtype, ...]
+    can_change: bool
+
+
+class KnownTensors:
+    """The tensors of checkpoints, fused or not. `blank` is the model before loading."""
+
+    def __init__(self, blank: CausalLM) -> None:
+        self.blank = blank
+        self.targets = checkpoint_targets(blank)
+        self._known: dict[str, Known] = {}  # by the names that callers have used
+
+    @property
+    def parts(self) -> set[str]:
+        """The names of all tensors that can change, of a checkpoint that has nothing fused."""
+        return {
+            part for target in self.targets.values() if can_change(target) for part in target.parts
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of these."""
+        return {name: self[name].shape for name in sorted(self.parts)}
+
+    def __getitem__(self, name: str) -> Known:
+        """The tensor of this name, be it the usual one; a ValueError if there is none."""
+        if (known := self._known.get(name)) is None:
+            known = self._known[name] = self._find(name)
+        return known
+
+    def _find(self, name: str) -> Known:
+        usual = full_name(stored_name(name), self.targets)
+        if usual not in self.targets:
+            raise ValueError(f"the model has no tensor {name!r}{hint_for(name)}")
+        target = self.targets[usual]
+        param = self.blank.get_parameter(target.param)
+        layer = self.blank.get_submodule(layer_name(target))
+        assert isinstance(layer, Layer)
+        types = (param.dtype,) if param.dtype in TYPES else FLOATS
+        shape = layer.whole_shape(param, target.shard_id)
+        return Known(usual, target, shape, types, can_change(target))
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise a ValueError if the tensor cannot be loaded."""
+        known, shape, dtype = self[name], tensor.shape, tensor.dtype
+        if not known.can_change:
+            raise ValueError(f"tensor {name!r} is part of compiled steps and cannot change")
+        if shape != known.shape and not (known.shape == () and shape == (1,)):
+            raise ValueError(
+                f"tensor {name!r} has shape {tuple(shape)}, the model needs {known.shape}"
+            )
+        if dtype not in known.types:
+            types = ", ".join(str(each).removeprefix("torch.") for each in known.types)
+            got = str(dtype).removeprefix("torch.")
+            raise ValueError(f"tensor {name!r} has type {got}, a model needs one of {types}")
+
+    def check_once(self, names: Iterable[str]) -> None:
+        """Raise a ValueError if a tensor is given twice, be it by two names."""
+        seen: dict[str, str] = {}
+        for name in names:
+            usual = self[name].name
+            if usual in seen:
+                also = "" if seen[usual] == name else f", also as {seen[usual]!r}"
+                raise ValueError(f"tensor {name!r} is given twice{also}")
+            seen[usual] = name
+
+    def check_tied(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise a ValueError if tied tensors are given with different values."""
+        if not self.blank.tied_weights:
+            return
+        by_name = {self[name].name: tensor for name, tensor in tensors.items()}
+        for alias, name in self.blank.tied_weights.items():
+            one, other = by_name.get(alias), by_name.get(name)
+            if one is not None and other is not None and not same_values(one, other):
+                raise ValueError(
+                    f"{alias} and {name} differ, but tie_word_embeddings in config.json is true"
+                )
+
+    def parts_of(self, names: Iterable[str]) -> set[str]:
+        """The parts that tensors of these names fill."""
+        return {part for name in names for part in self[name].target.parts}
+
+
+def can_change(target: Target) -> bool:
+    """Whether a tensor can change: a scale of the KV cache is a constant of compiled steps."""
+    return not layer_name(target).endswith(".attn")
+
+
+def layer_name(target: Target) -> str:
+    """The module that has the parameter."""
+    return target.param.rpartition(".")[0]
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; those in the same memory are not compared."""
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    return torch.equal(one, other.to(one.device, one.dtype))
