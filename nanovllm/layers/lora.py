@@ -15,6 +15,8 @@ from nanovllm.kernels.beside import beside
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.table import Kernels
 
+MOST_BESIDE = 128  # rows; of more, the layer itself fills the GPU
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
@@ -37,10 +39,14 @@ class AdapterRows:
     ) -> torch.Tensor:
         """The output of `linear`, with the adapters' on rows x added in place.
 
-        `linear` is first: it may follow `group_rows`, and the kernels for adapters may not.
+        `linear` is first: it may follow `group_rows`, and the kernels for adapters may not. In a
+        decode graph there is another kernel between, as these run beside it.
         """
         down_of = partial(self.kernels.lora_down, x, weights, self.groups)
-        out, down = beside(x.device, linear, down_of)
+        if len(x) <= MOST_BESIDE:
+            out, down = beside(x.device, linear, down_of)
+        else:
+            out, down = linear(), down_of()
         self.kernels.lora_up(down, weights, self.groups, out, None)
         return out
 

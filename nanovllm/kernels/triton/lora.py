@@ -21,7 +21,7 @@ MOST_PROJECTIONS = 3
 FEW = 32  # rows
 # Parts of the inputs that programs share, by the most rows: enough programs to read A at full
 # speed, few enough sums. Few values, as each is a binary.
-PARTS = {128: 8, 2048: 4}
+PARTS = {512: 8, 2048: 4}
 LEAST_PART = 1024  # inputs: with fewer, more programs add up more parts
 
 
