@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.adapters.adapter import Adapter, Pair
 from nanovllm.adapters.base_weights import check_base_weight
 from nanovllm.adapters.modules import Module, modules_of
 from nanovllm.adapters.peft_config import PeftConfig, read_config
+from nanovllm.adapters.tensors import AdapterTensors, Pair
 from nanovllm.models.bare import full_name
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import FLOATS, InFile, errors_name
@@ -38,7 +38,7 @@ Files = dict[str, dict[str, InFile]]  # of a module's name, A and B
 
 def read_adapter(
     path: str | Path, model: CausalLM, max_rank: int, kinds: Collection[str] | None = None
-) -> Adapter:
+) -> AdapterTensors:
     """The adapter in a directory, for `model`, with B times the scale, in the model's type.
 
     Nothing of the model is changed. A rank above `max_rank`, a module that is not of the `kinds`
@@ -64,7 +64,7 @@ def read_adapter(
             name: _read_pair(name, files, modules[name], config, max_rank, dtype)
             for name, files in pairs.items()
         }
-        return Adapter(read)
+        return AdapterTensors(read)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.adapters.adapter import Adapter, Pair
 from nanovllm.adapters.modules import Module, modules_of
+from nanovllm.adapters.tensors import AdapterTensors, Pair
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
@@ -79,7 +79,7 @@ class AdapterSlots:
         return sum(low_rank.num_bytes for low_rank in self._low_ranks.values())
 
     @torch.inference_mode()
-    def place(self, slot: int, adapter: Adapter) -> None:
+    def place(self, slot: int, adapter: AdapterTensors) -> None:
         """Copy this rank's parts of an adapter into a slot, instead of what was there.
 
         Copies from pinned memory may end later than this call, but before what the current stream

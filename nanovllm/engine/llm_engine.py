@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
+from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.adapters.calls import AdapterCalls
-from nanovllm.engine.adapters.loaded import Adapter
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.guess.costs import costs_of
@@ -387,7 +387,7 @@ class LLMEngine:
         """A prompt with the adapter that it is computed with, which is read and checked."""
         if (asked := check_lora_request(lora_request)) is None:
             return accepted
-        return replace(accepted, adapter=self.read_adapter(asked))
+        return replace(accepted, adapter=self._adapter_of(asked))
 
     def named_adapter(self, name: str | None) -> LoRARequest | None:
         """The adapter of `lora_modules` with this name, if there is one."""
@@ -395,9 +395,9 @@ class LLMEngine:
 
     def check_adapter(self, lora_request: LoRARequest) -> None:
         """Read an adapter for requests to come; raises if it does not fit the model."""
-        self.read_adapter(lora_request)
+        self._adapter_of(lora_request)
 
-    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
+    def _adapter_of(self, lora_request: LoRARequest) -> Adapter:
         """The adapter, read and checked unless it has been."""
         if self.adapters is None:
             raise ValueError(NOT_ENABLED)

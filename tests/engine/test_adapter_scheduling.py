@@ -10,7 +10,7 @@ import pytest
 from test_scheduler_fuzz import Simulation, walk
 
 from nanovllm.config import Config
-from nanovllm.engine.adapters.loaded import Adapter
+from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.adapters.residents import Residents
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.batch import Batch

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from nanovllm.engine.adapters.loaded import NO_SLOT, Adapter
+from nanovllm.engine.adapters.adapter import NO_SLOT, Adapter
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.adapters.loaded import Adapter, number_of
+from nanovllm.engine.adapters.adapter import Adapter, number_of
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.lora_request import LoRARequest
 

@@ -1,4 +1,4 @@
-"""Adapter: the low-rank matrices of one adapter, in host memory."""
+"""AdapterTensors: the low-rank matrices of one adapter, in host memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterTensors:
     """Pairs of matrices by the checkpoint's names of modules: whole ones, for any rank."""
 
     pairs: Mapping[str, Pair]
