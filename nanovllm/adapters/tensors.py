@@ -1,7 +1,6 @@
 """AdapterTensors: the low-rank matrices of one adapter, in host memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,18 +18,4 @@ class Pair(NamedTuple):
         return len(self.a)
 
 
-@dataclass(frozen=True)
-class AdapterTensors:
-    """Pairs of matrices by the checkpoint's names of modules: whole ones, for any rank."""
-
-    pairs: Mapping[str, Pair]
-
-    @property
-    def num_bytes(self) -> int:
-        """Its memory on the host."""
-        return sum(each.numel() * each.itemsize for pair in self.pairs.values() for each in pair)
-
-    @property
-    def max_rank(self) -> int:
-        """The largest rank of its pairs."""
-        return max(pair.rank for pair in self.pairs.values())
+AdapterTensors = Mapping[str, Pair]  # by the checkpoint's names of modules: whole, for any rank

@@ -247,7 +247,7 @@ def test_adapters_of_quantized_layers_multiply_rows_that_are_not_rounded(
     read = read_adapter(adapter, model, 8)
     AdapterSlots(model, 1, 8).place(0, read)
     name = "model.layers.0.mlp.down_proj"
-    layer, pair = model.get_submodule(name), read.pairs[name]
+    layer, pair = model.get_submodule(name), read[name]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 96, generator=generator)
     assert (layer.rounding(x) is not None) == (quantization == "fp8")

@@ -8,7 +8,7 @@ from adapter_files import EVERY_LINEAR, make_adapter, peft_logits
 from conftest import make_model
 
 from nanovllm.adapters.peft import read_adapter
-from nanovllm.adapters.slots import AdapterSlots, adapter_bytes
+from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
@@ -122,9 +122,6 @@ def test_replacements_take_no_memory_of_the_gpu(tmp_path: Path) -> None:
         before = torch.cuda.memory_allocated()
         slots = AdapterSlots(model, 4, 8)
     taken = torch.cuda.memory_allocated() - before
-    assert (
-        slots.num_bytes == adapter_bytes(model, 4, 8) <= taken <= 1.5 * slots.num_bytes + (1 << 20)
-    )
     read = [read_adapter(adapter, model, 8) for adapter in adapters]
     for turn in range(1000):
         slots.place(turn % 4, read[turn % 2])

@@ -22,7 +22,7 @@ class AdapterParts:
     """
 
     def __init__(self, model: CausalLM, num_slots: int, max_rank: int, most: int) -> None:
-        self._model, self.max_rank, self._most = model, max_rank, most
+        self._model, self._max_rank, self._most = model, max_rank, most
         self.slots = AdapterSlots(model, num_slots, max_rank)
         self.tensors: MutableMapping[int, Any] = {}
 
@@ -33,7 +33,7 @@ class AdapterParts:
 
     def read(self, path: Path) -> Any:
         """An adapter's tensors; an error names what is wrong with its files."""
-        return read_adapter(path, self._model, self.max_rank)
+        return read_adapter(path, self._model, self._max_rank)
 
     def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
         """The adapters of rows with these slots, in int32; below 0: none."""
