@@ -31,6 +31,7 @@ from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput, StreamEvent
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
@@ -214,7 +215,7 @@ class AsyncLLM:
     async def encode(
         self,
         prompts: Prompts,
-        pooling: Pooling | None = None,
+        pooling: Pooling | PoolingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
         **options: Any,

@@ -3,6 +3,7 @@
 It runs nothing: `LLM` and `AsyncLLM` compute the requests of a plan, each in its way.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -18,9 +19,17 @@ from nanovllm.engine.requests.pool import POOLINGS, Pooling, Wanted
 from nanovllm.engine.requests.request import Request
 from nanovllm.models.bare import NO_HEAD
 from nanovllm.models.config import ModelConfig
+from nanovllm.pooling_params import PoolingParams, with_pooling_params
 from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_choice, check_int, check_text, shorten
+from nanovllm.utils.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_text,
+    did_you_mean,
+    shorten,
+)
 from nanovllm.vectors.conventions import Conventions, read_conventions
 from nanovllm.vectors.outputs import (
     EmbeddingOutput,
@@ -32,6 +41,7 @@ from nanovllm.vectors.outputs import (
     common_fields,
 )
 from nanovllm.vectors.rerank import INSTRUCTION, query_prefix, rerank_prompt, yes_and_no
+from nanovllm.vllm_names import VECTOR_CALLS
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 METHODS = ("yes_no", "cosine")
@@ -93,9 +103,16 @@ class Planner:
         prompt_name: str | None = None,
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
         name: str = "prompts",
+        **others: Any,
     ) -> Plan[EmbeddingRequestOutput]:
         """Plan `LLM.embed`, whose options these are. `name` is what errors call the prompts."""
+        _check_others(self.embed, others)
+        dimensions, normalize, truncate_prompt_tokens = with_pooling_params(
+            "embed", pooling_params, dimensions=dimensions, normalize=normalize,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )  # fmt: skip
         kind = self._pooling(pooling, POOLINGS[:3])
         if dimensions is not None:
             check_int("dimensions", dimensions, 1, self._model_config.hidden_size)
@@ -121,10 +138,19 @@ class Planner:
     def encode(
         self,
         prompts: Prompts,
-        pooling: Pooling | None = None,
+        pooling: Pooling | PoolingParams | None = None,
+        *,
         truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        **others: Any,
     ) -> Plan[PoolingRequestOutput]:
         """Plan `LLM.encode`, whose options these are."""
+        _check_others(self.encode, others)
+        if isinstance(pooling, PoolingParams) and pooling_params is None:  # vLLM's order
+            pooling, pooling_params = None, pooling
+        (truncate_prompt_tokens,) = with_pooling_params(
+            "encode", pooling_params, truncate_prompt_tokens=truncate_prompt_tokens
+        )
         kind = self._pooling(pooling, POOLINGS)
 
         def outputs(requests: list[Request]) -> list[PoolingRequestOutput]:
@@ -147,8 +173,14 @@ class Planner:
         instruction: str | None = None,
         method: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        **others: Any,
     ) -> Plan[ScoringRequestOutput]:
         """Plan `LLM.score`, whose options these are."""
+        _check_others(self.score, others)
+        (truncate_prompt_tokens,) = with_pooling_params(
+            "score", pooling_params, truncate_prompt_tokens=truncate_prompt_tokens
+        )
         params = _params(truncate_prompt_tokens)
         if method is None:
             method = "yes_no" if self._ranks_documents else "cosine"
@@ -281,6 +313,16 @@ def _check_complete(request: Request) -> None:
         raise ValueError(f"lora_request: {seq.stop_reason}")
     if seq.finish_reason != "stop":
         raise NotReadyError("a request was aborted before its whole prompt was computed")
+
+
+def _check_others(call: Callable[..., Any], others: Mapping[str, Any]) -> None:
+    """Raise for options that a call does not have, unless they are vLLM's and ask for nothing."""
+    for name, value in others.items():
+        if name not in VECTOR_CALLS:
+            known = [*inspect.signature(call).parameters][:-1]
+            hint = did_you_mean(name, known)
+            raise TypeError(f"{call.__name__}: unknown option {name!r}{hint}")
+        VECTOR_CALLS[name].check(name, value)
 
 
 def _params(truncate_prompt_tokens: int | None) -> SamplingParams:
