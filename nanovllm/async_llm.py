@@ -41,7 +41,7 @@ from nanovllm.vectors.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
+from nanovllm.vectors.plans import Output, Plan, Planner, Prompts, check_complete
 
 if TYPE_CHECKING:  # they import PyTorch
     from nanovllm.engine.weights.calls import Running, Weights
@@ -207,7 +207,7 @@ class AsyncLLM:
         """The vectors of prompts; options are those of `LLM.embed`, without a progress bar.
 
         As many prompts of a call are queued at once as sequences may run. A bad prompt raises
-        before any is queued. Leaving the call aborts its requests.
+        before any is queued. Leaving the call, or aborting one of its requests, aborts them all.
         """
         plan = functools.partial(self._planner.embed, prompts, **options)
         return await self._carry_out(plan, _all_size(prompts), lora_request)
@@ -249,7 +249,9 @@ class AsyncLLM:
         async def compute(accepted: Accepted) -> Request:
             asked = self._running(accepted, accepted.params, lora_request=lora_request)
             async with room, asked as call:
-                return await call.request()
+                request = await call.request()
+            check_complete(request)  # if it is not, the others are cancelled
+            return request
 
         return plan.outputs(await all_of(map(compute, plan.accepted)))
 

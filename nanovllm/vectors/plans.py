@@ -58,7 +58,7 @@ class Plan(NamedTuple, Generic[Output]):
     def outputs(self, requests: list[Request]) -> list[Output]:
         """The outputs of the requests, which have ended; raises if one is not complete."""
         for request in requests:
-            _check_complete(request)
+            check_complete(request)
         return self.make(requests)
 
 
@@ -306,7 +306,7 @@ class Planner:
             raise type(error)(f"{name}: {error}") from None
 
 
-def _check_complete(request: Request) -> None:
+def check_complete(request: Request) -> None:
     """Raise if a request has ended before all that it wanted was computed."""
     seq = request.seqs[0]
     if seq.finish_reason == "error":
