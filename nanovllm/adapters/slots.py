@@ -37,8 +37,7 @@ class AdapterSlots:
     def place(self, slot: int, tensors: AdapterTensors) -> None:
         """Copy this rank's parts of an adapter into a slot, instead of what was there.
 
-        Copies from pinned memory may end later than this call, but before what the current stream
-        does next.
+        It does not wait for a GPU: the copies are in the order of the current stream's work.
         """
         assert 0 <= slot < self.num_slots
         ranks = self._no_ranks()
@@ -47,11 +46,11 @@ class AdapterSlots:
             module = self._modules[name]
             if (expert := _held_expert(module)) is not None:
                 own = ranks[_matrix(module)]
-                self._copy(slot * len(own) + expert, module, pair)
+                self._fill(slot * len(own) + expert, module, pair)
                 own[expert, [*module.projections]] = pair.rank
         for matrix, own in ranks.items():
             first = slot * len(own)
-            self._low_ranks[matrix].ranks[first : first + len(own)].copy_(own)
+            _copy(self._low_ranks[matrix].ranks[first : first + len(own)], own)
 
     def _make_room(self, module: Module, like: torch.Tensor) -> None:
         """Empty slots for this rank's part of a module's matrix: nothing has an adapter."""
@@ -71,23 +70,34 @@ class AdapterSlots:
             assert isinstance(layer, Adapted)
             layer.low_rank = low_rank
 
-    def _copy(self, group: int, module: Module, pair: Pair) -> None:
+    def _fill(self, group: int, module: Module, pair: Pair) -> None:
         """Copy this rank's part of a module's matrices into a group."""
         low_rank, held = self._low_ranks[_matrix(module)], module.held
         a = pair.a[:, held.columns]
         sizes = [held.sizes[i] for i in module.projections]
         for projection, b in zip(module.projections, torch.split(pair.b, sizes, 1), strict=True):
             first = projection * self._max_rank
-            low_rank.a[group, first : first + pair.rank].copy_(a, non_blocking=True)
+            _copy(low_rank.a[group, first : first + pair.rank], a)
             columns = torch.split(low_rank.b[group], [*low_rank.sizes], 1)[projection]
-            columns[: pair.rank].copy_(b[:, held.rows[projection]], non_blocking=True)
+            _copy(columns[: pair.rank], b[:, held.rows[projection]])
 
     def _no_ranks(self) -> dict[Matrix, torch.Tensor]:
         """Zeros for the ranks of a slot: [experts, projections] of each matrix, on the host."""
-        return {
-            matrix: torch.zeros(len(low_rank.ranks) // self.num_slots, low_rank.ranks.shape[1])
-            for matrix, low_rank in self._low_ranks.items()
+        shapes = {
+            matrix: (len(each.ranks) // self.num_slots, len(each.sizes))
+            for matrix, each in self._low_ranks.items()
         }
+        return {m: torch.zeros(shape, dtype=torch.int32) for m, shape in shapes.items()}
+
+
+def _copy(destination: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy from the host. To a GPU only pinned memory is copied without waiting for it.
+
+    PyTorch keeps the pinned memory until the copy is done.
+    """
+    if destination.is_cuda and not (values.is_contiguous() and values.is_pinned()):
+        values = values.contiguous().pin_memory()
+    destination.copy_(values, non_blocking=True)
 
 
 def _matrix(module: Module) -> Matrix:

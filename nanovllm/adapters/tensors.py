@@ -17,5 +17,9 @@ class Pair(NamedTuple):
         """r."""
         return len(self.a)
 
+    def pinned(self) -> "Pair":
+        """A copy in memory that a GPU reads by itself."""
+        return Pair(self.a.pin_memory(), self.b.pin_memory())
+
 
 AdapterTensors = Mapping[str, Pair]  # by the checkpoint's names of modules: whole, for any rank
