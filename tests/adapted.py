@@ -1,12 +1,12 @@
 """Prompts whose adapters differ, and what transformers and peft make of them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_files import EVERY_LINEAR, make_adapter
+from adapter_files import EVERY_LINEAR, MOE, MOE_SHAPES, make_adapter, merge, write_adapter
 from conftest import make_model
 from peft import PeftModel
 from reference import Case, decisive, load_reference, make_prompts, reference_logits
@@ -38,20 +38,44 @@ class AdaptedCase(Case):
 def make_adapted_case(
     folder: Path, every: int = 1, names: Collection[str] = tuple(ADAPTERS), **overrides: Any
 ) -> AdaptedCase:
-    """Each prompt, or some of them, with an adapter in turn, or none; equal prompts differ."""
+    """Each prompt, or some of them, with an adapter of peft's in turn, or none."""
     path = make_model(folder / "model", **overrides)
     adapters = [
         LoRARequest(name, str(make_adapter(path, folder / name, seed, **ADAPTERS[name])))
         for seed, name in enumerate(names)
     ]
-    prompts = make_prompts()[::every]
+
+    def load(adapter: LoRARequest) -> Any:
+        return PeftModel.from_pretrained(load_reference(path), adapter.path).eval()
+
+    return _adapted_case(path, adapters, make_prompts()[::every], load)
+
+
+def make_experts_case(folder: Path, every: int = 1) -> AdaptedCase:
+    """The same with adapters of experts, which the reference has merged into its weights."""
+    path = make_model(folder / "model", **MOE)
+    adapters = [
+        LoRARequest(f"{i}", write_adapter(folder / f"{i}", MOE_SHAPES, 3 + i, i)) for i in range(3)
+    ]
+
+    def load(adapter: LoRARequest) -> Any:
+        return load_reference(merge(path, Path(adapter.path), folder / f"merged {adapter.name}"))
+
+    return _adapted_case(path, adapters, make_prompts()[::every], load)
+
+
+def _adapted_case(
+    path: Path,
+    adapters: list[LoRARequest],
+    prompts: list[list[int]],
+    load: Callable[[LoRARequest], Any],
+) -> AdaptedCase:
+    """`load` makes transformers' model with an adapter. Equal prompts differ in theirs."""
     chosen: list[LoRARequest | None] = [None, *adapters]
     requests = [chosen[index % len(chosen)] for index in range(len(prompts))]
     found = {}
     for adapter in chosen:
-        model = load_reference(path)
-        if adapter is not None:
-            model = PeftModel.from_pretrained(model, adapter.lora_path).eval()
+        model = load_reference(path) if adapter is None else load(adapter)
         own = [index for index, request in enumerate(requests) if request is adapter]
         found |= zip(own, reference_logits(model, [prompts[index] for index in own]), strict=True)
     logits = torch.stack([found[index] for index in range(len(prompts))])

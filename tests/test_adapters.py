@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case
+from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case, make_experts_case
 from adapter_files import EVERY_LINEAR, make_adapter, peft_logits
 from conftest import make_model
 from drafts import make_eager
@@ -99,6 +99,28 @@ def test_greedy_equals_peft_on_two_ranks(case: AdaptedCase) -> None:
     few = SMALL_POOL | dict(max_num_batched_tokens=48)
     with adapted_llm(case, tensor_parallel_size=2, max_loras=2, max_cpu_loras=2, **few) as llm:
         check(llm, case)
+
+
+@pytest.fixture(scope="module")
+def experts_case(tmp_path_factory: pytest.TempPathFactory) -> AdaptedCase:
+    return make_experts_case(tmp_path_factory.mktemp("experts"), every=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(SMALL_POOL, overlap=True, max_num_batched_tokens=48, max_loras=2),
+        dict(tensor_parallel_size=2, max_loras=2),
+        dict(tensor_parallel_size=2, enable_expert_parallel=True),
+    ],
+    ids=["all at once", "overlap, two slots", "two ranks", "whole experts on ranks"],
+)  # fmt: skip
+def test_adapters_of_experts_equal_merged_ones(
+    options: dict[str, Any], experts_case: AdaptedCase
+) -> None:
+    with adapted_llm(experts_case, **options) as llm:
+        check(llm, experts_case)
 
 
 @pytest.mark.slow
