@@ -41,7 +41,8 @@ from nanovllm.vectors.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from nanovllm.vectors.plans import Output, Plan, Planner, Prompts, check_complete
+from nanovllm.vectors.plans import Planner
+from nanovllm.vectors.preparer import Output, Plan, Prompts, check_complete
 
 if TYPE_CHECKING:  # they import PyTorch
     from nanovllm.engine.weights.calls import Running, Weights

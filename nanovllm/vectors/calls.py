@@ -16,7 +16,8 @@ from nanovllm.vectors.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
+from nanovllm.vectors.plans import Planner
+from nanovllm.vectors.preparer import Output, Plan, Prompts
 
 
 class VectorCalls(LLMEngine):
