@@ -11,7 +11,7 @@ from nanovllm.beams.search import Ended, Search
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import progress_bar, run_until_done
 from nanovllm.engine.requests.intake import Accepted
-from nanovllm.lora_request import LoRARequests, lora_requests
+from nanovllm.lora_request import LoRARequests
 from nanovllm.prompts import Prompt, prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, shorten
@@ -44,14 +44,8 @@ class BeamCalls(LLMEngine):
             raise TypeError(f"params must be a BeamSearchParams, got {shorten(params)}")
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1)
-        accepted = []
         given = prompt_list("prompts", prompts)
-        adapters = lora_requests(lora_request, len(given))
-        for index, (prompt, adapter) in enumerate(zip(given, adapters, strict=True)):
-            try:
-                accepted.append(self.accept(prompt, STEP, lora_request=adapter))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"prompts[{index}]: {error}") from None
+        accepted = self.accept_all([(prompt, STEP) for prompt in given], lora_request)
         limit = concurrency_limit or max(1, len(accepted))
         outputs: list[BeamSearchOutput] = []
         bar = progress_bar(self, len(accepted), "Searching") if use_tqdm else nullcontext()

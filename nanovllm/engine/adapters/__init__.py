@@ -6,4 +6,5 @@ residents.py the slots on the device: who holds them, who gets them next
 parts.py     one rank's part: the slots' tensors
 command.py   the command that places an adapter: fills a slot on every rank
 calls.py     what the engine asks of all this
+requests.py  the engine's own calls that take a `LoRARequest`
 """
