@@ -500,3 +500,25 @@ def test_beam_search_takes_adapters(case: AdaptedCase) -> None:
         assert len({tuple(tokens) for tokens in want}) > 1
         with pytest.raises(ValueError, match="lora_request must be one or as many as prompts"):
             llm.beam_search(prompts, params, adapters[1:])
+
+
+def test_an_adapter_that_vanishes_in_a_beam_search_is_named(
+    case: AdaptedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to be read again, as the other one took its place in the host's memory."""
+    path = shutil.copytree(case.adapters[0].path, tmp_path / "adapter")
+    params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+    with adapted_llm(case, max_loras=1, max_cpu_loras=1) as llm:
+        likely_tokens = llm._likely_tokens
+
+        def vanishing(going: Any) -> Any:
+            shutil.rmtree(path, ignore_errors=True)
+            return likely_tokens(going)
+
+        monkeypatch.setattr(llm, "_likely_tokens", vanishing)
+        lost = LoRARequest("lost", path)
+        with pytest.raises(ValueError, match=r"^lora_request: .*adapter"):
+            llm.beam_search([PROMPT] * 2, params, [lost, case.adapters[1]])
+        monkeypatch.undo()
+        assert llm.is_finished()
+        check(llm, case)

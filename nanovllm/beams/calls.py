@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.beams.outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.beams.search import Ended, Search
+from nanovllm.engine.adapters.requests import check_had_adapter
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import progress_bar, run_until_done
 from nanovllm.engine.requests.intake import Accepted
@@ -90,6 +91,7 @@ class BeamCalls(LLMEngine):
         likely = []
         for request_id in ids:
             seq = self.finished[request_id].seqs[0]
+            check_had_adapter(seq)
             (entry,) = seq.logprobs.generated(seq, seq.num_prompt_tokens)
             likely.append([(token_id, logprob) for token_id, logprob, _ in entry])
             self.drop_output(request_id)

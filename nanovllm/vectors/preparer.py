@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 
+from nanovllm.engine.adapters.requests import check_had_adapter
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.pool import Pooling, Wanted
@@ -44,8 +45,7 @@ class Plan(NamedTuple, Generic[Output]):
 def check_complete(request: Request) -> None:
     """Raise if a request has ended before all that it wanted was computed."""
     seq = request.seqs[0]
-    if seq.finish_reason == "error":
-        raise ValueError(f"lora_request: {seq.stop_reason}")
+    check_had_adapter(seq)
     if seq.finish_reason != "stop":
         raise NotReadyError("a request was aborted before its whole prompt was computed")
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.adapters.calls import AdapterCalls
 from nanovllm.engine.requests.intake import Accepted
+from nanovllm.engine.sequence import Sequence
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 
 
@@ -32,3 +33,9 @@ class AdapterRequests:
         if self.adapters is None:
             raise ValueError(NOT_ENABLED)
         return self.adapters.store.accept(lora_request)
+
+
+def check_had_adapter(seq: Sequence) -> None:
+    """Raise if a sequence has ended because its adapter could not be read again."""
+    if seq.finish_reason == "error":
+        raise ValueError(f"lora_request: {seq.stop_reason}")
