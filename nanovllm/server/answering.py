@@ -34,6 +34,7 @@ CLIENT_LEFT = 499  # for the log, as nginx writes it
 LAST_SECONDS = 1.0  # for an error to leave
 DONE = b"data: [DONE]\n\n"
 Part = tuple[bytes, bool]  # of a streamed response: events, and whether they are the last
+Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response that logs itself, or a body
 
 
 class Answering:
@@ -53,7 +54,7 @@ class Answering:
         """Answer a request."""
         return await answered(request, self._options, self._work)
 
-    def _work(self, line: RequestLine, body: Mapping[str, Any]) -> "Work":
+    def _work(self, line: RequestLine, body: Mapping[str, Any]) -> Work:
         asked = self._parse(line.url, body)
         if asked.streams:
             return EventStream(self._chunks(line, asked), self._options.timeout, line)
@@ -244,9 +245,6 @@ async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent
             yield item
     finally:
         await cancel(task)
-
-
-Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response that logs itself, or a body
 
 
 async def answered(
