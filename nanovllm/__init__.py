@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.lora_request import LoRARequest
     from nanovllm.outputs import CompletionOutput, RequestOutput
+    from nanovllm.pooling_params import PoolingParams
     from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
     from nanovllm.structured_outputs import StructuredOutputs
@@ -35,6 +36,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "LoRARequest",
+    "PoolingParams",
     "PoolingRequestOutput",
     "RankError",
     "RequestOutput",
@@ -53,6 +55,7 @@ _MODULES = {
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "vectors.outputs",
     "LoRARequest": "lora_request",
+    "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "vectors.outputs",
     "RankError": "engine.ranks.errors",
     "RequestOutput": "outputs",

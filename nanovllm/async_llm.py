@@ -31,6 +31,7 @@ from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput, StreamEvent
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
@@ -40,7 +41,8 @@ from nanovllm.vectors.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
+from nanovllm.vectors.plans import Planner
+from nanovllm.vectors.preparer import Output, Plan, Prompts, check_complete
 
 if TYPE_CHECKING:  # they import PyTorch
     from nanovllm.engine.weights.calls import Running, Weights
@@ -206,7 +208,7 @@ class AsyncLLM:
         """The vectors of prompts; options are those of `LLM.embed`, without a progress bar.
 
         As many prompts of a call are queued at once as sequences may run. A bad prompt raises
-        before any is queued. Leaving the call aborts its requests.
+        before any is queued. Leaving the call, or aborting one of its requests, aborts them all.
         """
         plan = functools.partial(self._planner.embed, prompts, **options)
         return await self._carry_out(plan, _all_size(prompts), lora_request)
@@ -214,7 +216,7 @@ class AsyncLLM:
     async def encode(
         self,
         prompts: Prompts,
-        pooling: Pooling | None = None,
+        pooling: Pooling | PoolingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
         **options: Any,
@@ -248,7 +250,9 @@ class AsyncLLM:
         async def compute(accepted: Accepted) -> Request:
             asked = self._running(accepted, accepted.params, lora_request=lora_request)
             async with room, asked as call:
-                return await call.request()
+                request = await call.request()
+            check_complete(request)  # if it is not, the others are cancelled
+            return request
 
         return plan.outputs(await all_of(map(compute, plan.accepted)))
 

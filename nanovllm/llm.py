@@ -16,7 +16,7 @@ from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted, check_whole
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.engine.weights.sleep_calls import SleepCalls
-from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
+from nanovllm.lora_request import LoRARequests
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt, prompt_list
@@ -220,29 +220,10 @@ class LLM(VectorCalls, BeamCalls, SleepCalls, ProfileCalls):
         """Check and encode all prompts, before anything is queued."""
         items = prompt_list("prompts", prompts)
         params_list = _params_list(sampling_params, len(items))
-        return self._accept_all_of(zip(items, params_list, strict=True), len(items), lora_request)
+        return self.accept_all([*zip(items, params_list, strict=True)], lora_request)
 
     def _accept_turns(self, turns: list[Turn], lora_request: Any) -> list[Accepted]:
-        asked = ((turn.prompt, turn.params) for turn in turns)
-        return self._accept_all_of(asked, len(turns), lora_request)
-
-    def _accept_all_of(
-        self, asked: Iterable[tuple[Prompt, SamplingParams]], number: int, lora_request: Any
-    ) -> list[Accepted]:
-        adapters = lora_requests(lora_request, number)
-        return [
-            self._accept_at(index, *one, adapter)
-            for index, (one, adapter) in enumerate(zip(asked, adapters, strict=True))
-        ]
-
-    def _accept_at(
-        self, index: int, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None
-    ) -> Accepted:
-        """Check and encode prompt `index`, which an error names."""
-        try:
-            return self.accept(prompt, params, lora_request=adapter)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"prompts[{index}]: {error}") from None
+        return self.accept_all([(turn.prompt, turn.params) for turn in turns], lora_request)
 
     def __enter__(self) -> "LLM":
         return self

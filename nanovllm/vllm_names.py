@@ -1,4 +1,4 @@
-"""vLLM's names of options and sampling parameters that are not fields here.
+"""vLLM's names of options and of sampling and pooling parameters that are not fields here.
 
 Some are other names of fields. The others accept only values that ask for what nanovllm always
 does; any other value is an error that says what to use. docs/from_vllm.md shows these tables.
@@ -89,4 +89,26 @@ SAMPLING = {
     "thinking_token_budget": OtherName((None,), NOT_HERE),
     "repetition_detection": OtherName((None,), NOT_HERE),
     "extra_args": OtherName((None, {}), NOT_HERE),
+}
+
+POOLING = {
+    "use_activation": OtherName(ours="normalize"),
+    "activation": OtherName(ours="normalize"),
+    "softmax": OtherName((None,), "scores are probabilities or cosines; see `method` of `score`"),
+    "task": OtherName((None,), "the call decides: `embed`, `encode` or `score`"),
+    "truncation_side": OtherName((None, "left"), "the last tokens are kept"),
+    "skip_reading_prefix_cache": OtherName((None, False), "see `enable_prefix_caching`"),
+    "output_kind": OtherName((), "calls return whole outputs"),
+    "requires_token_ids": OtherName((False,), NOT_HERE),
+    "step_tag_id": OtherName((None,), NOT_HERE),
+    "returned_token_ids": OtherName((None,), NOT_HERE),
+    "extra_kwargs": OtherName((None, {}), NOT_HERE),
+}
+
+VECTOR_CALLS = {  # options of `embed`, `encode` and `score`
+    "pooling_task": OtherName(
+        (None,), "`embed` makes vectors, `encode` returns states; `pooling` says of which tokens"
+    ),
+    "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
+    "chat_template": OtherName((None,), "see `instruction`"),
 }

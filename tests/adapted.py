@@ -1,16 +1,17 @@
 """Prompts whose adapters differ, and what transformers and peft make of them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapter_files import EVERY_LINEAR, make_adapter
+import torch
+from adapter_files import EVERY_LINEAR, MOE, MOE_SHAPES, make_adapter, merge, write_adapter
 from conftest import make_model
 from peft import PeftModel
-from reference import MIN_MARGIN, NUM_STEPS, load_reference, make_prompts, reference_logits
+from reference import Case, decisive, load_reference, make_prompts, reference_logits
 
-from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm import LLM, LoRARequest
 from nanovllm.outputs import RequestOutput
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -23,27 +24,11 @@ OPTIONS: dict[str, Any] = dict(enable_lora=True, max_loras=4, max_lora_rank=8)
 
 
 @dataclass(frozen=True)
-class AdaptedCase:
-    """A model, its adapters, prompts with the adapters of each, and the tokens that come."""
+class AdaptedCase(Case):
+    """A model, its adapters, prompts with the adapters of each, and what comes of them."""
 
-    path: Path
     adapters: list[LoRARequest]
-    prompts: list[list[int]]
     requests: list[LoRARequest | None]
-    tokens: list[list[int]]
-
-    @property
-    def params(self) -> list[SamplingParams]:
-        """Greedy, of different lengths."""
-        return [
-            SamplingParams(temperature=0, max_tokens=NUM_STEPS - 3 * index % 11, ignore_eos=True)
-            for index in range(len(self.prompts))
-        ]
-
-    @property
-    def expected(self) -> list[list[int]]:
-        """The reference's tokens, as far as `params` let them come."""
-        return [t[: p.max_tokens] for t, p in zip(self.tokens, self.params, strict=True)]
 
     def generate(self, llm: LLM) -> list[RequestOutput]:
         """All prompts in one call."""
@@ -53,38 +38,56 @@ class AdaptedCase:
 def make_adapted_case(
     folder: Path, every: int = 1, names: Collection[str] = tuple(ADAPTERS), **overrides: Any
 ) -> AdaptedCase:
-    """Each prompt, or some of them, with an adapter in turn, or none; equal prompts differ."""
+    """Each prompt, or some of them, with an adapter of peft's in turn, or none."""
     path = make_model(folder / "model", **overrides)
     adapters = [
         LoRARequest(name, str(make_adapter(path, folder / name, seed, **ADAPTERS[name])))
         for seed, name in enumerate(names)
     ]
-    prompts = make_prompts()[::every]
+
+    def load(adapter: LoRARequest) -> Any:
+        return PeftModel.from_pretrained(load_reference(path), adapter.path).eval()
+
+    return _adapted_case(path, adapters, make_prompts()[::every], load)
+
+
+def make_experts_case(folder: Path, every: int = 1) -> AdaptedCase:
+    """The same with adapters of experts, which the reference has merged into its weights."""
+    path = make_model(folder / "model", **MOE)
+    adapters = [
+        LoRARequest(f"{i}", write_adapter(folder / f"{i}", MOE_SHAPES, 3 + i, i)) for i in range(3)
+    ]
+
+    def load(adapter: LoRARequest) -> Any:
+        return load_reference(merge(path, Path(adapter.path), folder / f"merged {adapter.name}"))
+
+    return _adapted_case(path, adapters, make_prompts()[::every], load)
+
+
+def _adapted_case(
+    path: Path,
+    adapters: list[LoRARequest],
+    prompts: list[list[int]],
+    load: Callable[[LoRARequest], Any],
+) -> AdaptedCase:
+    """`load` makes transformers' model with an adapter. Equal prompts differ in theirs."""
     chosen: list[LoRARequest | None] = [None, *adapters]
     requests = [chosen[index % len(chosen)] for index in range(len(prompts))]
-    kept, tokens = [], []
+    found = {}
     for adapter in chosen:
-        model = load_reference(path)
-        if adapter is not None:
-            model = PeftModel.from_pretrained(model, adapter.lora_path).eval()
+        model = load_reference(path) if adapter is None else load(adapter)
         own = [index for index, request in enumerate(requests) if request is adapter]
-        logits = reference_logits(model, [prompts[index] for index in own])
-        best = logits.topk(2, dim=-1).values
-        clear = ((best[..., 0] - best[..., 1]).amin(dim=1) > MIN_MARGIN).tolist()
-        rows = zip(own, logits.argmax(-1).tolist(), clear, strict=True)
-        for index, row, decides in rows:
-            if decides:
-                kept.append(index)
-                tokens.append(row)
-    assert len(kept) >= 5 * len(prompts) // 6, "too many near-ties: choose another seed"
-    assert len({token for row in tokens for token in row}) > 50, "the model says always the same"
-    order = sorted(range(len(kept)), key=kept.__getitem__)
+        found |= zip(own, reference_logits(model, [prompts[index] for index in own]), strict=True)
+    logits = torch.stack([found[index] for index in range(len(prompts))])
+    kept = decisive(logits)
+    logits = logits[kept]
     return AdaptedCase(
         path,
+        [prompts[index] for index in kept],
+        logits.argmax(-1).tolist(),
+        logits,
         adapters,
-        [prompts[kept[i]] for i in order],
-        [requests[kept[i]] for i in order],
-        [tokens[i] for i in order],
+        [requests[index] for index in kept],
     )
 
 

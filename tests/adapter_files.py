@@ -12,6 +12,19 @@ from transformers import AutoModelForCausalLM
 
 EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+# A model of experts, and modules for `write_adapter`: peft itself names experts otherwise.
+MOE: dict[str, Any] = dict(
+    family="Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+    decoder_sparse_step=2, num_attention_heads=8, num_key_value_heads=4,
+)  # fmt: skip
+EXPERT = {"gate_proj": (24, 64), "up_proj": (24, 64), "down_proj": (64, 24)}
+MOE_SHAPES = {
+    f"model.layers.1.mlp.experts.{expert}.{kind}": shape
+    for expert in range(5)
+    for kind, shape in EXPERT.items()
+    if (expert, kind) not in ((1, "up_proj"), (2, "down_proj"))
+} | {"model.layers.0.mlp.up_proj": (96, 64), "model.layers.1.self_attn.o_proj": (64, 128)}
+
 
 def make_adapter(model: Path, path: Path, seed: int = 0, **options: Any) -> Path:
     """Save a random adapter for the model in a directory, as peft itself saves it."""

@@ -5,12 +5,13 @@ import gc
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case
+from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case, make_experts_case
 from adapter_files import EVERY_LINEAR, make_adapter, peft_logits
 from conftest import make_model
 from drafts import make_eager
@@ -98,6 +99,28 @@ def test_greedy_equals_peft_on_two_ranks(case: AdaptedCase) -> None:
     few = SMALL_POOL | dict(max_num_batched_tokens=48)
     with adapted_llm(case, tensor_parallel_size=2, max_loras=2, max_cpu_loras=2, **few) as llm:
         check(llm, case)
+
+
+@pytest.fixture(scope="module")
+def experts_case(tmp_path_factory: pytest.TempPathFactory) -> AdaptedCase:
+    return make_experts_case(tmp_path_factory.mktemp("experts"), every=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(SMALL_POOL, overlap=True, max_num_batched_tokens=48, max_loras=2),
+        dict(tensor_parallel_size=2, max_loras=2),
+        dict(tensor_parallel_size=2, enable_expert_parallel=True),
+    ],
+    ids=["all at once", "overlap, two slots", "two ranks", "whole experts on ranks"],
+)  # fmt: skip
+def test_adapters_of_experts_equal_merged_ones(
+    options: dict[str, Any], experts_case: AdaptedCase
+) -> None:
+    with adapted_llm(experts_case, **options) as llm:
+        check(llm, experts_case)
 
 
 @pytest.mark.slow
@@ -321,11 +344,22 @@ def test_an_interrupted_engine_fills_its_slots_again(
 
 
 @pytest.mark.slow
-def test_adapters_come_and_go_without_growth(case: AdaptedCase, tmp_path: Path) -> None:
+def test_adapters_come_and_go_without_growth(
+    case: AdaptedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """New directories, evictions and reloads: objects, slots and threads stay as they are."""
     one = dataclasses.replace(GREEDY, max_tokens=1)
     sources = [adapter.path for adapter in case.adapters[:3]]
     with adapted_llm(case, max_loras=2, max_cpu_loras=2, kvcache_block_size=8) as llm:
+        assert llm.adapters is not None
+        store, reads = llm.adapters.store, 0
+
+        def read(path: Path, read: Callable[[Path], Any] = store._read) -> Any:
+            nonlocal reads
+            reads += 1
+            return read(path)
+
+        monkeypatch.setattr(store, "_read", read)
 
         def use(number: int) -> None:
             path = shutil.copytree(sources[number % 3], tmp_path / str(number))
@@ -342,9 +376,8 @@ def test_adapters_come_and_go_without_growth(case: AdaptedCase, tmp_path: Path) 
         gc.collect()
         assert threading.active_count() == threads
         assert len(gc.get_objects()) < objects + 1000, "an adapter has 57 objects at least"
-        assert llm.adapters is not None
-        assert len(llm.adapters.store.tensors) <= 2
-        assert llm.adapters.store.num_reads > 130
+        assert len(store.tensors) <= 2
+        assert reads > 130
         audit_slots(llm)
         audit_at_rest(llm)
 
@@ -467,3 +500,25 @@ def test_beam_search_takes_adapters(case: AdaptedCase) -> None:
         assert len({tuple(tokens) for tokens in want}) > 1
         with pytest.raises(ValueError, match="lora_request must be one or as many as prompts"):
             llm.beam_search(prompts, params, adapters[1:])
+
+
+def test_an_adapter_that_vanishes_in_a_beam_search_is_named(
+    case: AdaptedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to be read again, as the other one took its place in the host's memory."""
+    path = shutil.copytree(case.adapters[0].path, tmp_path / "adapter")
+    params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+    with adapted_llm(case, max_loras=1, max_cpu_loras=1) as llm:
+        likely_tokens = llm._likely_tokens
+
+        def vanishing(going: Any) -> Any:
+            shutil.rmtree(path, ignore_errors=True)
+            return likely_tokens(going)
+
+        monkeypatch.setattr(llm, "_likely_tokens", vanishing)
+        lost = LoRARequest("lost", path)
+        with pytest.raises(ValueError, match=r"^lora_request: .*adapter"):
+            llm.beam_search([PROMPT] * 2, params, [lost, case.adapters[1]])
+        monkeypatch.undo()
+        assert llm.is_finished()
+        check(llm, case)

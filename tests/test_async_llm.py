@@ -613,3 +613,18 @@ def test_aborted_vectors_raise(engine: AsyncLLM, run: Run[Any]) -> None:
             await task
 
     run(aborted())
+
+
+def test_an_aborted_prompt_ends_the_others_of_its_call(engine: AsyncLLM, run: Run[Any]) -> None:
+    async def finished() -> int:
+        before = (await engine.stats()).num_finished
+        task = asyncio.ensure_future(engine.encode([[1] * 400] * 300, "mean"))
+        while not engine._calls:
+            await asyncio.sleep(0)
+        await engine.abort(next(iter(engine._calls.values())).name)
+        with pytest.raises(NotReadyError, match="a request was aborted before"):
+            await task
+        assert engine.num_open == 0
+        return (await engine.stats()).num_finished - before
+
+    assert run(finished()) < 200

@@ -27,7 +27,7 @@ SCHEDULER_SIDE = (
 FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
-     "beam_search_params", "lora_request",
+     "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names"),
     ("kernels",), ("layers",),
     ("models",), ("adapters",), ("engine",), ("chat", "vectors", "beams"), ("llm", "async_llm"),
@@ -43,6 +43,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.sampling_params": HEAVY,
     "nanovllm.structured_outputs": HEAVY,
     "nanovllm.beam_search_params": HEAVY,
+    "nanovllm.pooling_params": HEAVY,
     "nanovllm.beams.search": HEAVY,
     "nanovllm.speculative_config": HEAVY,
     "nanovllm.prompts": HEAVY,
@@ -267,7 +268,7 @@ def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
         "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput",
-        "EmbeddingRequestOutput", "LoRARequest", "PoolingRequestOutput",
+        "EmbeddingRequestOutput", "LoRARequest", "PoolingParams", "PoolingRequestOutput",
         "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
         "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
     }  # fmt: skip

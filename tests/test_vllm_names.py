@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import PoolingParams, SamplingParams
 from nanovllm.config import Config
 from nanovllm.utils.option import OtherName
-from nanovllm.vllm_names import ENGINE, SAMPLING
+from nanovllm.vllm_names import ENGINE, POOLING, SAMPLING
 
 MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
     "engine": (lambda **given: Config(model="some/model", **given), ENGINE),
     "sampling": (SamplingParams, SAMPLING),
+    "pooling": (PoolingParams, POOLING),
 }
+FIELDS = {"engine": Config, "sampling": SamplingParams, "pooling": PoolingParams}
 NAMES = [(kind, name) for kind, (_, names) in MAKERS.items() for name in names]
 
 
@@ -38,9 +40,7 @@ def test_any_other_value_is_refused_with_a_reason(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_a_name_is_explained_and_is_no_field(kind: str, name: str) -> None:
-    fields = {
-        field.name for field in dataclasses.fields(Config if kind == "engine" else SamplingParams)
-    }
+    fields = {field.name for field in dataclasses.fields(FIELDS[kind])}
     other = MAKERS[kind][1][name]
     assert name not in fields
     assert (other.ours in fields) != bool(other.why)

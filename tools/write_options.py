@@ -18,6 +18,7 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import NOTHING, OtherName, options_of
 from nanovllm.vllm_names import ENGINE as ENGINE_NAMES
+from nanovllm.vllm_names import POOLING, VECTOR_CALLS
 from nanovllm.vllm_names import SAMPLING as SAMPLING_NAMES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -107,7 +108,13 @@ def row(kind: type, field: "dataclasses.Field[Any]") -> str:
 def from_vllm() -> str:
     """The text of docs/from_vllm.md with its tables of names as they should be."""
     text = FROM_VLLM.read_text(encoding="utf-8")
-    for mark, names in (("engine", ENGINE_NAMES), ("sampling", SAMPLING_NAMES)):
+    tables = {
+        "engine": ENGINE_NAMES,
+        "sampling": SAMPLING_NAMES,
+        "pooling": POOLING,
+        "vector calls": VECTOR_CALLS,
+    }
+    for mark, names in tables.items():
         start, end = f"<!-- table: {mark} -->\n", "<!-- end -->"
         before, rest = text.split(start)
         text = before + start + names_table(names) + end + rest.split(end, 1)[1]

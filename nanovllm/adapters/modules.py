@@ -4,7 +4,7 @@ embed_tokens and lm_head, all linear layers of attention and feed-forward, and t
 Routers have none.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,8 +15,6 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.router import Router
 from nanovllm.layers.weights.stored import Held
 from nanovllm.models.decoder import Model
-
-EXPERTS = "experts"  # the kind of the modules of all experts
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,6 @@ class Module:
     projections: tuple[int, ...]
     matrix: str = ""  # of experts
     expert: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """What an option calls such modules."""
-        return self.name.rpartition(".")[2] if self.expert is None else EXPERTS
 
     @property
     def is_embedding(self) -> bool:
@@ -51,18 +44,12 @@ class Module:
         return sum(self.held.sizes[i] for i in self.projections)
 
 
-def modules_of(model: Model, kinds: Collection[str] | None = None) -> dict[str, Module]:
-    """The modules by name; only those of the `kinds` if given.
+def modules_of(model: Model) -> dict[str, Module]:
+    """The modules by name.
 
     A fused layer has several names: of each of its projections, and of all together.
     """
-    every = {module.name: module for module in _modules(model)}
-    if kinds is None:
-        return every
-    known = sorted({module.kind for module in every.values()})
-    if unknown := [kind for kind in kinds if kind not in known]:
-        raise ValueError(f"modules must be some of {', '.join(known)}, got {', '.join(unknown)}")
-    return {name: module for name, module in every.items() if module.kind in kinds}
+    return {module.name: module for module in _modules(model)}
 
 
 def _modules(model: Model) -> Iterator[Module]:

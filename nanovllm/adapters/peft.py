@@ -6,17 +6,17 @@ file, and the tensor or the field.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.adapters.adapter import Adapter, Pair
 from nanovllm.adapters.base_weights import check_base_weight
 from nanovllm.adapters.modules import Module, modules_of
 from nanovllm.adapters.peft_config import PeftConfig, read_config
+from nanovllm.adapters.tensors import AdapterTensors, Pair
 from nanovllm.models.bare import full_name
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import FLOATS, InFile, errors_name
@@ -36,14 +36,12 @@ UNSUPPORTED = {
 Files = dict[str, dict[str, InFile]]  # of a module's name, A and B
 
 
-def read_adapter(
-    path: str | Path, model: CausalLM, max_rank: int, kinds: Collection[str] | None = None
-) -> Adapter:
+def read_adapter(path: str | Path, model: CausalLM, max_rank: int) -> AdapterTensors:
     """The adapter in a directory, for `model`, with B times the scale, in the model's type.
 
-    Nothing of the model is changed. A rank above `max_rank`, a module that is not of the `kinds`
-    that have room, and whatever would not be computed as PEFT does, is a ValueError; a missing or
-    damaged file an OSError. Peak memory: the adapter, and one of its tensors in float32.
+    Nothing of the model is changed. A rank above `max_rank`, and whatever would not be computed as
+    PEFT does, is a ValueError; a missing or damaged file an OSError. Peak memory: the adapter, and
+    one of its tensors in float32.
     """
     path = Path(path)
     if not path.is_dir():
@@ -58,13 +56,12 @@ def read_adapter(
         pairs = _pairs(tensors, model)
         modules = modules_of(model)
         for name in pairs:
-            _check_module(name, modules, kinds)
+            _check_module(name, modules)
         _check_not_twice(pairs, modules)
-        read = {
+        return {
             name: _read_pair(name, files, modules[name], config, max_rank, dtype)
             for name, files in pairs.items()
         }
-        return Adapter(read)
 
 
 @contextmanager
@@ -103,15 +100,10 @@ def _pairs(tensors: Mapping[str, InFile], model: CausalLM) -> Files:
     return pairs
 
 
-def _check_module(name: str, modules: Mapping[str, Module], kinds: Collection[str] | None) -> None:
+def _check_module(name: str, modules: Mapping[str, Module]) -> None:
     if name not in modules:
         hint = did_you_mean(name, modules)
         raise ValueError(f"module {name!r} does not exist, or can have no adapter{hint}")
-    if kinds is not None and modules[name].kind not in kinds:
-        raise ValueError(
-            f"module {name!r} has no room for an adapter: the kinds that do are"
-            f" {', '.join(sorted(kinds))}, this is {modules[name].kind}"
-        )
 
 
 def _check_not_twice(pairs: Files, modules: Mapping[str, Module]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.beams.outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.beams.search import Ended, Search
+from nanovllm.engine.adapters.requests import check_had_adapter
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import progress_bar, run_until_done
 from nanovllm.engine.requests.intake import Accepted
-from nanovllm.lora_request import LoRARequests, lora_requests
+from nanovllm.lora_request import LoRARequests
 from nanovllm.prompts import Prompt, prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, shorten
@@ -44,14 +45,8 @@ class BeamCalls(LLMEngine):
             raise TypeError(f"params must be a BeamSearchParams, got {shorten(params)}")
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1)
-        accepted = []
         given = prompt_list("prompts", prompts)
-        adapters = lora_requests(lora_request, len(given))
-        for index, (prompt, adapter) in enumerate(zip(given, adapters, strict=True)):
-            try:
-                accepted.append(self.accept(prompt, STEP, lora_request=adapter))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"prompts[{index}]: {error}") from None
+        accepted = self.accept_all([(prompt, STEP) for prompt in given], lora_request)
         limit = concurrency_limit or max(1, len(accepted))
         outputs: list[BeamSearchOutput] = []
         bar = progress_bar(self, len(accepted), "Searching") if use_tqdm else nullcontext()
@@ -96,6 +91,7 @@ class BeamCalls(LLMEngine):
         likely = []
         for request_id in ids:
             seq = self.finished[request_id].seqs[0]
+            check_had_adapter(seq)
             (entry,) = seq.logprobs.generated(seq, seq.num_prompt_tokens)
             likely.append([(token_id, logprob) for token_id, logprob, _ in entry])
             self.drop_output(request_id)

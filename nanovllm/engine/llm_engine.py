@@ -5,12 +5,11 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.adapters.calls import AdapterCalls
-from nanovllm.engine.adapters.loaded import Adapter
+from nanovllm.engine.adapters.requests import AdapterRequests
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.guess.costs import costs_of
@@ -25,7 +24,7 @@ from nanovllm.engine.speculative.speculator import speculator_of
 from nanovllm.engine.startup import start_runner
 from nanovllm.engine.step.launched import Begun, Launched
 from nanovllm.engine.step_counter import StepCounter
-from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
+from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
 from nanovllm.metrics import Metric, RequestMeter
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model
@@ -65,7 +64,7 @@ def exclusive(method: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-class LLMEngine:
+class LLMEngine(AdapterRequests):
     """An engine for one model. Options are the fields of `Config`.
 
     Step by step: `add_request`, then `step` until `is_finished`. Not safe for several threads.
@@ -383,25 +382,17 @@ class LLMEngine:
         """Encode a prompt, read its adapter; raises if one of them does not fit the model."""
         return self.adapted(self._intake.accept(prompt, params, wanted), lora_request)
 
-    def adapted(self, accepted: Accepted, lora_request: LoRARequest | None) -> Accepted:
-        """A prompt with the adapter that it is computed with, which is read and checked."""
-        if (asked := check_lora_request(lora_request)) is None:
-            return accepted
-        return replace(accepted, adapter=self.read_adapter(asked))
-
-    def named_adapter(self, name: str | None) -> LoRARequest | None:
-        """The adapter of `lora_modules` with this name, if there is one."""
-        return self.adapters.named.get(name or "") if self.adapters is not None else None
-
-    def check_adapter(self, lora_request: LoRARequest) -> None:
-        """Read an adapter for requests to come; raises if it does not fit the model."""
-        self.read_adapter(lora_request)
-
-    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """The adapter, read and checked unless it has been."""
-        if self.adapters is None:
-            raise ValueError(NOT_ENABLED)
-        return self.adapters.store.accept(lora_request)
+    def accept_all(
+        self, asked: list[tuple[Prompt, SamplingParams]], lora_request: LoRARequests
+    ) -> list[Accepted]:
+        """Accept prompts with their parameters; an error names the prompt that it is about."""
+        accepted, adapters = [], lora_requests(lora_request, len(asked))
+        for index, (prompt, params) in enumerate(asked):
+            try:
+                accepted.append(self.accept(prompt, params, lora_request=adapters[index]))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"prompts[{index}]: {error}") from None
+        return accepted
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
         """Queue what `accept` returned and return its id.

@@ -299,37 +299,33 @@ class Scheduler:
         if self.waiting[0] is self.refused:
             return
         manager = self.block_manager
-        in_progress: set[int] = set()
-        for seq in seqs:
-            in_progress.update(manager.full_block_hashes(seq))
+        in_progress = {block for seq in seqs for block in manager.full_block_hashes(seq)}
         num_running = sum(1 + len(seq.siblings) for seq in self.running)
         forecast = Forecast(
             self.lengths, self.running, manager.num_free_blocks, self.block_size, self.most_blocks
         )
-        candidates = self._candidates()
+        candidates, num_begun = self._candidates(), len(seqs)
         while budget and num_running < self.max_num_running:
-            candidate = next(candidates, None)
-            if candidate is None or candidate is self.refused:
-                return
-            seq = candidate
+            seq = next(candidates, None)
+            if seq is None or seq is self.refused:
+                break
             if not manager.allocate(seq, in_progress, forecast.admits):
                 self.refused = None if seqs else seq
-                return
+                break
             in_progress.update(manager.full_block_hashes(seq))
-            self.waiting.remove(seq)
             seq.status = SequenceStatus.RUNNING
             _enter(self.running, seq)
             num_running += 1 + len(seq.siblings)
             budget -= self._schedule_tokens(seq, budget)
             seqs.append(seq)
+        for admitted in seqs[num_begun:]:
+            self.waiting.remove(admitted)
 
     def _candidates(self) -> Iterator[Sequence]:
-        """The sequences to admit, each when the one before has been admitted."""
-        if self.adapters is not None:
-            yield from self.adapters.admissible([*self.waiting], self.running)
-            return
-        while self.waiting:
-            yield self.waiting[0]
+        """The sequences to admit, in order; each is asked for when the one before runs."""
+        if self.adapters is None:
+            return iter(self.waiting)
+        return self.adapters.admissible(self.waiting, self.running)
 
     def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
         """Fork the siblings of sequences that complete their prompts in this step.

@@ -29,11 +29,6 @@ class LowRank:
         """R."""
         return int(self.b.shape[1])
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory of all groups."""
-        return sum(each.numel() * each.itemsize for each in (self.a, self.b, self.ranks))
-
 
 class PairAdditions(Protocol):
     """What adds adapters to the outputs of experts, in place, for N pairs of a row and an expert.

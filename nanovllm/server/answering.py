@@ -5,7 +5,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ CLIENT_LEFT = 499  # for the log, as nginx writes it
 LAST_SECONDS = 1.0  # for an error to leave
 DONE = b"data: [DONE]\n\n"
 Part = tuple[bytes, bool]  # of a streamed response: events, and whether they are the last
+Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response that logs itself, or a body
 
 
 class Answering:
@@ -51,26 +52,13 @@ class Answering:
 
     async def handle(self, request: Request) -> Response:
         """Answer a request."""
-        url = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-        line = RequestLine(url, uuid.uuid4().hex)
-        try:
-            asked = self._parse(url, await read_object(request, self._options.max_body_mib))
-            if asked.streams:
-                return EventStream(self._chunks(line, asked), self._options.timeout, line)
-            body = await unless_gone(
-                request.receive, self._body(line, asked), self._options.timeout
-            )
-        except asyncio.CancelledError:  # by what runs the application
-            line.write(CLIENT_LEFT)
-            raise
-        except Exception as error:
-            line.write(as_api_error(error).status)
-            raise
-        if body is None:
-            line.write(CLIENT_LEFT)
-            return Response(status_code=CLIENT_LEFT)
-        line.write(200)
-        return JSONResponse(body)
+        return await answered(request, self._options, self._work)
+
+    def _work(self, line: RequestLine, body: Mapping[str, Any]) -> Work:
+        asked = self._parse(line.url, body)
+        if asked.streams:
+            return EventStream(self._chunks(line, asked), self._options.timeout, line)
+        return self._body(line, asked)
 
     def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
         asked = parse_body(url, body, self._defaults[url])
@@ -257,6 +245,35 @@ async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent
             yield item
     finally:
         await cancel(task)
+
+
+async def answered(
+    request: Request,
+    options: ServerOptions,
+    work: Callable[[RequestLine, Mapping[str, Any]], Work],
+) -> Response:
+    """The response to a request, by what `work` makes of its body; the request is logged.
+
+    If the client leaves before it is complete, the work is cancelled.
+    """
+    url = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    line = RequestLine(url, uuid.uuid4().hex)
+    try:
+        found = work(line, await read_object(request, options.max_body_mib))
+        if isinstance(found, Response):
+            return found
+        body = await unless_gone(request.receive, found, options.timeout)
+    except asyncio.CancelledError:  # by what runs the application
+        line.write(CLIENT_LEFT)
+        raise
+    except Exception as error:
+        line.write(as_api_error(error).status)
+        raise
+    if body is None:
+        line.write(CLIENT_LEFT)
+        return Response(status_code=CLIENT_LEFT)
+    line.write(200)
+    return JSONResponse(body)
 
 
 async def unless_gone(

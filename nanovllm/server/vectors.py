@@ -1,12 +1,10 @@
 """Answering /v1/embeddings, /score and /rerank: vectors of prompts, and scores of documents."""
 
-import asyncio
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.openai.vectors import (
@@ -20,9 +18,7 @@ from nanovllm.openai.vectors import (
     score_body,
 )
 from nanovllm.server.adapters import ServedModels
-from nanovllm.server.answering import CLIENT_LEFT, unless_gone
-from nanovllm.server.bodies import read_object
-from nanovllm.server.errors import as_api_error
+from nanovllm.server.answering import answered
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 
@@ -35,39 +31,26 @@ class Vectors:
 
     async def handle(self, request: Request) -> Response:
         """Answer a request."""
-        url = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        line = RequestLine(url, uuid.uuid4().hex)
-        try:
-            body = await read_object(request, self._options.max_body_mib)
-            work = self._body(line.name, url, body)
-            answer = await unless_gone(request.receive, work, self._options.timeout)
-        except asyncio.CancelledError:  # by what runs the application
-            line.write(CLIENT_LEFT)
-            raise
-        except Exception as error:
-            line.write(as_api_error(error).status)
-            raise
-        if answer is None:
-            line.write(CLIENT_LEFT)
-            return Response(status_code=CLIENT_LEFT)
-        line.count({**answer["usage"], "completion_tokens": 0}, None)
-        line.write(200)
-        return JSONResponse(answer)
+        return await answered(request, self._options, self._body)
 
-    async def _body(self, name: str, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _body(self, line: RequestLine, body: Mapping[str, Any]) -> dict[str, Any]:
         """The body of the response."""
-        model, adapter = self._models.names[0], self._models.adapter
-        if url == EMBEDDINGS:
+        model = self._models.names[0]
+        if line.url == EMBEDDINGS:
             asked = parse_embeddings(body)
-            self._check_number(asked)
-            using = dict(asked.options, lora_request=adapter(asked.model))
-            vectors = await self._llm.embed(*asked.arguments, **using)
-            return embeddings_body(asked, vectors, model)
-        asked = parse_rerank(body) if url in RERANK else parse_score(body)
+            vectors = await self._llm.embed(*asked.arguments, **self._settings(asked))
+            answer = embeddings_body(asked, vectors, model)
+        else:
+            asked = parse_rerank(body) if line.url in RERANK else parse_score(body)
+            scores = await self._llm.score(*asked.arguments, **self._settings(asked))
+            answer = score_body(line.name, asked, scores, model)
+        line.count({**answer["usage"], "completion_tokens": 0}, None)
+        return answer
+
+    def _settings(self, asked: VectorRequest) -> dict[str, Any]:
+        """The options of a call, with its adapter; raises if they cannot be."""
         self._check_number(asked)
-        using = dict(asked.options, lora_request=adapter(asked.model))
-        scores = await self._llm.score(*asked.arguments, **using)
-        return score_body(name, asked, scores, model)
+        return dict(asked.options, lora_request=self._models.adapter(asked.model))
 
     def _check_number(self, asked: VectorRequest) -> None:
         """Raise if there are too many inputs: a short body can ask for much work."""

@@ -1,6 +1,7 @@
 """VectorCalls: the calls of `LLM` that compute prompts and generate nothing."""
 
 from functools import cached_property
+from typing import Any
 
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import run_until_done
@@ -8,13 +9,15 @@ from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.lora_request import LoRARequest, LoRARequests, check_lora_request, lora_requests
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.utils.checks import check_bool
 from nanovllm.vectors.outputs import (
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from nanovllm.vectors.plans import Output, Plan, Planner, Prompts
+from nanovllm.vectors.plans import Planner
+from nanovllm.vectors.preparer import Output, Plan, Prompts
 
 
 class VectorCalls(LLMEngine):
@@ -31,7 +34,9 @@ class VectorCalls(LLMEngine):
         prompt_name: str | None = None,
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
         lora_request: LoRARequests = None,
+        **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of every prompt, in the order of the prompts.
 
@@ -40,31 +45,37 @@ class VectorCalls(LLMEngine):
         normalized. `dimensions` keeps the first ones of a vector, which is then normalized.
         Texts get the model's prompt `prompt_name` in front, or an `instruction` for queries in the
         form of Qwen3-Embedding. `truncate_prompt_tokens` is that of `SamplingParams`,
-        and adapters are those of `generate`.
+        and adapters are those of `generate`. `pooling_params` has options in vLLM's form.
         """
         self._check(use_tqdm)
         plan = self.planner.embed(
             prompts, dimensions=dimensions, normalize=normalize, pooling=pooling,
             prompt_name=prompt_name, instruction=instruction,
-            truncate_prompt_tokens=truncate_prompt_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens, pooling_params=pooling_params, **others,
         )  # fmt: skip
         return self._carry_out(plan, use_tqdm, lora_request)
 
     def encode(
         self,
         prompts: Prompts,
-        pooling: Pooling | None = None,
+        pooling: Pooling | PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
         lora_request: LoRARequests = None,
+        **others: Any,
     ) -> list[PoolingRequestOutput]:
         """The hidden states of every prompt after the final norm, in float32, as they are.
 
         `pooling` is "last", "cls" (the first token), "mean" or "all"; by default the model's.
+        vLLM's order, with a PoolingParams in its place, works too.
         """
         self._check(use_tqdm)
-        plan = self.planner.encode(prompts, pooling, truncate_prompt_tokens)
+        plan = self.planner.encode(
+            prompts, pooling, truncate_prompt_tokens=truncate_prompt_tokens,
+            pooling_params=pooling_params, **others,
+        )  # fmt: skip
         return self._carry_out(plan, use_tqdm, lora_request)
 
     def score(
@@ -76,7 +87,9 @@ class VectorCalls(LLMEngine):
         method: str | None = None,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
+        **others: Any,
     ) -> list[ScoringRequestOutput]:
         """How well documents fit queries, in the order of the documents.
 
@@ -90,7 +103,7 @@ class VectorCalls(LLMEngine):
         check_lora_request(lora_request)  # one for all
         plan = self.planner.score(
             queries, documents, instruction=instruction, method=method,
-            truncate_prompt_tokens=truncate_prompt_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens, pooling_params=pooling_params, **others,
         )  # fmt: skip
         return self._carry_out(plan, use_tqdm, lora_request)
 

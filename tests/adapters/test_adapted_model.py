@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import EVERY_LINEAR, make_adapter, merge, peft_logits, write_adapter
+from adapter_files import (
+    EVERY_LINEAR,
+    MOE,
+    MOE_SHAPES,
+    make_adapter,
+    merge,
+    peft_logits,
+    write_adapter,
+)
 from conftest import make_model
 from thread_ranks import on_ranks
 
@@ -128,17 +136,6 @@ def test_rows_with_several_adapters_equal_peft(name: str, tmp_path: Path) -> Non
 
 # Experts, compared with checkpoints that have the adapters merged: peft names them differently.
 
-MOE: dict[str, Any] = dict(
-    family="Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
-    decoder_sparse_step=2, num_attention_heads=8, num_key_value_heads=4,
-)  # fmt: skip
-EXPERT = {"gate_proj": (24, 64), "up_proj": (24, 64), "down_proj": (64, 24)}
-SHAPES = {
-    f"model.layers.1.mlp.experts.{expert}.{kind}": shape
-    for expert in range(5)
-    for kind, shape in EXPERT.items()
-    if (expert, kind) not in ((1, "up_proj"), (2, "down_proj"))
-} | {"model.layers.0.mlp.up_proj": (96, 64), "model.layers.1.self_attn.o_proj": (64, 128)}
 KERNELS = {"plain": PLAIN, "Triton": triton_kernels(), "C++": cpu_kernels()}
 
 
@@ -147,7 +144,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path],
     """A model of experts, adapters for it, and the logits with them in SLOTS."""
     folder = tmp_path_factory.mktemp("experts")
     path = make_model(folder / "model", **MOE)
-    adapters = [write_adapter(folder / f"{i}", SHAPES, seed=i) for i in range(3)]
+    adapters = [write_adapter(folder / f"{i}", MOE_SHAPES, seed=i) for i in range(3)]
     merged = [merge(path, adapter, folder / f"merged {i}") for i, adapter in enumerate(adapters)]
     of_prompts = zip(SLOTS, PROMPTS, strict=True)
     logits = [peft_logits(merged[slot] if slot >= 0 else path, None, p) for slot, p in of_prompts]
@@ -247,7 +244,7 @@ def test_adapters_of_quantized_layers_multiply_rows_that_are_not_rounded(
     read = read_adapter(adapter, model, 8)
     AdapterSlots(model, 1, 8).place(0, read)
     name = "model.layers.0.mlp.down_proj"
-    layer, pair = model.get_submodule(name), read.pairs[name]
+    layer, pair = model.get_submodule(name), read[name]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 96, generator=generator)
     assert (layer.rounding(x) is not None) == (quantization == "fp8")

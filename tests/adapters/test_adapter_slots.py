@@ -1,4 +1,4 @@
-"""Slots: what is placed, cleared and replaced; and the memory that they take."""
+"""Slots: what is placed and replaced; and the memory that they take."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from conftest import make_model
 from thread_ranks import Meeting, ThreadRanks
 
 from nanovllm.adapters.peft import read_adapter
-from nanovllm.adapters.slots import AdapterSlots, adapter_bytes
+from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.context import Context, adapter_rows, attending, keep_adapters_of
@@ -64,13 +64,11 @@ def test_a_slot_has_only_what_was_placed_last(model_path: Path, tmp_path: Path) 
     slots.place(1, large)
     slots.place(1, small)
     first, second = add(model, qkv, x, [0, 1])
-    torch.testing.assert_close(first[:64], x[0] @ large.pairs[Q].a.T @ large.pairs[Q].b)
-    torch.testing.assert_close(second[64:96], x[1] @ small.pairs[K].a.T @ small.pairs[K].b)
+    torch.testing.assert_close(first[:64], x[0] @ large[Q].a.T @ large[Q].b)
+    torch.testing.assert_close(second[64:96], x[1] @ small[K].a.T @ small[K].b)
     assert not first[64:].any() and not second[:64].any() and not second[96:].any()
     assert add(model, gate_up, x, [0, 1])[0, 96:].any()
     assert not add(model, gate_up, x, [1, 1]).any()
-    slots.clear(0)
-    assert not add(model, qkv, x, [0, 0]).any()
 
 
 def test_a_thousand_replacements_take_no_memory(model_path: Path, tmp_path: Path) -> None:
@@ -82,47 +80,41 @@ def test_a_thousand_replacements_take_no_memory(model_path: Path, tmp_path: Path
         for i, shapes in enumerate((LARGE, SMALL, LARGE))
     ]
     places = [[each.data_ptr() for each in (w.a, w.b, w.ranks)] for w in low_ranks(model)]
-    num_bytes = slots.num_bytes
     for turn in range(1000):
-        if turn % 7 == 0:
-            slots.clear(turn % 3)
         slots.place(turn % 3, adapters[turn % 2])
     for slot in range(3):
         slots.place(slot, adapters[slot])
     again = [[each.data_ptr() for each in (w.a, w.b, w.ranks)] for w in low_ranks(model)]
-    assert again == places and slots.num_bytes == num_bytes
+    assert again == places
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
     out = add(model, DOWN, x, [0, 1, 2])
     for row, adapter in enumerate(adapters):
-        pair = adapter.pairs[DOWN]
+        pair = adapter[DOWN]
         torch.testing.assert_close(out[row], x[row] @ pair.a.T @ pair.b)
 
 
-def test_the_bytes_are_known_before_the_slots_exist(model_path: Path) -> None:
-    model = load(model_path)
-    sizes = [adapter_bytes(model, n, 8) for n in (1, 2, 4)]
-    assert sizes[2] == 2 * sizes[1] == 4 * sizes[0]
-    assert not low_ranks(model)
-    assert AdapterSlots(model, 4, 8).num_bytes == sizes[2]
-    some = adapter_bytes(model, 4, 8, ["q_proj"])
-    # Two layers: A of three projections and B with 128 outputs, and three ranks.
-    assert some == 2 * 4 * (4 * (24 * 64 + 8 * 128) + 4 * 3)
+def num_bytes(path: Path, name: str, num_slots: int, **options: Any) -> int:
+    """The memory of slots of rank 8 in a layer."""
+    model = load(path, **options)
+    AdapterSlots(model, num_slots, 8)
+    low_rank = model.get_submodule(name).low_rank
+    assert isinstance(low_rank, LowRank)
+    return sum(each.nbytes for each in (low_rank.a, low_rank.b, low_rank.ranks))
+
+
+def test_slots_take_the_memory_that_the_largest_rank_needs(model_path: Path) -> None:
+    """A of three projections and B with 128 outputs, and three ranks."""
+    qkv = "model.layers.0.self_attn.qkv_proj"
+    for number in (1, 2, 4):
+        assert num_bytes(model_path, qkv, number) == number * 4 * (24 * 64 + 8 * 128 + 3)
 
 
 def test_ranks_share_what_their_layers_share(model_path: Path) -> None:
     """All of column-parallel A and row-parallel B is on every rank; of the rest each has a part."""
-    whole = adapter_bytes(load(model_path), 4, 8, ["down_proj"])
-    ranks = ThreadRanks(1, 2, Meeting(2))
-    part = adapter_bytes(load(model_path, ranks=ranks), 4, 8, ["down_proj"])
-    assert whole == 2 * 4 * (4 * (8 * 96 + 8 * 64) + 4)
-    assert part == 2 * 4 * (4 * (8 * 48 + 8 * 64) + 4)
-
-
-def test_only_layers_of_the_kinds_have_room(model_path: Path) -> None:
-    model = load(model_path)
-    AdapterSlots(model, 2, 8, ["q_proj", "lm_head"])
-    names = [n for n, layer in model.named_modules() if getattr(layer, "low_rank", None)]
-    assert names == [f"model.layers.{i}.self_attn.qkv_proj" for i in range(2)] + ["lm_head"]
+    whole = num_bytes(model_path, DOWN, 4)
+    part = num_bytes(model_path, DOWN, 4, ranks=ThreadRanks(1, 2, Meeting(2)))
+    assert whole == 4 * 4 * (8 * 96 + 8 * 64 + 1)
+    assert part == 4 * 4 * (8 * 48 + 8 * 64 + 1)
 
 
 def test_steps_without_adapters_call_no_kernel_of_theirs(model_path: Path) -> None:

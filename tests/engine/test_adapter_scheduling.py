@@ -10,7 +10,7 @@ import pytest
 from test_scheduler_fuzz import Simulation, walk
 
 from nanovllm.config import Config
-from nanovllm.engine.adapters.loaded import Adapter
+from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.adapters.residents import Residents
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.batch import Batch
@@ -224,7 +224,8 @@ def test_the_store_keeps_no_more_than_it_has_room_for() -> None:
 
 def test_nothing_is_read_while_there_is_a_reason() -> None:
     """An adapter that waits is read when it is asked for again, afterwards."""
-    store = AdapterStore(lambda path: path, 1)
+    reads: list[Path] = []
+    store = AdapterStore(reads.append, 1)
     first, _ = (store.accept(LoRARequest("a", f"/none/{i}")) for i in range(2))
     store.refuse("the engine sleeps")
     with pytest.raises(NotReadyError, match="the engine sleeps"):
@@ -232,13 +233,13 @@ def test_nothing_is_read_while_there_is_a_reason() -> None:
     assert not store.is_ready(first)
     while store.is_loading:
         store.wait(0.1)
-    assert not store.is_ready(first) and first.error is None and store.num_reads == 2
+    assert not store.is_ready(first) and first.error is None and len(reads) == 2
     while store.is_loading:
         store.wait(0.1)
     store.refuse(None)
     while not store.is_ready(first):
         store.wait(0.1)
-    assert store.num_reads == 3
+    assert len(reads) == 3
     store.close()
 
 

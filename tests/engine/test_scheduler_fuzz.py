@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from nanovllm.config import Config
 from nanovllm.engine import block_manager
-from nanovllm.engine.adapters.loaded import Adapter
+from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler

@@ -2,7 +2,7 @@
 
 import sys
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, PoolingParams, SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
 
@@ -35,6 +35,9 @@ def main() -> None:
     (output,) = llm.generate("12+34=", params)
     print(repr(output.outputs[0].text), len(output.outputs[0].token_ids))
     (output,) = llm.embed("12+34=")
+    print(len(output.outputs.embedding))
+    params = PoolingParams(dimensions=16, use_activation=True)
+    (output,) = llm.embed("12+34=", pooling_params=params, use_tqdm=False)
     print(len(output.outputs.embedding))
 
 

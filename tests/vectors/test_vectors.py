@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from reference import audit_at_rest, make_llm
 from transformers import AutoModel
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.pool import Pool
 from nanovllm.engine.sequence import Sequence
@@ -183,6 +183,29 @@ def test_instructions_come_before_texts(llm: LLM) -> None:
     assert output.embedding == llm.embed(output.prompt, use_tqdm=False)[0].embedding
 
 
+def test_options_in_vllms_form(llm: LLM) -> None:
+    """The same as keywords; an empty form, and values that ask for nothing, change nothing."""
+    prompts: list[Any] = [list(range(9)), "abc"]
+    params = PoolingParams(dimensions=8, use_activation=False, truncate_prompt_tokens=3)
+    wanted = dict(dimensions=8, normalize=False, truncate_prompt_tokens=3)
+    assert len(prompts[0]) > 3
+    for given, same in (
+        (dict(pooling_params=params), wanted),
+        (dict(pooling_params=PoolingParams()), {}),
+        (dict(pooling_task=None, tokenization_kwargs={}), {}),
+        (dict(pooling_params=PoolingParams(dimensions=8), normalize=False),
+         dict(dimensions=8, normalize=False)),
+    ):  # fmt: skip
+        outputs = llm.embed(prompts, use_tqdm=False, **given)
+        again = llm.embed(prompts, use_tqdm=False, **same)
+        assert [o.embedding for o in outputs] == [o.embedding for o in again]
+        assert [o.prompt_token_ids for o in outputs] == [o.prompt_token_ids for o in again]
+    (states,) = llm.encode("abcd", PoolingParams(truncate_prompt_tokens=2), use_tqdm=False)
+    assert states.num_prompt_tokens == 2
+    (score,) = llm.score("ab", "cd", pooling_params=PoolingParams(), use_tqdm=False)
+    assert score.score == llm.score("ab", "cd", use_tqdm=False)[0].score
+
+
 def test_scores_are_cosines(llm: LLM) -> None:
     texts = ["a", "bc", "def"]
     vectors = torch.tensor([o.embedding for o in llm.embed(texts, use_tqdm=False)])
@@ -216,6 +239,34 @@ BAD: list[tuple[Callable[[LLM], Any], str]] = [
         lambda llm: llm.score("a", "b", lora_request=[None] * 2),
         "lora_request must be a LoRARequest",
     ),
+    (
+        lambda llm: llm.embed("a", pooling_params=SamplingParams()),
+        r"pooling_params must be a PoolingParams, got SamplingParams\(",
+    ),
+    (
+        lambda llm: llm.embed("a", pooling_params=[PoolingParams()]),
+        r"pooling_params must be a PoolingParams, got \[",
+    ),
+    (
+        lambda llm: llm.embed("a", dimensions=8, pooling_params=PoolingParams(dimensions=9)),
+        "dimensions and pooling_params with dimensions=9; give one of them",
+    ),
+    (
+        lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=65)),
+        r"dimensions must be in \[1, 64\], got 65",
+    ),
+    (
+        lambda llm: llm.encode("a", PoolingParams(dimensions=8)),
+        "pooling_params: dimensions must be None for encode, got 8",
+    ),
+    (
+        lambda llm: llm.score("a", "b", pooling_params=PoolingParams(use_activation=False)),
+        "pooling_params: normalize must be None for score, got False",
+    ),
+    (lambda llm: llm.encode("a", pooling_task="token_embed"), "pooling_task='token_embed': embed"),
+    (lambda llm: llm.embed("a", dimension=8), "embed: unknown option 'dimension'; did you mean 'd"),
+    (lambda llm: llm.encode("a", normalise=True), "encode: unknown option 'normalise'$"),
+    (lambda llm: llm.score("a", "b", top_n=1), "score: unknown option 'top_n'$"),
     (lambda llm: llm.score("a", [[1], "b\ud800"]), r"documents\[1\]: prompt is not valid Unicode"),
 ]
 

@@ -1,9 +1,10 @@
 """Adapters of requests: which are in the host's memory, which on the device, and who waits.
 
-loaded.py    an adapter that requests use, and what says that its files have changed
+adapter.py   an adapter that requests use, and what says that its files have changed
 store.py     the adapters in the host's memory, read by threads beside the steps
 residents.py the slots on the device: who holds them, who gets them next
 parts.py     one rank's part: the slots' tensors
-place.py     the command that fills a slot on every rank
+command.py   the command that places an adapter: fills a slot on every rank
 calls.py     what the engine asks of all this
+requests.py  the engine's own calls that take a `LoRARequest`
 """

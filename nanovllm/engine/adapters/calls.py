@@ -2,8 +2,8 @@
 
 import os
 
-from nanovllm.engine.adapters.loaded import Adapter
-from nanovllm.engine.adapters.place import PlaceAdapter
+from nanovllm.engine.adapters.adapter import Adapter
+from nanovllm.engine.adapters.command import PlaceAdapter
 from nanovllm.engine.adapters.residents import Residents
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.model_runner import ModelRunner

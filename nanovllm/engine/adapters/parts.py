@@ -22,7 +22,7 @@ class AdapterParts:
     """
 
     def __init__(self, model: CausalLM, num_slots: int, max_rank: int, most: int) -> None:
-        self._model, self.max_rank, self._most = model, max_rank, most
+        self._model, self._max_rank, self._most = model, max_rank, most
         self.slots = AdapterSlots(model, num_slots, max_rank)
         self.tensors: MutableMapping[int, Any] = {}
 
@@ -32,15 +32,21 @@ class AdapterParts:
         self.tensors = {}
 
     def read(self, path: Path) -> Any:
-        """An adapter's tensors; an error names what is wrong with its files."""
-        return read_adapter(path, self._model, self.max_rank)
+        """An adapter's tensors, pinned for a GPU; an error names what is wrong with its files."""
+        tensors = read_adapter(path, self._model, self._max_rank)
+        if not self._model.model.norm.weight.is_cuda:
+            return tensors
+        return {name: pair.pinned() for name, pair in tensors.items()}
 
     def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
         """The adapters of rows with these slots, in int32; below 0: none."""
         return group_rows(slots, self.slots.num_slots, kernels)
 
     def place(self, slot: int, number: int, path: Path) -> None:
-        """Fill a slot. Without the tensors in the host's memory, the files are read."""
+        """Fill a slot, without waiting for the device.
+
+        Without the tensors in the host's memory, the files are read.
+        """
         tensors = self.tensors.get(number)
         if tensors is None:
             tensors = self.read(path)

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from nanovllm.engine.adapters.loaded import NO_SLOT, Adapter
+from nanovllm.engine.adapters.adapter import NO_SLOT, Adapter
 from nanovllm.engine.adapters.store import AdapterStore
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -39,17 +39,17 @@ class Residents:
         try:
             for seq in waiting:
                 adapter = seq.adapter
-                if adapter is not None:
-                    if adapter in line.drained or adapter in line.waits:
-                        continue
-                    if adapter.slot == NO_SLOT and not self._enter(adapter, line):
-                        if adapter.error is not None:
-                            self._failed[seq] = adapter.error
-                        continue
-                yield seq
-                if adapter is not None and seq.status is SequenceStatus.RUNNING:
-                    self.adapters.move_to_end(adapter)
-                    line.held.add(adapter)
+                if adapter in line.passed:
+                    continue
+                if adapter is None:
+                    yield seq
+                elif adapter.slot != NO_SLOT or self._enter(adapter, line):
+                    yield seq
+                    if seq.status is SequenceStatus.RUNNING:
+                        self.adapters.move_to_end(adapter)
+                        line.held.add(adapter)
+                elif adapter.error is not None:
+                    self._failed[seq] = adapter.error
         finally:
             self.store.want(line.waits)
 
@@ -77,13 +77,14 @@ class Residents:
         if adapter.error is not None:
             return False
         is_ready = len(line.waits) < self.store.most and self.store.is_ready(adapter)
-        left = [one for one in self.adapters if one not in line.drained]
+        left = [one for one in self.adapters if one not in line.passed]
         unheld = next((one for one in left if one not in line.held), None)
         if is_ready and (len(self.adapters) < self.num_slots or unheld is not None):
             return self._take_slot(adapter, unheld)
-        line.waits[adapter] = None
+        line.waits.append(adapter)
+        line.passed.add(adapter)
         if is_ready and left:
-            line.drained.add(left[0])
+            line.passed.add(left[0])
         return False
 
     def _take_slot(self, adapter: Adapter, unheld: Adapter | None) -> bool:
@@ -109,5 +110,5 @@ class _Line:
 
     def __init__(self, held: Iterable[Adapter]) -> None:
         self.held = {*held}
-        self.drained: set[Adapter] = set()
-        self.waits: dict[Adapter, None] = {}  # adapters without a slot, in order
+        self.waits: list[Adapter] = []  # for a slot, in order
+        self.passed: set[Adapter | None] = set()  # those that wait, and those that are drained

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.adapters.loaded import Adapter, number_of
+from nanovllm.engine.adapters.adapter import Adapter, number_of
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.lora_request import LoRARequest
 
@@ -26,7 +26,6 @@ class AdapterStore:
     def __init__(self, read: Callable[[Path], Any], most: int) -> None:
         self._read, self.most = read, most
         self.tensors: OrderedDict[int, Any] = OrderedDict()  # by number; the last used comes last
-        self.num_reads = 0
         self._known: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
         self._wanted: frozenset[int] = frozenset()
         self._loading: set[int] = set()
@@ -133,7 +132,6 @@ class AdapterStore:
             self._loaded.set()
 
     def _read_unchanged(self, adapter: Adapter) -> Any:
-        self.num_reads += 1
         tensors = self._read(adapter.path)
         if number_of(adapter.path) != adapter.number:
             raise ValueError(

@@ -29,14 +29,15 @@ class Outcome(NamedTuple):
 
 
 def attempt(command: Command, shard: "Shard") -> Outcome:
-    """Run a rank's part of a command, and wait for its device.
+    """Run a rank's part of a command, and wait for its device unless the command does not.
 
     An error of an exchange is not an outcome: it ends the rank.
     """
     try:
         with shard.computing():
             value = command.run(shard)
-            shard.synchronize()
+            if getattr(command, "waits_for_device", True):
+                shard.synchronize()
         return Outcome(value)
     except (ExchangeError, RankError):
         raise

@@ -18,7 +18,8 @@ class Command(Protocol):
     """A picklable object that every rank runs with its own shard.
 
     Ranks exchange tensors in `run` only if all of them do, in the same order. What it returns is
-    pickled, except on rank 0.
+    pickled, except on rank 0. The device's work is waited for, too, unless the command has a false
+    `waits_for_device`: then the steps that follow come after it.
     """
 
     def run(self, shard: "Shard") -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import xxhash
 
-from nanovllm.engine.adapters.loaded import Adapter
+from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.constraint import Constraint
 from nanovllm.engine.requests.grammars import Grammars

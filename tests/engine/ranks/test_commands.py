@@ -72,6 +72,26 @@ def test_a_single_rank_runs_a_command(model_dir: Path) -> None:
         assert not hasattr(caught.value, "__notes__")
 
 
+class Launch(NamedTuple):
+    """Launches what may end later."""
+
+    waits_for_device: bool
+
+    def run(self, shard: Shard) -> None:
+        pass
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_command_may_leave_its_work_to_the_device(
+    waits: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+    with make_llm(model_dir, size=1) as llm:
+        monkeypatch.setattr(llm.model_runner.shard, "synchronize", lambda: waited.append(True))
+        llm.model_runner.everywhere(Launch(waits))
+        assert waited == [True] * waits
+
+
 def test_results_come_in_the_order_of_ranks(llm: LLM) -> None:
     before = generate(llm)
     assert llm.model_runner.everywhere(Call(lambda shard: (shard.ranks.rank, "x"))) == [

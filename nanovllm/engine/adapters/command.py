@@ -8,8 +8,9 @@ from nanovllm.engine.shard import Shard
 
 @dataclass(frozen=True)
 class PlaceAdapter:
-    """Fill a slot on every rank."""
+    """Fill a slot on every rank, before the steps that follow use it."""
 
+    waits_for_device = False
     slot: int
     number: int
     path: Path

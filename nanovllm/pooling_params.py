@@ -1,0 +1,60 @@
+"""PoolingParams: vLLM's form of the options of `embed`, `encode` and `score`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.sampling_params import KEPT
+from nanovllm.utils.checks import shorten
+from nanovllm.utils.option import (
+    NOTHING,
+    TRUE_OR_FALSE,
+    by_name,
+    check_options,
+    int_range,
+    option,
+    options_of,
+)
+from nanovllm.vllm_names import POOLING
+
+
+@by_name("pooling parameter", POOLING)
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """Options of a call, as `pooling_params`; docs/embeddings.md explains them. None sets nothing.
+
+    vLLM's `use_activation` is another name of `normalize`.
+    """
+
+    dimensions: int | None = option(
+        None, "keep the first ones of a vector", int_range(1), none=NOTHING
+    )
+    normalize: bool | None = option(
+        None, "divide a vector by its length", TRUE_OR_FALSE, none=NOTHING
+    )
+    truncate_prompt_tokens: int | None = option(
+        None, "keep this many last tokens of longer prompts", KEPT, none=NOTHING
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def with_pooling_params(call: str, params: Any, **given: Any) -> tuple[Any, ...]:
+    """The values of a call's options in order, which are `given` or set in `params`.
+
+    One that is set in both, and one that the call does not have, are errors.
+    """
+    if params is None:
+        return (*given.values(),)
+    if not isinstance(params, PoolingParams):
+        raise TypeError(f"pooling_params must be a PoolingParams, got {shorten(params)}")
+    for name in options_of(PoolingParams):
+        value = getattr(params, name)
+        if value is None:
+            continue
+        if name not in given:
+            raise ValueError(f"pooling_params: {name} must be None for {call}, got {value}")
+        if given[name] is not None:
+            raise ValueError(f"{name} and pooling_params with {name}={value}; give one of them")
+        given[name] = value
+    return (*given.values(),)

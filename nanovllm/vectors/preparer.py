@@ -1,0 +1,150 @@
+"""Preparer: checks and encodes the prompts of calls that want hidden states.
+
+A plan has what they become, and what makes outputs of the requests when these have ended.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.engine.adapters.requests import check_had_adapter
+from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.pool import Pooling, Wanted
+from nanovllm.engine.requests.request import Request
+from nanovllm.models.config import ModelConfig
+from nanovllm.prompts import Prompt, prompt_list, split_prompt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_choice, check_text, shorten
+from nanovllm.vectors.conventions import Conventions, read_conventions
+from nanovllm.vectors.rerank import query_prefix
+
+PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+Prompts = Prompt | Iterable[Prompt]
+Output = TypeVar("Output")
+
+
+class Plan(NamedTuple, Generic[Output]):
+    """Requests to compute, and what makes outputs of them when they are complete, in order."""
+
+    accepted: list[Accepted]
+    make: Callable[[list[Request]], list[Output]]
+
+    def outputs(self, requests: list[Request]) -> list[Output]:
+        """The outputs of the requests, which have ended; raises if one is not complete."""
+        for request in requests:
+            check_complete(request)
+        return self.make(requests)
+
+
+def check_complete(request: Request) -> None:
+    """Raise if a request has ended before all that it wanted was computed."""
+    seq = request.seqs[0]
+    check_had_adapter(seq)
+    if seq.finish_reason != "stop":
+        raise NotReadyError("a request was aborted before its whole prompt was computed")
+
+
+class Prefix(NamedTuple):
+    """A text before prompts. It is an error for token ids, if the caller asked for it."""
+
+    text: str
+    is_asked: bool
+
+    def before(self, prompt: Any) -> Any:
+        """The prompt with the text before it."""
+        source = split_prompt(prompt)[0]
+        if isinstance(source, str):
+            return f"{self.text}{source}"
+        if self.is_asked:
+            raise TypeError(f"{shorten(self.text)} comes before texts only, got token ids")
+        return prompt
+
+
+class Preparer:
+    """Prepares prompts for one model. Errors name the prompt or the option, and change nothing.
+
+    `name` is how the user calls the model, whose files are in `path`.
+    """
+
+    def __init__(self, intake: Intake, model_config: ModelConfig, path: Path, name: str) -> None:
+        self.intake, self.model_config = intake, model_config
+        self.path, self.name = path, name
+
+    @cached_property
+    def conventions(self) -> Conventions:
+        """How this model's vectors are made: see `nanovllm.vectors.conventions`."""
+        return read_conventions(self.path, self.model_config.hidden_size)
+
+    def pooling(self, asked: Any, allowed: Iterable[Pooling]) -> Pooling:
+        """The pooling that a call asks for, or the model's."""
+        if asked is None:
+            return self.conventions.pooling
+        check_choice("pooling", asked, tuple(allowed))
+        return asked  # type: ignore[no-any-return]
+
+    def prefix(self, prompt_name: Any, instruction: Any) -> Prefix:
+        """What comes before texts: the model's prompt of this name, or an instruction."""
+        if instruction is None:
+            return Prefix(self.conventions.prefix(prompt_name), prompt_name is not None)
+        if prompt_name is not None:
+            raise ValueError("prompt_name and instruction exclude each other, got both")
+        return Prefix(query_prefix(text_of("instruction", instruction)), True)
+
+    def accept_all(
+        self,
+        name: str,
+        prompts: Any,
+        pooling: Pooling,
+        prefix: Prefix | None = None,
+        params: SamplingParams = PROMPT_ONLY,
+    ) -> list[Accepted]:
+        """Check and encode all prompts, before anything is queued."""
+        return [
+            self.accept(f"{name}[{index}]", prompt, Wanted(pooling), prefix, params)
+            for index, prompt in enumerate(prompt_list(name, prompts))
+        ]
+
+    def accept(
+        self,
+        name: str,
+        prompt: Prompt,
+        wanted: Wanted,
+        prefix: Prefix | None = None,
+        params: SamplingParams = PROMPT_ONLY,
+    ) -> Accepted:
+        """Check and encode a prompt, which an error calls `name`."""
+        try:
+            prompt = prefix.before(prompt) if prefix else prompt
+            return self.intake.accept(prompt, params, wanted)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+
+
+def prompt_params(truncate_prompt_tokens: int | None) -> SamplingParams:
+    """The parameters of a request without generated tokens."""
+    if truncate_prompt_tokens is None:
+        return PROMPT_ONLY
+    return replace(PROMPT_ONLY, truncate_prompt_tokens=truncate_prompt_tokens)
+
+
+def text_of(name: str, value: Any) -> str:
+    """A text, which may be in a dict; a TypeError for token ids."""
+    source = split_prompt(value)[0] if isinstance(value, Mapping) else value
+    if not isinstance(source, str):
+        raise TypeError(f"{name} must be a text, got {shorten(value)}")
+    check_text(name, source)
+    return source
+
+
+def vectors_of(requests: list[Request], dimensions: int | None, normalizes: bool) -> torch.Tensor:
+    """The requests' pooled states, cut and then normalized: [requests, dimensions]."""
+    if not requests:
+        return torch.empty(0, 0)
+    vectors = torch.stack([request.seqs[0].pool.result for request in requests])[:, :dimensions]
+    return F.normalize(vectors, dim=-1) if normalizes else vectors
