@@ -73,17 +73,18 @@ class Connection:
     def send(self, command: Command) -> None:
         """Send a command; `open` has returned before."""
         self.check()
-        assert self._writer is not None
+        assert self._loop is not None
         self._unsent += frame(command)
         self._num_unsent += 1
         if self._num_unsent == TOGETHER:
             self._flush()
         elif self._num_unsent == 1:
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Send what was collected: at once as far as the socket takes it, else by the writer."""
-        data, self._unsent, self._num_unsent = self._unsent, b"", 0
+        data = memoryview(self._unsent)  # of which a part is no copy: weights are large
+        self._unsent, self._num_unsent = b"", 0
         if not data or self.failure is not None:
             return
         assert self._writer is not None
