@@ -56,7 +56,7 @@ def _check_modules(name: str, value: Any) -> tuple[str, ...]:
     return modules
 
 
-LORA_MODULES = Rule(_check_modules, "a list of texts like NAME=PATH")
+LORA_MODULES = Rule(_check_modules, "a list of texts like NAME=PATH", pairs=True)
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
 KV_DTYPE = type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's

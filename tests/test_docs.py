@@ -198,3 +198,16 @@ def test_the_core_has_at_most_6200_lines(architecture: ModuleType) -> None:
 def test_lines_of_code_leave_out_comments_docstrings_and_blanks(architecture: ModuleType) -> None:
     source = '"""What it is."""\n\nx = (\n    1,  # one\n)\n# nothing\ndef f():\n    """Doc."""\n'
     assert architecture.code_lines(source) == 4
+
+
+def test_the_dockerfile_copies_what_the_package_is_built_of() -> None:
+    """No Docker runs in the tests; pip reads these files, and pyproject.toml names others."""
+    text = (DOCS / "serving.md").read_text()
+    (dockerfile,) = re.findall(r"```dockerfile\n(.*?)```", text, re.DOTALL)
+    lines = [line.split()[1:-1] for line in dockerfile.splitlines() if line.startswith("COPY")]
+    copied = {name for line in lines for name in line}
+    assert all((ROOT / name).exists() for name in copied), copied
+    project = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'^(?:readme|license-files|packages) = .*?"(.+)"', project, re.MULTILINE)
+    assert len(named) == 3 and copied >= {*named, "pyproject.toml", "constraints.txt"}
+    assert "\nserve = [" in project and "[serve]'" in dockerfile

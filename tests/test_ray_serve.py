@@ -59,9 +59,9 @@ class Cluster(NamedTuple):
         """The processes of engines."""
         return processes("nanovllm.engine.remote")
 
-    def logs(self) -> list[str]:
+    def logs(self, application: str = "default") -> list[str]:
         """The log of each replica that there has been."""
-        files = self.folder.glob("session_2*/logs/serve/replica_*_nanovllm_*.log")
+        files = self.folder.glob(f"session_2*/logs/serve/replica_{application}_nanovllm_*.log")
         return [file.read_text() for file in files]
 
     def num_left(self) -> int:
@@ -286,6 +286,45 @@ def test_running_requests_finish_when_the_application_is_deleted(cluster: Cluste
         serve.delete("default")
         assert len(stream.result()) > 0
     wait_until("engines are left", lambda: all(map(has_ended, engines)), 10)
+
+
+@pytest.mark.slow
+def test_load_adds_a_replica(cluster: Cluster, model: Path) -> None:
+    """Of another application, which has its own path: the first one leaves no cores for it."""
+    if "default" in serve.status().applications:
+        serve.delete("default")
+    scaling = dict(
+        min_replicas=1, max_replicas=2, target_ongoing_requests=1, upscale_delay_s=0.5,
+        look_back_period_s=1, metrics_interval_s=0.2,
+    )  # fmt: skip
+    app = serving_app(str(model), **OPTIONS, api_key=["secret"], autoscaling_config=scaling)
+    serve.run(app, name="scaled", route_prefix="/scaled")
+    assert len(cluster.replicas()) == len(cluster.engines()) == 1
+    scaled, over = cluster._replace(url=f"{cluster.url}/scaled"), threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            with scaled.stream(**LONG, max_tokens=8000) as events:
+                for _ in events:
+                    if over.is_set():
+                        break
+
+    def num_asked() -> int:
+        """How many replicas have logged that they were asked."""
+        return sum("/v1/completions " in log for log in cluster.logs("scaled"))
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask) for _ in range(4)]
+        try:
+            wait_until("no replica is added", lambda: len(cluster.engines()) == 2, 60)
+            wait_until(
+                "requests do not reach both", lambda: scaled.answers(2) and num_asked() == 2, 60
+            )
+        finally:
+            over.set()
+        for future in asking:
+            future.result()
+    serve.delete("scaled")
 
 
 @pytest.mark.slow

@@ -38,9 +38,9 @@ are accepted where they have a meaning.
 On the command line, an option is its name with dashes: `--max-num-seqs 64`, `--ignore-eos`,
 `--no-enable-prefix-caching`. A flag that differs is given in the table. `none` stands for `None`
 where a number may be `None` (`--max-tokens none`). Lists are `--stop-token-ids 1,2`, biases are
-`--logit-bias 5=-100,6=1.5`, and `--stop` and `--bad-words` may be given several times. A dict is
-JSON: `--speculative-config '{"method": "ngram"}'`. Without `--model` the command uses the embedded
-model.
+`--logit-bias 5=-100,6=1.5`, and `--stop` and `--bad-words` may be given several times, as may
+`--lora-modules a=/x b=/y`, which takes several. A dict is JSON:
+`--speculative-config '{"method": "ngram"}'`. Without `--model` the command uses the embedded model.
 """
 
 ENGINE = """\

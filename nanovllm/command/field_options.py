@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from nanovllm.option_names import option_name
@@ -65,6 +65,39 @@ READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
+class AppendPairs(argparse.Action):
+    """Appends a text like NAME=VALUE; `flags_for_pairs` lets several follow the flag."""
+
+    def __call__(
+        self,
+        _: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        __: str | None = None,
+    ) -> None:
+        """Append the text."""
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), values])
+
+
+def flags_for_pairs(args: Iterable[str], flags: Collection[str]) -> list[str]:
+    """The arguments, with a flag of its own for each text like NAME=VALUE that follows another.
+
+    What is no such text, as a model's name, ends the list.
+    """
+    full: list[str] = []
+    flag, is_first = "", False
+    for arg in args:
+        if arg.startswith("-"):
+            name, has_value, _ = arg.partition("=")
+            flag, is_first = (name, not has_value) if name in flags else ("", False)
+        elif flag and not is_first and "=" in arg:
+            arg = f"{flag}={arg}"
+        else:
+            flag, is_first = (flag, False) if is_first else ("", False)
+        full.append(arg)
+    return full
+
+
 def option_flag(kind: type, name: str) -> str:
     """A field's flag on the command line."""
     return "--" + option_name(kind, name).replace("_", "-")
@@ -103,7 +136,11 @@ def _parsing(annotation: Any, described: Option) -> dict[str, Any]:
     read, metavar = READERS[kind]
     if described.rule.choices:
         metavar = "{" + ",".join(described.rule.choices) + "}"
-    more = dict(action="append") if kind == Iterable[str] else {}
+    more: dict[str, Any] = {}
+    if described.rule.pairs:
+        more, metavar = dict(action=AppendPairs), "NAME=VALUE"
+    elif kind == Iterable[str]:
+        more = dict(action="append")
     return dict(type=_reader(read, _takes_none(annotation), metavar), metavar=metavar, **more)
 
 
@@ -112,7 +149,8 @@ def _help(annotation: Any, described: Option) -> str:
     if kind in (int, float):
         parts.append(f"{READERS[kind][1]} {described.rule.allowed}")
     if kind == Iterable[str]:
-        parts.append("may be given several times")
+        several = "several may follow the flag, and it " if described.rule.pairs else ""
+        parts.append(f"{several}may be given several times")
     if _takes_none(annotation) and described.none != NOTHING:
         parts.append(f"none: {described.none}".replace("`", ""))
     return "; ".join(parts)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from nanovllm import __version__
 from nanovllm.command import bench, bench_serve, chat, generate, info, run_batch, serve
+from nanovllm.command.field_options import AppendPairs, flags_for_pairs
 from nanovllm.utils.checks import did_you_mean
 
 COMMANDS = (generate, chat, serve, run_batch, info, bench, bench_serve)
@@ -18,6 +19,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """Refuse what is unknown, here, where the subcommand's options are known."""
+        actions = self._option_string_actions.items()
+        flags = [flag for flag, action in actions if isinstance(action, AppendPairs)]
+        args = flags_for_pairs(args, flags)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]

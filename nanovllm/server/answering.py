@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM
@@ -27,7 +27,7 @@ from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import APIError, as_api_error, error_body, error_response
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.utils.tasks import all_of, cancel
+from nanovllm.utils.tasks import Stop, all_of, cancel
 
 T = TypeVar("T")
 CLIENT_LEFT = 499  # for the log, as nginx writes it
@@ -273,26 +273,31 @@ async def answered(
         line.write(CLIENT_LEFT)
         return Response(status_code=CLIENT_LEFT)
     line.write(200)
-    return JSONResponse(body)
+    return Response(orjson.dumps(body), media_type="application/json")
 
 
 async def unless_gone(
     receive: Receive, work: Coroutine[Any, Any, T], timeout: float | None
 ) -> T | None:
-    """What `work` returns; None, and it is cancelled, if the client leaves before."""
-    task = asyncio.ensure_future(work)
+    """What `work` returns; None, and it is cancelled, if the client leaves before.
+
+    It runs in this task: one of its own would begin when all other tasks that are ready have run,
+    and of many requests at once the engine would get the first when all have been read.
+    """
+    stop = Stop()
     gone = asyncio.ensure_future(_disconnected(receive))
-    gone.add_done_callback(lambda _: task.cancel())
-    limit = timeout and asyncio.get_running_loop().call_later(timeout, task.cancel)
+    gone.add_done_callback(lambda _: stop.cancel("gone"))
+    limit = timeout and asyncio.get_running_loop().call_later(timeout, stop.cancel, "late")
     try:
-        return await task
+        return await work
     except asyncio.CancelledError:
-        if gone.done():
-            return None
-        if limit and limit.when() <= asyncio.get_running_loop().time():
+        if not stop.is_ours():  # but of what runs the application
+            raise
+        if stop.reason == "late":
             raise asyncio.TimeoutError from None
-        raise
+        return None
     finally:
+        stop.is_over = True
         gone.cancel()
         if limit:
             limit.cancel()

@@ -30,11 +30,13 @@ class Rule:
     """Which values an option takes.
 
     `check(name, value)` raises, or returns the value to keep; `allowed` completes "must be ...".
+    Of a list of `pairs`, texts like NAME=VALUE, several may follow a flag on the command line.
     """
 
     check: Callable[[str, Any], Any]
     allowed: str
     choices: tuple[str, ...] = ()
+    pairs: bool = False
 
 
 @dataclass(frozen=True)

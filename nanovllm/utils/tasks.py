@@ -8,12 +8,44 @@ T = TypeVar("T")
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; if one raises, or this is cancelled, the others are cancelled."""
+    """The results of all; if one raises, or this is cancelled, the others are cancelled.
+
+    A single one runs in the caller's task.
+    """
+    coroutines = list(coroutines)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
         await cancel(*tasks)
+
+
+class Stop:
+    """Cancels the current task from outside, once at most, until this is over.
+
+    `reason` is why it did. The one who sees the CancelledError asks `is_ours`.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] = task
+        self.reason: str | None = None
+        self.is_over = False
+
+    def cancel(self, reason: str) -> None:
+        """Cancel the task for a reason."""
+        if self.reason is None and not self.is_over:
+            self.reason = reason
+            self._task.cancel()
+
+    def is_ours(self) -> bool:
+        """Whether this has cancelled the task, which then no longer counts as cancelled."""
+        if self.reason is not None and hasattr(self._task, "uncancel"):  # since Python 3.11
+            self._task.uncancel()
+        return self.reason is not None
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:

@@ -116,8 +116,28 @@ def test_options_are_read_as_the_fields_types() -> None:
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        "m --lora-modules a=/x b=/y c=/z=1 --enable-lora",
+        "--enable-lora --lora-modules a=/x b=/y c=/z=1 m",
+        "--lora-modules a=/x --enable-lora --lora-modules b=/y c=/z=1 m",
+        "--lora-modules=a=/x b=/y --enable-lora m --lora-modules=c=/z=1",
+    ],
+)
+def test_several_adapters_may_follow_their_flag(flags: str) -> None:
+    args = make_parser().parse_args(["serve", *flags.split()])
+    assert options.engine_options(args) == dict(
+        model="m", enable_lora=True, lora_modules=["a=/x", "b=/y", "c=/z=1"]
+    )
+
+
+@pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
+        ("serve m --enable-lora --lora-modules", 2, "--lora-modules: expected one argument"),
+        ("serve m --enable-lora --lora-modules --verbose", 2, "expected one argument"),
+        ("serve --enable-lora --lora-modules m", 2, "must be like NAME=PATH, got 'm'"),
+        ("serve m --served-model-name x a=b", 2, "unrecognized arguments: a=b"),
         ("", 2, "the following arguments are required: COMMAND"),
         ("fly", 2, "invalid choice: 'fly'"),
         ("generate x --max-tokens many", 2, "argument --max-tokens: cannot read 'many' as N"),
