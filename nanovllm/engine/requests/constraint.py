@@ -90,7 +90,6 @@ class Constraint:
     __slots__ = (
         "_start",
         "_start_text",
-        "_stops",
         "dead_ends",
         "ends",
         "excluded",
@@ -104,8 +103,7 @@ class Constraint:
     matcher: "LLMatcher"
     free: FreeText | None  # that has not ended
     num_followed: int  # of the tokens, the prompt included
-    is_ahead: bool  # whether the matcher was given one more
-    _stops: bool  # whether nothing can follow that one
+    is_ahead: bool  # whether the matcher was given one more, which `update` will find
 
     def __init__(
         self,
@@ -130,7 +128,7 @@ class Constraint:
         """Start over: the next `update` follows every token of the output."""
         self.matcher = self._start.deep_copy()
         self.free = self._start_text and self._start_text.copy()
-        self.num_followed, self.is_ahead, self._stops = 0, False, False
+        self.num_followed, self.is_ahead = 0, False
 
     def update(self, seq: Sequence) -> End | None:
         """Follow the tokens that are new. Returns the end that they bring, if any."""
@@ -139,7 +137,7 @@ class Constraint:
             return None
         if self.is_ahead and end == self.num_followed + 1:  # and it had all before
             self.num_followed, self.is_ahead = end, False
-            return self._end(seq) if self._stops else None
+            return self._end(seq) if self.matcher.is_stopped() else None
         if end < self.num_followed:  # one was taken back
             self.reset()
         indices = range(max(self.num_followed, seq.num_prompt_tokens), end)
@@ -170,13 +168,6 @@ class Constraint:
         """Whether the matcher may be given the next token before `update`: it has all others."""
         end = len(seq.token_ids) - seq.num_pending_tokens
         return self.num_followed == end and self.free is None and not self.dead_ends
-
-    def note_taken(self, taken: bool) -> None:
-        """Note that the matcher was given a token, which `update` will find, and has taken it."""
-        if taken:
-            self.is_ahead, self._stops = True, self.matcher.is_stopped()
-        else:  # `update` finds out why
-            self.reset()
 
     def _failure(self) -> End:
         failed = self.matcher.is_error()

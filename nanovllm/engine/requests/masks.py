@@ -39,7 +39,10 @@ def take(batch: Batch, token_ids: list[int]) -> None:
         return
     jobs = [(constraint.matcher, token_id) for constraint, token_id in given]
     for (constraint, _), taken in zip(given, _executor().consume_token_par(jobs), strict=True):
-        constraint.note_taken(taken)
+        if taken:
+            constraint.is_ahead = True
+        else:  # `update` finds out why
+            constraint.reset()
 
 
 class Masks:
@@ -56,27 +59,34 @@ class Masks:
 
     def fill(self) -> set[int]:
         """Write all rows. Returns those that have failed, which allow nothing."""
-        matchers = [  # `after` in any case, but faster
-            constraint.after(drafts) if drafts or constraint.free else constraint.matcher
-            for constraint, drafts in self._asked
-        ]
-        jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        jobs, free = self._jobs()
         # Rows after fewer drafts than others are alike. Each matcher is used by one thread.
         if len(dict(jobs)) < len(jobs):
             jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
-        address, stride = self.array.ctypes.data, self.array.strides[0]
+        address, stride = self.tensor.data_ptr(), self.array.strides[0]
         if len(jobs) > ALONE:
-            _executor().unsafe_compute_mask_ptr(jobs, address, stride, len(matchers))
+            _executor().unsafe_compute_mask_ptr(jobs, address, stride, len(self._asked))
         else:
             for matcher, row in jobs:
                 matcher.unsafe_compute_mask_ptr(address + row * stride, stride)
         failed = {row for matcher, row in jobs if matcher.is_error()}
         for row in failed:  # llguidance lets the text end where it cannot go on
             self.array[row] = 0
-        is_free = len(jobs) < len(matchers)
-        free = [row for row, matcher in enumerate(matchers) if matcher is None] if is_free else []
         self._bar(free)
         return failed
+
+    def _jobs(self) -> tuple[Jobs, list[int]]:
+        """The matchers with their rows, and the rows in which all tokens may come."""
+        jobs = [
+            (constraint.matcher, row)
+            for row, (constraint, drafts) in enumerate(self._asked)
+            if not drafts and constraint.free is None
+        ]
+        if len(jobs) == len(self._asked):  # most often
+            return jobs, []
+        matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
+        jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        return jobs, [row for row, matcher in enumerate(matchers) if matcher is None]
 
     def _bar(self, free: list[int]) -> None:
         """Clear the tokens that may not come although matchers, or the `free` rows, allow them."""

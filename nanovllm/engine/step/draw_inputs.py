@@ -183,10 +183,12 @@ def _masks(
     draws: list[Draw], allowed: IdsOfRows, forbidden: IdsOfRows, vocab_size: int, device_type: str
 ) -> torch.Tensor:
     """The bitmaps of what may come after the drafts, where uploads need no other copy."""
-    asked = [(seq.constraint, drafts) for seq, drafts in draws]
-    for (constraint, _), (seq, _) in zip(asked, draws, strict=True):
-        if constraint.num_followed != len(seq.token_ids) or seq.num_pending_tokens:  # most have all
+    asked = []
+    for seq, drafts in draws:
+        constraint = seq.constraint
+        if constraint.num_followed != len(seq.token_ids) or seq.num_pending_tokens:
             constraint.update(seq)
+        asked.append((constraint, drafts))
     masks = Masks(asked, pinned=device_type == "cuda")
     doubtful = masks.fill()
     for row, ids in allowed:
