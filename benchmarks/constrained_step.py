@@ -10,6 +10,10 @@ for each case, with the medians of all steps in microseconds:
     draw         what the next draw needs: masks are filled
     fill         the part of `draw` that is in `Masks.fill`
     serial       postprocess and draw: what is between a step's tokens and the next draw
+    thread       the part of `serial` in which the engine's thread computes: Python's, most of it,
+                 while llguidance's is that of other threads
+
+On a busy machine times vary, and those of `thread` least: compare the least of several runs.
 """
 
 import argparse
@@ -95,12 +99,16 @@ def sequences(
     return found
 
 
-def timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    """The function, which adds its times."""
+def timed(
+    function: Callable[..., Any], times: list[float], own: list[float] | None = None
+) -> Callable[..., Any]:
+    """The function, which adds its times, and to `own` those in which its thread computed."""
 
     def run(*args: Any) -> Any:
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), time.thread_time()
         result = function(*args)
+        if own is not None:
+            own.append((time.thread_time() - computed) * 1e6)
         times.append(elapsed(start))
         return result
 
@@ -115,15 +123,16 @@ def measure(found: list[tuple[Sequence, list[int]]], steps: int, vocab: int) -> 
         scheduler.add(seq)
     tokens = dict(found)
     times: dict[str, list[float]] = {name: [] for name in ("postprocess", "draw", "fill")}
+    own: dict[str, list[float]] = {"postprocess": [], "draw": []}
     fill = Masks.fill
     Masks.fill = timed(fill, times["fill"])
-    draw = timed(drawing.draw_inputs, times["draw"])
+    draw = timed(drawing.draw_inputs, times["draw"], own["draw"])
 
     def follow(batch: Batch, token_ids: list[int]) -> list[Sequence]:
         take(batch, token_ids)
         return scheduler.postprocess(batch, token_ids)
 
-    postprocess = timed(follow, times["postprocess"])
+    postprocess = timed(follow, times["postprocess"], own["postprocess"])
     known = torch.zeros(len(found))  # whatever the device has
     computed = Computed(known[:, None], known, (known, known), known)
     for step in range(steps):
@@ -134,8 +143,10 @@ def measure(found: list[tuple[Sequence, list[int]]], steps: int, vocab: int) -> 
         assert not postprocess(batch, [tokens[seq][step] for seq in batch.sampling_seqs])
     Masks.fill = fill
     figures = {name: statistics.median(each[5:]) for name, each in times.items() if each}
-    pairs = zip(times["postprocess"][5:], times["draw"][6:], strict=False)
-    return {**figures, "serial": statistics.median(map(sum, pairs))}
+    for name, parts in (("serial", times), ("thread", own)):
+        pairs = zip(parts["postprocess"][5:], parts["draw"][6:], strict=False)
+        figures[name] = statistics.median(map(sum, pairs))
+    return figures
 
 
 def main() -> None:

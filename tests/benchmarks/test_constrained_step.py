@@ -20,5 +20,5 @@ def test_it_reports_all_cases(
     constrained_step.main()
     cases = [*map(json.loads, capsys.readouterr().out.splitlines())]
     assert [case["case"] for case in cases] == list(constrained_step.CASES)
-    assert all(case["postprocess"] > 0 and case["draw"] > 0 for case in cases)
+    assert all(case[part] > 0 for case in cases for part in ("postprocess", "draw", "thread"))
     assert all(("fill" in case) == ("schema" in case["case"]) for case in cases)

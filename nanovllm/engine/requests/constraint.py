@@ -88,24 +88,22 @@ class Constraint:
     """
 
     __slots__ = (
-        "_free",
-        "_num_tokens",
         "_start",
         "_start_text",
-        "_stops",
         "dead_ends",
         "ends",
         "excluded",
+        "free",
         "is_ahead",
         "matcher",
+        "num_followed",
         "num_tokens",
         "num_words",
     )
     matcher: "LLMatcher"
-    _free: FreeText | None
-    _num_tokens: int  # of the output, that are followed
-    is_ahead: bool  # whether the matcher was given one more
-    _stops: bool  # whether nothing can follow that one
+    free: FreeText | None  # that has not ended
+    num_followed: int  # of the tokens, the prompt included
+    is_ahead: bool  # whether the matcher was given one more, which `update` will find
 
     def __init__(
         self,
@@ -129,52 +127,47 @@ class Constraint:
     def reset(self) -> None:
         """Start over: the next `update` follows every token of the output."""
         self.matcher = self._start.deep_copy()
-        self._free = self._start_text and self._start_text.copy()
-        self._num_tokens, self.is_ahead, self._stops = 0, False, False
+        self.free = self._start_text and self._start_text.copy()
+        self.num_followed, self.is_ahead = 0, False
 
     def update(self, seq: Sequence) -> End | None:
         """Follow the tokens that are new. Returns the end that they bring, if any."""
-        number = len(seq.token_ids) - seq.num_pending_tokens - seq.num_prompt_tokens
-        if number == self._num_tokens:
+        end = len(seq.token_ids) - seq.num_pending_tokens
+        if end == self.num_followed:
             return None
-        if self.is_ahead and number == self._num_tokens + 1:  # and it had all before
-            self._num_tokens, self.is_ahead = number, False
-            return self._end(seq, self._stops)
-        if number < self._num_tokens:  # one was taken back
+        if self.is_ahead and end == self.num_followed + 1:  # and it had all before
+            self.num_followed, self.is_ahead = end, False
+            return self._end(seq) if self.matcher.is_stopped() else None
+        if end < self.num_followed:  # one was taken back
             self.reset()
-        indices = range(seq.num_prompt_tokens + self._num_tokens, seq.num_known_tokens)
+        indices = range(max(self.num_followed, seq.num_prompt_tokens), end)
+        self.num_followed = end
+        if not indices:
+            return None
         new = seq.token_ids[indices.start : indices.stop]
-        self._num_tokens = number
         if self.dead_ends and not self.dead_ends.isdisjoint(indices):
             return self._failure()
-        if self._free is not None:
-            ended = self._free.ends(new)
+        if self.free is not None:
+            ended = self.free.ends(new)
             if ended is None:
                 return None
-            begun = self._free.begin(self.matcher, ended[1])
+            begun = self.free.begin(self.matcher, ended[1])
             if begun is None:
                 return self._failure()
-            self.matcher, self._free, new = begun, None, new[ended[0] :]
+            self.matcher, self.free, new = begun, None, new[ended[0] :]
         if self.is_ahead:
             self.is_ahead, new = False, new[1:]
         if new and self.matcher.try_consume_tokens(new) < len(new):
             return self._failure()
-        return self._end(seq, self.matcher.is_stopped())
+        return self._end(seq) if self.matcher.is_stopped() else None
 
-    def _end(self, seq: Sequence, stops: bool) -> End | None:
-        return STOP if stops and seq.num_known_tokens >= seq.min_num_tokens else None
+    def _end(self, seq: Sequence) -> End | None:
+        return STOP if seq.num_known_tokens >= seq.min_num_tokens else None
 
     def may_take(self, seq: Sequence) -> bool:
         """Whether the matcher may be given the next token before `update`: it has all others."""
-        number = len(seq.token_ids) - seq.num_pending_tokens - seq.num_prompt_tokens
-        return number == self._num_tokens and self._free is None and not self.dead_ends
-
-    def note_taken(self, taken: bool) -> None:
-        """Note that the matcher was given a token, which `update` will find, and has taken it."""
-        if taken:
-            self.is_ahead, self._stops = True, self.matcher.is_stopped()
-        else:  # `update` finds out why
-            self.reset()
+        end = len(seq.token_ids) - seq.num_pending_tokens
+        return self.num_followed == end and self.free is None and not self.dead_ends
 
     def _failure(self) -> End:
         failed = self.matcher.is_error()
@@ -188,7 +181,7 @@ class Constraint:
         it cannot change them. None in free text, nor where the grammar has failed. A token that
         ends the output is left out: nothing is to be computed after it.
         """
-        if self.update(seq) is not None or self._free is not None:
+        if self.update(seq) is not None or self.free is not None:
             return []
         matcher = self.matcher.deep_copy()
         found = matcher.compute_ff_tokens()
@@ -199,13 +192,13 @@ class Constraint:
 
     def after(self, drafts: list[int]) -> "LLMatcher | None":
         """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
-        if not drafts and self._free is None:  # most often
+        if not drafts and self.free is None:  # most often
             return self.matcher
-        if self._free is not None:
-            ended = self._free.copy().ends(drafts)
+        if self.free is not None:
+            ended = self.free.copy().ends(drafts)
             if ended is None:
                 return None
-            begun, drafts = self._free.begin(self.matcher, ended[1]), drafts[ended[0] :]
+            begun, drafts = self.free.begin(self.matcher, ended[1]), drafts[ended[0] :]
             if begun is None:
                 return None
             return begun if begun.try_consume_tokens(drafts) == len(drafts) else None
@@ -214,7 +207,7 @@ class Constraint:
 
     def barred(self, drafts: list[int]) -> tuple[int, ...]:
         """The tokens that may not come after the drafts where `after` is None."""
-        return (*self.ends, *(self._free.barred(drafts) if self._free is not None else ()))
+        return (*self.ends, *(self.free.barred(drafts) if self.free is not None else ()))
 
 
 def reason_of(matcher: "LLMatcher") -> str:

@@ -28,17 +28,21 @@ def take(batch: Batch, token_ids: list[int]) -> None:
     """
     if batch.drafts or batch.num_drafts:  # not all tokens are sure to come
         return
-    given: list[Constraint] = []
-    jobs: list[tuple[LLMatcher, int]] = []  # with their tokens
-    for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True):
-        constraint = seq.constraint
-        if constraint is not None and seq.num_pending_tokens and constraint.may_take(seq):
-            given.append(constraint)
-            jobs.append((constraint.matcher, token_id))
-    if len(jobs) <= ALONE:
+    given = [
+        (constraint, token_id)
+        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True)
+        if (constraint := seq.constraint) is not None
+        and seq.num_pending_tokens
+        and constraint.may_take(seq)
+    ]
+    if len(given) <= ALONE:
         return
-    for constraint, taken in zip(given, _executor().consume_token_par(jobs), strict=True):
-        constraint.note_taken(taken)
+    jobs = [(constraint.matcher, token_id) for constraint, token_id in given]
+    for (constraint, _), taken in zip(given, _executor().consume_token_par(jobs), strict=True):
+        if taken:
+            constraint.is_ahead = True
+        else:  # `update` finds out why
+            constraint.reset()
 
 
 class Masks:
@@ -55,42 +59,49 @@ class Masks:
 
     def fill(self) -> set[int]:
         """Write all rows. Returns those that have failed, which allow nothing."""
-        matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
-        jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        jobs, free = self._jobs()
         # Rows after fewer drafts than others are alike. Each matcher is used by one thread.
-        if len({id(matcher) for matcher, _ in jobs}) < len(jobs):
+        if len(dict(jobs)) < len(jobs):
             jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
-        address, stride = self.array.ctypes.data, self.array.strides[0]
+        address, stride = self.tensor.data_ptr(), self.array.strides[0]
         if len(jobs) > ALONE:
-            _executor().unsafe_compute_mask_ptr(jobs, address, stride, len(matchers))
+            _executor().unsafe_compute_mask_ptr(jobs, address, stride, len(self._asked))
         else:
             for matcher, row in jobs:
                 matcher.unsafe_compute_mask_ptr(address + row * stride, stride)
         failed = {row for matcher, row in jobs if matcher.is_error()}
         for row in failed:  # llguidance lets the text end where it cannot go on
             self.array[row] = 0
-        self._bar({row for row, matcher in enumerate(matchers) if matcher is None})
+        self._bar(free)
         return failed
 
-    def _bar(self, free: set[int]) -> None:
+    def _jobs(self) -> tuple[Jobs, list[int]]:
+        """The matchers with their rows, and the rows in which all tokens may come."""
+        jobs = [
+            (constraint.matcher, row)
+            for row, (constraint, drafts) in enumerate(self._asked)
+            if not drafts and constraint.free is None
+        ]
+        if len(jobs) == len(self._asked):  # most often
+            return jobs, []
+        matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
+        jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        return jobs, [row for row, matcher in enumerate(matchers) if matcher is None]
+
+    def _bar(self, free: list[int]) -> None:
         """Clear the tokens that may not come although matchers, or the `free` rows, allow them."""
-        rows_without: dict[tuple[int, ...], list[int]] = {}
-        for row, (constraint, drafts) in enumerate(self._asked):
-            without = constraint.excluded
-            if row in free:
-                self.array[row] = -1
-                without = constraint.barred(drafts)
-            if without:
-                rows = rows_without.get(without)
-                if rows is None:
-                    rows_without[without] = [row]
-                else:
-                    rows.append(row)
-        bits = self.array.view(np.uint32)
-        for ids, rows in rows_without.items():
-            where = slice(None) if len(rows) == len(self._asked) else rows
+        without = [constraint.excluded for constraint, _ in self._asked]
+        for row in free:
+            constraint, drafts = self._asked[row]
+            without[row] = constraint.barred(drafts)
+            self.array[row] = -1
+        bits, kinds = self.array.view(np.uint32), {*without}
+        for ids in kinds:
+            rows: slice | list[int] = slice(None)
+            if len(kinds) > 1 and ids:
+                rows = [row for row, others in enumerate(without) if others == ids]
             for token_id in ids:
-                bits[where, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
+                bits[rows, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
 
     def forbid(self, ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> None:
         """Clear the bits of tokens of some rows."""
@@ -120,8 +131,8 @@ def note_dead_ends(
 
     A token that stops nothing is drawn there.
     """
-    noted = {row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends}
-    for row in noted.union(doubtful):
+    noted = [row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends]
+    for row in doubtful.union(noted):
         seq, drafts = draws[row]
         dead_ends, index = seq.constraint.dead_ends, len(seq.token_ids) + len(drafts)
         if row in doubtful and masks.is_empty(row, vocab_size):

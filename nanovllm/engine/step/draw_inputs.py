@@ -23,6 +23,7 @@ NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copie
 COLDEST = 1e-30  # below it any difference of logits decides
 HOTTEST = 1e37  # above it the sampler's products overflow, and logits no longer matter
 UNCUT = False, False, False, False  # what `_kind` returns without cuts
+NO_DRAFTS: list[int] = []
 
 Draw = tuple[Sequence, list[int]]  # a sequence, and the drafts that come before the token
 IdsOfRows = list[tuple[int, Any]]  # rows, and token ids of each
@@ -61,12 +62,17 @@ def draw_inputs(
     """
     inputs = DrawInputs(len(seqs), report=drawn_report_inputs(seqs))
     offsets = offsets or [0] * len(seqs)
-    narrowed = {
-        row: (seq, drafts[seq][: offsets[row]] if seq in drafts else [])
+    rows = [  # `is_narrowed`, but faster
+        row
         for row, seq in enumerate(seqs)
-        if seq.narrows or len(seq.token_ids) < seq.min_num_tokens  # `is_narrowed`, but faster
-    }
-    inputs.filters = _parts(narrowed, vocab_size, device_type) if narrowed else []
+        if seq.narrows or len(seq.token_ids) < seq.min_num_tokens
+    ]
+    if rows:
+        before = [NO_DRAFTS] * len(seqs)
+        if drafts:
+            before = [drafts.get(s, NO_DRAFTS)[:n] for s, n in zip(seqs, offsets, strict=True)]
+        draws = [(seqs[row], before[row]) for row in rows]
+        inputs.filters = _parts(rows, draws, vocab_size, device_type)
     if computed is not None and computed.token_ids is not None and not inputs.filters:
         return inputs
     inputs.is_greedy = not any(seq.temperature > 0 for seq in seqs)
@@ -81,18 +87,26 @@ def needs_logits(seqs: list[Sequence]) -> bool:
     return any(seq.is_narrowed or reports_next(seq) for seq in seqs)
 
 
-def _parts(draws: dict[int, Draw], vocab_size: int, device_type: str) -> list[Filters]:
+def _parts(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> list[Filters]:
     """The filters of narrowed rows, rows with the same kinds together."""
-    alike: dict[tuple[bool, ...], list[int]] = {}
-    for row, (seq, _) in draws.items():
-        kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
-        wide = (seq.constraint is not None, seq.processors is not None)
-        alike.setdefault((*wide, *kind), []).append(row)
+    alike: dict[tuple[bool, ...], tuple[list[int], list[Draw]]] = {}
+    if all(seq.constraint is not None and not seq.has_filters for seq, _ in draws):
+        alike[()] = rows, draws  # as below, but faster
+    else:
+        for row, draw in zip(rows, draws, strict=True):
+            seq = draw[0]
+            kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
+            wide = (seq.constraint is not None, seq.processors is not None)
+            some_rows, some = alike.setdefault((*wide, *kind), ([], []))
+            some_rows.append(row)
+            some.append(draw)
     size = rows_narrowed_together(vocab_size, device_type)
     parts = [
-        rows[start : start + size] for rows in alike.values() for start in range(0, len(rows), size)
+        (some_rows[start : start + size], some[start : start + size])
+        for some_rows, some in alike.values()
+        for start in range(0, len(some_rows), size)
     ]
-    return [_filters(part, [draws[row] for row in part], vocab_size, device_type) for part in parts]
+    return [_filters(*part, vocab_size, device_type) for part in parts]
 
 
 def rows_narrowed_together(vocab_size: int, device_type: str) -> int:
@@ -117,7 +131,7 @@ def noise_key(seq: Sequence, offset: int = 0) -> int:
 
 
 def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> Filters:
-    filters = Filters(torch.from_numpy(np.array(rows)))
+    filters = Filters(torch.from_numpy(np.fromiter(rows, np.int64, len(rows))))
     if draws[0][0].processors is not None:
         filters.processors = [
             (row, functools.partial(seq.processors.apply, seq, drafts))
@@ -169,9 +183,12 @@ def _masks(
     draws: list[Draw], allowed: IdsOfRows, forbidden: IdsOfRows, vocab_size: int, device_type: str
 ) -> torch.Tensor:
     """The bitmaps of what may come after the drafts, where uploads need no other copy."""
-    for seq, _ in draws:
-        seq.constraint.update(seq)
-    asked = [(seq.constraint, drafts) for seq, drafts in draws]
+    asked = []
+    for seq, drafts in draws:
+        constraint = seq.constraint
+        if constraint.num_followed != len(seq.token_ids) or seq.num_pending_tokens:
+            constraint.update(seq)
+        asked.append((constraint, drafts))
     masks = Masks(asked, pinned=device_type == "cuda")
     doubtful = masks.fill()
     for row, ids in allowed:

@@ -176,10 +176,14 @@ def test_masks_after_drafts_equal_those_after_tokens(data: st.DataObject, which:
 
 
 def test_many_masks_at_once_equal_single_ones() -> None:
-    """On several threads, with drafts, free text and constraints of one sequence repeated."""
+    """On several threads, with drafts, free text and constraints of one sequence repeated.
+
+    Some may end with any token that ends a sequence, some with one, some with none.
+    """
     asked = []
-    for structured, _ in LANGUAGES * 4:
-        constraint = GRAMMARS.constraint(structured)
+    ends = ((), (EOS,), (EOS, OTHER_EOS))
+    for (structured, _), may_end in zip(LANGUAGES * 4, itertools.cycle(ends), strict=False):
+        constraint = GRAMMARS.constraint(structured, may_end)
         first = min(allowed(constraint) - {EOS, OTHER_EOS})
         asked += [(constraint, []), (constraint, [first]), (constraint, [first])]
     free = constrain(GRAMMARS, choice=["ab"], after="</think>")
@@ -242,9 +246,11 @@ def test_what_was_taken_before_an_interrupt_is_dropped() -> None:
     seqs = [Sequence([0], SamplingParams()) for _ in range(6)]
     for seq in seqs:
         seq.constraint = constrain(GRAMMARS, choice=["ab", "cd"])
+        assert seq.constraint.update(seq) is None
         seq.token_ids.append(PENDING)
         seq.num_pending_tokens = 1
     take(Batch(seqs, is_prefill=False), [ord("a")] * 6)
+    assert all(seq.constraint.is_ahead for seq in seqs)
     for seq in seqs:
         seq.drop_pending()
         seq.constraint.reset()
