@@ -3,6 +3,8 @@
 It does not know which requests use a slot.
 """
 
+import contextlib
+
 import torch
 
 from nanovllm.adapters.modules import Module, modules_of
@@ -96,7 +98,8 @@ def _copy(destination: torch.Tensor, values: torch.Tensor) -> None:
     PyTorch keeps the pinned memory until the copy is done.
     """
     if destination.is_cuda and not (values.is_contiguous() and values.is_pinned()):
-        values = values.contiguous().pin_memory()
+        with contextlib.suppress(RuntimeError):  # the host pins no more
+            values = values.contiguous().pin_memory()
     destination.copy_(values, non_blocking=True)
 
 

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
         """Refuse what is unknown, here, where the subcommand's options are known."""
         actions = self._option_string_actions.items()
         flags = [flag for flag, action in actions if isinstance(action, AppendPairs)]
-        args = flags_for_pairs(args, flags)
+        args = flags_for_pairs(sys.argv[1:] if args is None else args, flags)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]

@@ -17,9 +17,12 @@ def beside(
 
     Elsewhere the host would take longer to arrange that than the kernels run.
     """
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         return first(), second()
-    current, side = torch.cuda.current_stream(device), _side_stream(device)
+    side = _side_stream(device)  # made before a graph is captured
+    if not torch.cuda.is_current_stream_capturing():
+        return first(), second()
+    current = torch.cuda.current_stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         later = second()

@@ -84,7 +84,10 @@ class PairAdapters:
 
     def add_gates(self, x: torch.Tensor, gates: torch.Tensor) -> None:
         """Add to gates and ups [N, 2 * I]."""
-        self.pairs.add(x, self.gate_up, lambda: gates)
+        kernels, groups = self.pairs.kernels, self.pairs.groups
+        kernels.lora_up(
+            kernels.lora_down(x, self.gate_up, groups), self.gate_up, groups, gates, None
+        )
 
     def add_outputs(self, inner: torch.Tensor, outputs: torch.Tensor, shares: torch.Tensor) -> None:
         """Add to outputs [N, hidden] that are multiplied by `shares`."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM
@@ -273,7 +273,7 @@ async def answered(
         line.write(CLIENT_LEFT)
         return Response(status_code=CLIENT_LEFT)
     line.write(200)
-    return Response(orjson.dumps(body), media_type="application/json")
+    return JSONResponse(body)
 
 
 async def unless_gone(

@@ -36,16 +36,21 @@ class Stop:
         self.is_over = False
 
     def cancel(self, reason: str) -> None:
-        """Cancel the task for a reason."""
-        if self.reason is None and not self.is_over:
+        """Cancel the task for a reason, unless others have."""
+        if self.reason is None and not self.is_over and not _num_cancels(self._task):
             self.reason = reason
             self._task.cancel()
 
     def is_ours(self) -> bool:
-        """Whether this has cancelled the task, which then no longer counts as cancelled."""
+        """Whether this alone has cancelled the task, which then no longer counts as cancelled."""
         if self.reason is not None and hasattr(self._task, "uncancel"):  # since Python 3.11
-            self._task.uncancel()
+            return not self._task.uncancel()
         return self.reason is not None
+
+
+def _num_cancels(task: "asyncio.Task[Any]") -> int:
+    """How often a task was cancelled; 0 before Python 3.11, which does not know."""
+    return task.cancelling() if hasattr(task, "cancelling") else 0
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:

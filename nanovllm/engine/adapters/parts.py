@@ -1,5 +1,6 @@
 """AdapterParts: one rank's slots."""
 
+import contextlib
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,16 @@ class AdapterParts:
         self.tensors = {}
 
     def read(self, path: Path) -> Any:
-        """An adapter's tensors, pinned for a GPU; an error names what is wrong with its files."""
-        tensors = read_adapter(path, self._model, self._max_rank)
-        if not self._model.model.norm.weight.is_cuda:
-            return tensors
-        return {name: pair.pinned() for name, pair in tensors.items()}
+        """An adapter's tensors, pinned for a GPU; an error names what is wrong with its files.
+
+        Peak memory: a pair of matrices more. Where the host pins no more, they stay as they are.
+        """
+        tensors = dict(read_adapter(path, self._model, self._max_rank))
+        if self._model.model.norm.weight.is_cuda:
+            with contextlib.suppress(RuntimeError):
+                for name, pair in tensors.items():
+                    tensors[name] = pair.pinned()
+        return tensors
 
     def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
         """The adapters of rows with these slots, in int32; below 0: none."""

@@ -15,9 +15,9 @@ from nanovllm.engine.remote.frames import HEAD, frame
 from nanovllm.engine.remote.messages import Answer, Ask, Command, Ended, Event, Failed, Ready
 from nanovllm.engine.remote.process import EngineProcess
 
-# Of many requests that come, or end, at once so many are sent to the engine, or answered, together:
-# it computes them while the others are read. Fewer would not be faster, as a prefill of a few
-# prompts takes as long as one of many.
+# When many requests arrive or end at once, so many are sent to the engine, or answered, together:
+# it computes some while others are read. Fewer are not faster, as a prefill of a few prompts takes
+# as long as one of many.
 TOGETHER = 32
 
 

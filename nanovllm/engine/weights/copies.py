@@ -43,7 +43,8 @@ class Copies:
             targets.append(memory)
             sources.append(part)
             self._parts.update(parts)
-            self._bytes += size
+            # A part keeps the whole tensor.
+            self._bytes += tensor.nbytes if isinstance(tensor, torch.Tensor) else size
         if self._bytes > MOST_WAITING:
             self.make()
 

@@ -32,6 +32,7 @@ class Stage:
     def __init__(self, layer: Layer, parts: Iterable[str]) -> None:
         self.layer = layer
         self.missing = set(parts)
+        self.waits = False  # from one update to another: then it may be given what it has
 
 
 class HeldWeights:
@@ -52,7 +53,7 @@ class HeldWeights:
     def check_together(self, names: Iterable[str], missing: Collection[str]) -> None:
         """Raise a ValueError if `names` have only some parts of a layer that need all of them.
 
-        A layer waits for parts that are `missing`, be it because they were dropped.
+        A layer may wait for parts that are `missing`.
         """
         given = self.known.parts_of(names) if self._parts else set()
         for layer, parts in self._parts.items():
@@ -89,6 +90,8 @@ class HeldWeights:
         for layer, stage in [*self._staged.items()]:
             if stage.missing.isdisjoint(missing) or self._can_unpack(layer):
                 self._replace(layer)
+            else:
+                stage.waits = True
         self._refresh_head()
 
     def drop_staged(self) -> None:
@@ -189,7 +192,7 @@ class HeldWeights:
         param = stage.layer.get_parameter(target.param.rpartition(".")[2])
         stage.layer.weight_loader(param, tensor, target.shard_id)
         stage.missing -= set(target.parts)
-        if not stage.missing:
+        if not stage.missing and not stage.waits:
             self._replace(layer)
 
     def _replace(self, layer: str) -> None:

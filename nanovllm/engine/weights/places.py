@@ -19,7 +19,7 @@ class Place(NamedTuple):
     index: Any  # `...` for the whole tensor
 
     def part(self, tensor: Loaded) -> torch.Tensor:
-        """What belongs here of the checkpoint's tensor."""
+        """The part of the checkpoint's tensor that is stored here."""
         if self.index is ... and isinstance(tensor, torch.Tensor):
             return tensor
         return tensor[self.index]

@@ -2,7 +2,7 @@
 
 T rows, K inputs, N outputs.
 
-A linear layer and its adapters take one kernel. For weights that it does not read, there are two
+A linear layer and its adapters take one kernel. Weights or adapters that it cannot compute take two
 more: what adapters add to gate and up is then a bias of each row, and what they add to a sum with
 the residual is added to the residual first.
 """
@@ -24,7 +24,7 @@ from nanovllm.kernels.triton.row_groups import RowGroups
 
 
 class Adapters(NamedTuple):
-    """Those of a weight, and a zero in which its kernel counts arrivals, once."""
+    """A weight's adapters, and the counter of its kernel's arrivals: zero before its one launch."""
 
     low_rank: LowRank
     arrivals: torch.Tensor

@@ -5,7 +5,8 @@ T rows, K inputs, N outputs. The names of adapters' sizes are those of `LowRank`
 As kernels of their own, the two products with an adapter take longer to start and to end than to
 compute. So the first programs of the layer's kernel compute the rows' products with A. The others
 multiply tiles of the weight, which takes longer, wait for the first ones, and add the products with
-B. For that all programs must run at the same time.
+B. If not all programs ran at the same time, the last ones would begin late; so divisions into more
+are not made.
 """
 
 from typing import NamedTuple
@@ -38,6 +39,7 @@ MOST_RANKS, MOST_UP = 32, 64  # that are multiplied with B together: of a group,
 MOST_ROWS_UP, MOST_OUTPUTS_UP = 1 << 10, 1 << 13  # times rows and outputs, for registers
 LEAST_RANKS = 16  # of a group: tensor cores multiply as many
 SPARE = 16  # processors that tiles of the weight leave to the products with A
+MOST_TOGETHER = 16  # rows of a group: their inputs are in registers
 MOST_STEPS = 2  # to add all products with B: each takes two microseconds while others read weights
 
 
@@ -172,6 +174,7 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
         b = _load_up(b_ptr, group, rank, n, size_out, MAX_RANK)
         if GATED:
             up_b = _load_up(b_ptr, group, up_rank, N + n, size_out, MAX_RANK)
+        # The programs that it waits for began before this one, as their ids are lower.
         arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire")
         while arrived < num_downs:
             arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire")
@@ -217,9 +220,10 @@ class Division(NamedTuple):
 def divide(
     num_rows: int, weight: torch.Tensor, low_rank: LowRank, groups: RowGroups, gated: bool
 ) -> Division | None:
-    """The programs for a layer; None where three kernels are faster, or all that is possible.
+    """The programs for a layer; None if three kernels are faster, or if this one cannot compute it.
 
-    That is so if the programs cannot all run at the same time, or if many groups have rows.
+    They are faster if the programs cannot all run at the same time, if many groups have rows, or
+    many rows a group.
     """
     (size_out, size_in), processors = weight.shape, num_multiprocessors(weight.device)
     size_out //= 1 + gated
@@ -236,7 +240,7 @@ def divide(
     ranks = max(LEAST_RANKS, ranks)
     steps = cdiv(most_groups, together) * cdiv(low_rank.max_rank, ranks)
     divided = all(size % tiles.outputs == 0 for size in low_rank.sizes)
-    if not divided or num_downs <= 0 or steps > MOST_STEPS:
+    if not divided or num_downs <= 0 or steps > MOST_STEPS or groups.groups.block_m > MOST_TOGETHER:
         return None
     return Division(tiles, num_tiles, num_downs, ranks, together)
 
@@ -256,7 +260,7 @@ def launch(
 ) -> torch.Tensor:
     """Launch the kernel. Returns the sums of squares, if there are addends.
 
-    `arrivals` has a zero, which the kernel replaces. Bytes moved: the weight, A and B of the groups
+    `arrivals` is a counter at zero, for one launch. Bytes moved: the weight, A and B of the groups
     that have rows, and the rows.
     """
     ids, sorted_rows, num_rows, num_groups = groups

@@ -148,7 +148,10 @@ class FewRows:
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, Scaled]:
-        """`residual + x @ weight.T + bias`, and the sum scaled by the next norm's weight."""
+        """`residual + x @ weight.T + bias`, and the sum scaled by the next norm's weight.
+
+        May overwrite the residual.
+        """
         total, product = torch.empty_like(residual), rows_with_room(len(x), weight.shape[0], x)
         squares = self._launch(x, weight, bias, total, addends=(residual, norm, product))
         return total, Scaled(product, squares, eps)

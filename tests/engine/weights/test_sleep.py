@@ -160,6 +160,24 @@ def test_several_updates_bring_what_was_dropped(
                 llm.update_weights(first)
 
 
+@pytest.mark.parametrize("reloads", [False, True])
+def test_what_waits_for_another_update_may_be_given_again(reloads: bool, model_dir: Path) -> None:
+    """Also where the part that the layer has comes last."""
+    tensors = load_file(model_dir / "model.safetensors")
+    first = {name: tensor for name, tensor in tensors.items() if "up_proj" in name}
+    with make_llm(model_dir, 1, quantization="int8") as llm:
+        before = generate(llm)
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        llm.update_weights({name: torch.zeros_like(tensor) for name, tensor in first.items()})
+        llm.wake_up(["kv_cache"])
+        if reloads:
+            llm.reload_weights()
+        else:
+            llm.update_weights(tensors)
+        assert generate(llm) == before
+
+
 def test_requests_are_refused_while_asleep(model_dir: Path) -> None:
     with make_llm(model_dir, max_num_seqs=1) as llm:
         before = generate(llm)
