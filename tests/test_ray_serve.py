@@ -316,9 +316,9 @@ def test_load_adds_a_replica(cluster: Cluster, model: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask) for _ in range(4)]
         try:
-            wait_until("no replica is added", lambda: len(cluster.engines()) == 2, 60)
+            wait_until("no replica is added", lambda: len(cluster.engines()) == 2, 150)
             wait_until(
-                "requests do not reach both", lambda: scaled.answers(2) and num_asked() == 2, 60
+                "requests do not reach both", lambda: scaled.answers(2) and num_asked() == 2, 150
             )
         finally:
             over.set()

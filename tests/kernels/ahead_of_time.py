@@ -580,8 +580,8 @@ CALLS: dict[str, Callable[[], object]] = {
             adapted_few_rows, hidden, inner, rows, max_rank, True
         )
         for hidden, inner, some in (
-            (1024, 3072, ((1, 16), (8, 16), (32, 16), (64, 16))),
-            (4096, 12288, ((1, 16), (1, 64), (8, 8), (16, 64), (32, 16), (64, 16), (64, 64))),
+            (1024, 3072, ((1, 16), (8, 16), (64, 16))),
+            (4096, 12288, ((1, 16), (1, 64), (8, 8), (64, 16))),
         )
         for rows, max_rank in some
     },
