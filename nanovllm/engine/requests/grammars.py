@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.compiled import CompiledGrammars
@@ -161,7 +161,7 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("structured_outputs need a tokenizer with a tokenizer.json")
-    text = json.dumps(_hidden(json.loads(backend.to_str())))
+    text = json.dumps(_described(json.loads(backend.to_str()), eos_token_ids))
     num_tokens = 1 + max(tokenizer.get_vocab().values())
     return LLTokenizer(
         text,
@@ -171,22 +171,46 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
     )
 
 
-def _hidden(described: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json whose added tokens no text contains.
+def _described(described: dict[str, Any], eos_token_ids: Container[int] = ()) -> dict[str, Any]:
+    """A tokenizer.json for llguidance: no text contains a special token or one that ends outputs.
 
-    Else a text such as "<|im_end|>" within a grammar would be that token, which is no text.
+    Else a text such as "<|im_end|>" within a grammar would be that token, which is no text. Other
+    added tokens, such as Qwen3's "</think>", are text. They become tokens of the model's own:
+    llguidance takes all added ones in angle brackets for special. Where a vocabulary has no room
+    for one, it becomes special, and only its letters are text.
     """
     model, added = described["model"], described["added_tokens"]
-    names = {token["content"]: HIDDEN + token["content"] for token in added}
-    vocab = model.get("vocab")
-    if isinstance(vocab, dict):
-        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
-    elif vocab is not None:
+    vocab, is_byte_level = model["vocab"], "ByteLevel" in json.dumps(described["decoder"])
+    is_list = isinstance(vocab, list)  # by ids
+    ids = {text: i for i, (text, _) in enumerate(vocab)} if is_list else dict(vocab)
+    names = {}
+    for token in added:
+        text, token_id = token["content"], token["id"]
+        name = _own_name(text, is_byte_level)
+        is_free = ids.get(name, None if is_list else token_id) == token_id
+        if token["special"] or token_id in eos_token_ids or not is_free:
+            name = HIDDEN + text
+        names[text], ids[name] = name, token_id
+    if is_list:
         model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    else:
+        new = {names[token["content"]]: token["id"] for token in added}
+        model["vocab"] = {names.get(text, text): i for text, i in vocab.items()} | new
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    tokens = [{**token, "content": names[token["content"]]} for token in added]
-    return {**described, "added_tokens": tokens, "truncation": None, "padding": None}
+    tokens = ({**token, "content": names[token["content"]], "special": True} for token in added)
+    special = [token for token in tokens if token["content"].startswith(HIDDEN)]
+    return {**described, "added_tokens": special, "truncation": None, "padding": None}
+
+
+def _own_name(text: str, is_byte_level: bool) -> str:
+    """The name of a text in the vocabulary of a tokenizer's model."""
+    if not is_byte_level:
+        return text.replace(" ", "\u2581")
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    split = ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(part for part, _ in split.pre_tokenize_str(text))
 
 
 def _error(matcher: "LLMatcher", tokenizer: "LLTokenizer", asked: StructuredOutputs) -> str:

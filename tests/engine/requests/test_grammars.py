@@ -11,13 +11,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
 from nanovllm import StructuredOutputs
 from nanovllm.engine.requests.compiled import CompiledGrammars
-from nanovllm.engine.requests.grammars import Grammars, _hidden
+from nanovllm.engine.requests.grammars import Grammars, _described
 from tests.grammar_words import (
     BYTES,
     CALL,
@@ -30,6 +30,7 @@ from tests.grammar_words import (
     constrain,
     sequence_of,
     words_grammars,
+    words_tokenizer,
 )
 
 GRAMMARS = words_grammars()
@@ -194,6 +195,7 @@ REGEXES = st.recursive(  # \\d and \\w follow Unicode's newest version, Python's
 
 @settings(max_examples=200, **SETTINGS)
 @given(pattern=REGEXES, seed=st.integers(0, 2**32))
+@example(pattern="(..)+", seed=0)  # takes "</think>", of eight characters
 def test_walks_through_random_patterns_match(pattern: str, seed: int) -> None:
     for number in range(2):
         text = walk(StructuredOutputs(regex=pattern), seed + number)
@@ -605,8 +607,8 @@ def test_broken_input_is_refused_or_compiles() -> None:
 
 @pytest.mark.parametrize("kind", ["BPE", "Unigram"])
 def test_tokens_keep_their_ids_when_no_text_contains_them(kind: str) -> None:
-    """Added tokens may be in the model's vocabulary, or behind it."""
-    texts = ["<unk>", "<s>", "a", "b", "<", "s", ">", "ab"]
+    """Added tokens may be in the model's vocabulary, or behind it, where lists have no room."""
+    texts = ["<unk>", "<s>", "a", "b", "<", "s", ">", "ab", "<in>", "</s>"]
     model: Any = (
         models.BPE({text: i for i, text in enumerate(texts)}, [("a", "b")], unk_token="<unk>")
         if kind == "BPE"
@@ -614,11 +616,33 @@ def test_tokens_keep_their_ids_when_no_text_contains_them(kind: str) -> None:
     )
     tokenizer = Tokenizer(model)
     tokenizer.add_special_tokens(["<unk>", "<s>"])
-    tokenizer.add_tokens([AddedToken("<new>", special=False)])
-    hidden = Tokenizer.from_str(json.dumps(_hidden(json.loads(tokenizer.to_str()))))
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<in>", "</s>", "<new>")])
+    described = _described(json.loads(tokenizer.to_str()), [9])
+    hidden = Tokenizer.from_str(json.dumps(described))
     assert {text.strip("\ufdd0"): i for text, i in hidden.get_vocab().items()} == (
         tokenizer.get_vocab()
     )
+    special = {*range(2), 9} | ({10} if kind == "Unigram" else set())
+    assert {token["id"] for token in described["added_tokens"]} == special
+    assert {i for text, i in hidden.get_vocab().items() if text.startswith("\ufdd0")} == special
     assert tokenizer.encode("ab<s>a").ids == [7, 1, 2]
     assert hidden.encode("ab<s>a").ids == [7, 4, 5, 6, 2]
     assert hidden.encode("abba").ids == tokenizer.encode("abba").ids
+
+
+def test_added_tokens_are_text_unless_they_are_special_or_end_outputs() -> None:
+    texts = ["<think>", "<|a|>", "[CALL]", "<x y>", "<日 本>", "abc", " x"]
+    tokenizer = words_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in [*texts, "</s>"]])
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    grammars = Grammars(tokenizer, len(vocab), (EOS, vocab["</s>"]))
+    for text in texts:
+        for change in (-1, 0, 1):
+            found = allowed(constrain(grammars, regex=f".{{{len(text) + change}}}"), (), len(vocab))
+            assert (vocab[text] in found) == (change >= 0), text
+        assert accepts(constrain(grammars, choice=[text]), text)
+    for text in ("</s>", "<|special|>"):
+        for change in (-1, 0, 1):
+            found = allowed(constrain(grammars, regex=f".{{{len(text) + change}}}"), (), len(vocab))
+            assert vocab[text] not in found
+        assert accepts(constrain(grammars, choice=[text]), text)
