@@ -18,7 +18,7 @@ MOST_KEPT = 256
 MOST_SECONDS = 3.0
 SHARING = 8  # constraints that share one matcher's states, one of which is used at a time
 MOST_MATCHERS = 8  # of a grammar that is CHEAP
-CHEAP = 0.01  # less seconds than these to compile
+CHEAP = 0.03  # less seconds than these to compile
 
 Compile = Callable[[StructuredOutputs], "LLMatcher"]
 

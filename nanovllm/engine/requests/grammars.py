@@ -63,7 +63,8 @@ class Grammars:
         """
         if (error := self._refused.get(asked)) is not None:
             raise ValueError(error)
-        matcher, tokenizer = self._compiled.matcher(asked), self._tokenizer()
+        tokenizer = self._tokenizer()  # first: reading it is no part of compiling
+        matcher = self._compiled.matcher(asked)
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -23,41 +24,45 @@ def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def upload_all(value: T, device: torch.device) -> T:
-    """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded."""
+    """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded.
+
+    The copies are made while the device still computes what was launched before: they use a stream
+    of their own, and the current stream waits for its event before it goes on. Two more events
+    guard the memory: PyTorch reuses the pinned memory only after the copy, and the device's memory
+    only after the current stream's last use.
+    """
     if device.type == "cpu":
         return value
-    return _upload_all(value, device)  # type: ignore[no-any-return]
+    stream, current = _upload_stream(device), torch.cuda.current_stream(device)
+
+    def upload_one(tensor: torch.Tensor) -> torch.Tensor:
+        uploaded = _upload(tensor, device)
+        uploaded.record_stream(current)
+        return uploaded
+
+    with torch.cuda.stream(stream):
+        uploaded: T = with_tensors(value, upload_one)
+    current.wait_stream(stream)
+    return uploaded
 
 
-def _upload_all(value: Any, device: torch.device) -> Any:
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a dataclass, a tuple or a list (of these) with its tensors changed."""
     if isinstance(value, torch.Tensor):
-        return _upload(value, device)
+        return change(value)
     if isinstance(value, tuple | list):
-        items = [_upload_all(item, device) for item in value]
+        items = [with_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        parts = {name: _upload_all(getattr(value, name), device) for name in names}
+        parts = {name: with_tensors(getattr(value, name), change) for name in names}
         return dataclasses.replace(value, **parts)
     return value
 
 
 def upload_ahead(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
-    """Copies on the device, made while it still computes what was launched before.
-
-    They use a stream of their own; the current stream waits for its event before it goes on. Two
-    more events guard the memory: PyTorch reuses the pinned memory only after the copy, and the
-    device's memory only after the current stream's last use.
-    """
-    if device.type == "cpu":
-        return [upload(array, device) for array in arrays]
-    stream, current = _upload_stream(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream):
-        tensors = [upload(array, device) for array in arrays]
-    current.wait_stream(stream)
-    for tensor in tensors:
-        tensor.record_stream(current)
-    return tensors
+    """Copies of arrays, as `upload_all` makes them."""
+    return upload_all([*map(torch.from_numpy, arrays)], device)
 
 
 def download(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from nanovllm import StructuredOutputs
-from nanovllm.engine.requests.compiled import MOST_KEPT, MOST_MATCHERS, SHARING, CompiledGrammars
+from nanovllm.engine.requests import grammars
+from nanovllm.engine.requests.compiled import (
+    CHEAP,
+    MOST_KEPT,
+    MOST_MATCHERS,
+    SHARING,
+    CompiledGrammars,
+)
+from nanovllm.engine.requests.grammars import _read
 from tests.grammar_words import accepts, words_grammars
 
 
@@ -49,6 +57,25 @@ def test_what_takes_long_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
     kept = CompiledGrammars(source := Source(monkeypatch))
     assert len({id(_ask(kept, "a", 0.1)) for _ in range(SHARING * 3)}) == 1
     assert source.asked == ["a"]
+
+
+def test_the_tokenizer_is_read_before_the_first_grammar_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its second would count as the grammar's, which many constraints would then share."""
+
+    def read(*args: Any) -> Any:
+        end = time.thread_time() + 2 * CHEAP
+        while time.thread_time() < end:
+            pass
+        return _read(*args)
+
+    monkeypatch.setattr(grammars, "_read", read)
+    found = words_grammars()
+    constraint = found.constraint(StructuredOutputs(regex="a"))
+    others = [found.constraint(StructuredOutputs(regex="a")) for _ in range(SHARING)]
+    starts = {id(one._start) for one in (constraint, *others)}
+    assert len(starts) == 2
 
 
 def test_the_least_recently_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.step import transfer
 from nanovllm.engine.step.reports import Columns
-from nanovllm.engine.step.transfer import download, upload, upload_ahead
+from nanovllm.engine.step.transfer import download, upload, upload_ahead, with_tensors
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.layers.filters import Filters, Penalties
 
@@ -21,14 +20,13 @@ def test_the_cpu_shares_memory() -> None:
     assert all(tensor[3] == 77 for tensor in tensors)
 
 
-def test_every_tensor_of_a_value_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_of_a_value_is_changed() -> None:
     """In dataclasses, tuples, named tuples and lists; what is not a tensor stays."""
-    monkeypatch.setattr(transfer, "_upload", lambda tensor, device: tensor.to(device))
-    meta, x = torch.device("meta"), torch.zeros(1)
+    x = torch.zeros(1)
     pair = (x, x)
     cuts = Cuts(x, x, x, num_candidates=3)
     filters = Filters(x, x, (x, pair), pair, (pair, x), Penalties(x, x, x, x, x), cuts)
-    moved, columns = transfer.upload_all([filters, Columns(x, x, x)], meta)
+    moved, columns = with_tensors([filters, Columns(x, x, x)], lambda tensor: tensor.to("meta"))
     assert isinstance(moved, Filters) and isinstance(columns, Columns)
     assert moved.cuts is not None and moved.cuts.num_candidates == 3
 
