@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pydantic
 import pytest
 import torch
 from conftest import byte_tokenizer, make_model
-from drafts import Adversary, speculate
+from drafts import Adversary, speculate, use_graphs
 from llguidance import LLMatcher, LLTokenizer
 from reference import (
     HARD,
@@ -27,6 +28,7 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
+from nanovllm.engine.masked_draws import MaskedDraws
 from nanovllm.engine.requests.grammars import Grammars
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -142,6 +144,39 @@ def test_greedy_equals_transformers_with_an_oracle(
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
         audit_at_rest(llm)
         assert (llm.stats().accepted_tokens > 0) == (llm.scheduler.speculator is not None)
+
+
+def watch_masked_draws(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let decode steps run as in graphs; a list of how many rows each masked draw had."""
+    numbers: list[int] = []
+    draw = MaskedDraws.__call__
+
+    def counting(self: Any, computed: Any, rows: torch.Tensor, masks: torch.Tensor) -> Any:
+        numbers.append(len(rows))
+        return draw(self, computed, rows, masks)
+
+    monkeypatch.setattr(MaskedDraws, "__call__", counting)
+    use_graphs(llm)
+    return numbers
+
+
+@pytest.mark.parametrize("options", [{}, HARD, dict(speculative_config=GRAMMAR)])
+def test_masked_draws_of_graphs_equal_others(
+    options: dict[str, Any], greedy: Greedy, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In padded batches that shrink, whose masked rows change; with drafts, and hot rows."""
+    prompts, params, expected = greedy
+    options = dict(options, attention_backend="torch")
+    hot = [replace(p, temperature=1.5, seed=i) for i, p in enumerate(params)]
+    with make_llm(model_dir, **options) as llm:
+        others = llm.generate(prompts, hot, use_tqdm=False)
+    with make_llm(model_dir, **options) as llm:
+        numbers = watch_masked_draws(llm, monkeypatch)
+        assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
+        outputs = llm.generate(prompts, hot, use_tqdm=False)
+        assert [out.token_ids for out in outputs] == [out.token_ids for out in others]
+        assert len(numbers) > 20 and len({*numbers}) >= 5
+        audit_at_rest(llm)
 
 
 ON_DEVICE = dict(device="cuda", num_kvcache_blocks=2000)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm.engine.masked_draws import MaskedDraws
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step_size import Size
 
@@ -21,6 +22,7 @@ class DecodeGraphs:
     `step(size, out)` computes the batch's first sequences, and writes their logits to `out`. A
     batch runs in the next larger size, padded with unused queries, which write nothing (slot -1)
     and attend to nothing (context length 0). The caller runs batches that fit no size eagerly.
+    `masked` draws tokens again that masks do not allow.
     """
 
     def __init__(
@@ -28,8 +30,9 @@ class DecodeGraphs:
         step: Callable[[Size, torch.Tensor], Computed],
         sizes: list[Size],
         logits: torch.Tensor,
+        masked: MaskedDraws,
     ) -> None:
-        self.step = step
+        self.step, self.masked = step, masked
         self.sizes = sorted(sizes, key=lambda size: size.num_rows)
         self.logits = logits
         self.graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Computed]] = {}
@@ -59,6 +62,7 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Free the captured graphs, even if this object is still referenced."""
+        self.masked.release()
         for graph, _ in self.graphs.values():
             graph.reset()
         self.graphs.clear()

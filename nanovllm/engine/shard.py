@@ -14,6 +14,7 @@ from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.guess.guesser import Guesser, guesser_of
 from nanovllm.engine.kv_pool import KVPool
+from nanovllm.engine.masked_draws import MaskedDraws
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.sleep_memory import SleepMemory
 from nanovllm.engine.step.computed import Computed
@@ -149,19 +150,43 @@ class Shard:
             return torch.empty(0, dtype=torch.long, device=self.device), ()
         if computed.token_ids is not None and not inputs.filters and inputs.report is None:
             return computed.results(inputs.num_samples), ()
-        computed = computed.first(inputs.num_samples)
-        token_ids = computed.token_ids
         if inputs.filters or inputs.report is not None:
             assert computed.logits.shape[1] == self.vocab_size, "a part of the vocabulary"
-        if token_ids is None or inputs.filters:
-            choices = self._choices(computed, inputs)
-            filters = upload_all(inputs.filters, self.device)
-            token_ids = self.sampler(computed.logits, *choices, filters, token_ids)
-            computed = self._keep(computed, token_ids)
+        if (graphs := self._masking(computed, inputs)) is not None:
+            (filters,) = inputs.filters
+            assert filters.masks is not None
+            computed = graphs.masked(computed, filters.rows, filters.masks)
+        else:
+            computed = self._draw(computed.first(inputs.num_samples), inputs)
         columns: tuple[Columns, ...] = ()
         if inputs.report is not None:
-            columns = drawn_columns(computed.logits, token_ids, inputs.report)
+            assert computed.token_ids is not None
+            columns = drawn_columns(computed.logits, computed.token_ids, inputs.report)
         return computed.results(inputs.num_samples), columns
+
+    def _masking(self, computed: Computed, inputs: DrawInputs) -> DecodeGraphs | None:
+        """The graphs, if they have computed the step and masks alone narrow what is drawn."""
+        if not self.graphs or computed.token_ids is None or self.ranks.peer_kernels is not None:
+            return None
+        alone = len(inputs.filters) == 1 and inputs.filters[0].sole_masks is not None
+        return self.graphs if alone else None
+
+    def _draw_masked(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
+        """Draw these rows of a decode graph's step again, of what masks allow, and keep all."""
+        assert computed.token_ids is not None and computed.choices is not None
+        draw, tokens = self.backend.kernels.sample_masked, computed.token_ids
+        draw(computed.logits, *computed.choices, rows, masks, tokens)
+        return self._keep(computed, tokens)
+
+    def _draw(self, computed: Computed, inputs: DrawInputs) -> Computed:
+        """Draw the tokens that are not drawn yet, or that filters narrow."""
+        if computed.token_ids is not None and not inputs.filters:
+            return computed
+        choices = self._choices(computed, inputs)
+        filters = upload_all(inputs.filters, self.device)
+        return self._keep(
+            computed, self.sampler(computed.logits, *choices, filters, computed.token_ids)
+        )
 
     def _keep(self, computed: Computed, token_ids: torch.Tensor) -> Computed:
         """Leave the tokens that were drawn in the table, and what was accepted in `computed`."""
@@ -343,7 +368,8 @@ class Shard:
         if self.ranks.peer_kernels:
             columns = self.model.lm_head.held.num_rows
         logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
-        return DecodeGraphs(self._decode_and_draw, sizes, logits)
+        masked = MaskedDraws(self._draw_masked, num_rows, self.device)
+        return DecodeGraphs(self._decode_and_draw, sizes, logits, masked)
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture the decode steps; returns how many sizes there are."""

@@ -152,6 +152,12 @@ def test_masked_rows_draw_as_from_a_masked_copy(
         drawn = tokens[ROWS].cpu()
         assert bool((allowed[torch.arange(len(ROWS)), drawn] | (drawn == 0)).all())
         assert drawn[3] == 0, "a row that may draw nothing has the first token"
+        again = torch.full((NUM_ROWS,), UNTOUCHED, device=device)
+        on[3] = torch.where(torch.arange(len(ROWS)) % 2 == 0, ROWS, -1).to(device)
+        with in_pieces(kernels, programs):
+            kernels.sample_masked(*on, again)
+        assert torch.equal(again[ROWS[::2]], tokens[ROWS[::2]])
+        assert bool((again[ROWS[1::2]] == UNTOUCHED).all()), "rows of -1 are left out"
         if given_choices[0] is None:  # in warm rows, logarithms may differ in their last bits
             twin = torch.full((NUM_ROWS,), UNTOUCHED)
             PLAIN.sample_masked(logits, None, None, ROWS, bitmaps, twin)

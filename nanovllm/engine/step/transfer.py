@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -24,26 +25,41 @@ def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def upload_all(value: T, device: torch.device) -> T:
-    """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded.
+    """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded ahead.
 
-    The copies are made while the device still computes what was launched before: they use a stream
-    of their own, and the current stream waits for its event before it goes on. Two more events
-    guard the memory: PyTorch reuses the pinned memory only after the copy, and the device's memory
-    only after the current stream's last use.
+    Two events guard the memory: PyTorch reuses the pinned memory only after the copy, and the
+    device's memory only after the current stream's last use.
     """
     if device.type == "cpu":
         return value
-    stream, current = _upload_stream(device), torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(device)
 
     def upload_one(tensor: torch.Tensor) -> torch.Tensor:
         uploaded = _upload(tensor, device)
         uploaded.record_stream(current)
         return uploaded
 
-    with torch.cuda.stream(stream):
+    with uploading(device):
         uploaded: T = with_tensors(value, upload_one)
-    current.wait_stream(stream)
     return uploaded
+
+
+@contextmanager
+def uploading(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """A block that uploads ahead: while the device still computes what was launched before.
+
+    Its copies use a stream of their own, for which the current stream waits before it goes on. They
+    begin when the event `after` has come.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    stream, current = _upload_stream(device), torch.cuda.current_stream(device)
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -36,6 +36,7 @@ void sample(const T* logits, int64_t stride, const float* temperatures, const in
     for_each(rows * pieces, threads, [&](int64_t i) {
         const int64_t index = i / pieces, start = i % pieces * PIECE;
         const int64_t row = bitmaps ? chosen[index] : index;
+        if (row < 0) return;
         const int64_t end = std::min(start + PIECE, vocab_size);
         const T* from = logits + row * stride;
         const float temperature = temperatures ? temperatures[row] : 0.0f;
@@ -59,8 +60,8 @@ void sample(const T* logits, int64_t stride, const float* temperatures, const in
         }
     });
     for (int64_t row = 0; row < rows; row++) {
-        const int64_t at = row * pieces;
-        out[bitmaps ? chosen[row] : row] = ids[at + (std::max_element(best + at, best + at + pieces) - (best + at))];
+        const int64_t at = row * pieces, to = bitmaps ? chosen[row] : row;
+        if (to >= 0) out[to] = ids[at + (std::max_element(best + at, best + at + pieces) - (best + at))];
     }
 }
 

@@ -44,9 +44,11 @@ def sample_masked(
 ) -> None:
     """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample`, of what is allowed.
 
-    `mask` defines the bitmaps [R, W]. A row that may draw nothing gives token 0.
-    Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
+    `mask` defines the bitmaps [R, W]. A row that may draw nothing gives token 0. Rows of -1 are
+    left out. Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
     """
+    if bool((rows < 0).any()):
+        rows, bitmaps = rows[rows >= 0], bitmaps[rows >= 0]
     part = logits[rows].to(torch.float32)
     mask(part, bitmaps)
     if temperatures is None or keys is None:

@@ -58,18 +58,19 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The same for the row at `rows_ptr`, of its allowed tokens: blocks of WORDS words.
 
-    A block without any is not read.
+    A block without any is not read, and neither is a row of -1.
     """
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index)
     start = tl.program_id(1) * blocks * WORDS * WORD
     end = tl.minimum(start + blocks * WORDS * WORD, vocab_size)
+    end = tl.where(row < 0, start, end)
     n = tl.arange(0, WORDS)[:, None] * WORD + tl.arange(0, WORD)[None, :]
     best = tl.full([WORDS, WORD], -float("inf"), tl.float32)
     best_id = tl.minimum(start + n, vocab_size - 1)
     if RACE:
-        temperature = tl.load(temperatures_ptr + row)
-        key = tl.load(keys_ptr + row)
+        temperature = tl.load(temperatures_ptr + row, mask=row >= 0)
+        key = tl.load(keys_ptr + row, mask=row >= 0)
     for first in range(start, end, WORDS * WORD):
         words = load_words(bitmaps_ptr + index * bitmaps_stride, first, vocab_size, WORDS)
         if tl.max((words != 0).to(tl.int32), axis=0) > 0:
@@ -94,7 +95,10 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
 def _first_best_kernel(  # type: ignore[no-untyped-def]
     best_ptr, ids_ptr, rows_ptr, out_ptr, num_pieces, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program finds the first best piece of one row, which may be one of those CHOSEN."""
+    """One program finds the first best piece of one row, which may be one of those CHOSEN.
+
+    A chosen row of -1 has no token.
+    """
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     inside = n < num_pieces
@@ -102,7 +106,8 @@ def _first_best_kernel(  # type: ignore[no-untyped-def]
     ids = tl.load(ids_ptr + row * num_pieces + n, mask=inside, other=2147483647)
     top = tl.max(best, axis=0)
     token = tl.min(tl.where(best == top, ids, 2147483647), axis=0).to(tl.int64)
-    tl.store(out_ptr + (tl.load(rows_ptr + row) if CHOSEN else row), token)
+    to = tl.load(rows_ptr + row) if CHOSEN else row
+    tl.store(out_ptr + to, token, mask=to >= 0)
 
 
 def sample(
