@@ -146,8 +146,8 @@ def test_greedy_equals_transformers_with_an_oracle(
         assert (llm.stats().accepted_tokens > 0) == (llm.scheduler.speculator is not None)
 
 
-def watch_masked_draws(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let decode steps run as in graphs; a list of how many rows each masked draw had."""
+def watch_masked_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that will have how many rows each masked draw of a graph's step had."""
     numbers: list[int] = []
     draw = MaskedDraws.__call__
 
@@ -156,7 +156,6 @@ def watch_masked_draws(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return draw(self, computed, rows, masks)
 
     monkeypatch.setattr(MaskedDraws, "__call__", counting)
-    use_graphs(llm)
     return numbers
 
 
@@ -171,7 +170,8 @@ def test_masked_draws_of_graphs_equal_others(
     with make_llm(model_dir, **options) as llm:
         others = llm.generate(prompts, hot, use_tqdm=False)
     with make_llm(model_dir, **options) as llm:
-        numbers = watch_masked_draws(llm, monkeypatch)
+        numbers = watch_masked_draws(monkeypatch)
+        use_graphs(llm)
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
         outputs = llm.generate(prompts, hot, use_tqdm=False)
         assert [out.token_ids for out in outputs] == [out.token_ids for out in others]
@@ -180,6 +180,7 @@ def test_masked_draws_of_graphs_equal_others(
 
 
 ON_DEVICE = dict(device="cuda", num_kvcache_blocks=2000)
+HOST_DRAFTS = [dict(speculative_config=GRAMMAR)]  # no step of theirs is a graph
 
 
 @pytest.mark.cuda
@@ -188,13 +189,19 @@ ON_DEVICE = dict(device="cuda", num_kvcache_blocks=2000)
     dict(enforce_eager=True), HARD,
 ])  # fmt: skip
 def test_greedy_equals_transformers_with_an_oracle_on_a_device(
-    options: dict[str, Any], greedy: Greedy, model_dir: Path
+    options: dict[str, Any], greedy: Greedy, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks are filled while graphs run, and drafts of a grammar are in the device table."""
     prompts, params, expected = greedy
+    numbers = watch_masked_draws(monkeypatch)
     with make_llm(model_dir, **ON_DEVICE | options) as llm:
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
         audit_at_rest(llm)
+        graphs = llm.model_runner.shard.graphs
+        if graphs is not None:
+            assert graphs.masked is not None
+            assert len(graphs.masked._captured) == len(graphs.sizes)
+        assert bool(numbers) == (graphs is not None and options not in HOST_DRAFTS)
 
 
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, overlap=True)])

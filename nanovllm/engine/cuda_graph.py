@@ -7,11 +7,12 @@ tokens for the next step. Without CUDA, replaying a size calls the step, so that
 the capture runs, and is tested, anywhere.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 
-from nanovllm.engine.masked_draws import MaskedDraws
+from nanovllm.engine.masked_draws import Captured, MaskedDraws
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step_size import Size
 
@@ -22,7 +23,7 @@ class DecodeGraphs:
     `step(size, out)` computes the batch's first sequences, and writes their logits to `out`. A
     batch runs in the next larger size, padded with unused queries, which write nothing (slot -1)
     and attend to nothing (context length 0). The caller runs batches that fit no size eagerly.
-    `masked` draws tokens again that masks do not allow.
+    `masked`, if this rank draws alone, draws the tokens again where masks apply.
     """
 
     def __init__(
@@ -30,12 +31,12 @@ class DecodeGraphs:
         step: Callable[[Size, torch.Tensor], Computed],
         sizes: list[Size],
         logits: torch.Tensor,
-        masked: MaskedDraws,
+        masked: MaskedDraws | None = None,
     ) -> None:
         self.step, self.masked = step, masked
         self.sizes = sorted(sizes, key=lambda size: size.num_rows)
         self.logits = logits
-        self.graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Computed]] = {}
+        self.graphs: dict[Size, Captured] = {}
         self._fitting: dict[Size, Size | None] = {}
 
     def fitting(self, batch: Size) -> Size | None:
@@ -52,17 +53,23 @@ class DecodeGraphs:
         device = self.logits.device
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        for size in reversed(self.sizes):
-            self.run(size)  # lazy initialization must not happen under capture
+
+        def captured(run: Callable[[], Computed]) -> Captured:
+            run()  # lazy initialization must not happen under capture
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                computed = self.run(size)
-            self.graphs[size] = (graph, computed)
+                return graph, run()
+
+        for size in reversed(self.sizes):
+            self.graphs[size] = captured(functools.partial(self.run, size))
+            if self.masked is not None:
+                self.masked.capture(self.graphs[size][1], captured)
 
     def release(self) -> None:
         """Free the captured graphs, even if this object is still referenced."""
-        self.masked.release()
+        if self.masked is not None:
+            self.masked.release()
         for graph, _ in self.graphs.values():
             graph.reset()
         self.graphs.clear()

@@ -1,7 +1,7 @@
-"""MaskedDraws: tokens of decode graphs' steps drawn again, of those that masks allow.
+"""MaskedDraws: draws a decode graph's tokens again where masks apply.
 
-They are graphs too, each captured when its step first needs it: the host takes longer to launch the
-kernels of a draw one by one than the device takes to run them. Without CUDA the draw is called.
+Such a draw is a graph as well: launching its few kernels one by one takes the host longer than the
+device takes to run them.
 """
 
 from collections.abc import Callable
@@ -11,75 +11,72 @@ import torch
 
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.transfer import upload_ahead, uploading
+from nanovllm.kernels.integers import cdiv
 
 Draw = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
+Captured = tuple[torch.cuda.CUDAGraph, Computed]
 
 
 class MaskedDraws:
     """Draws for steps of up to `num_rows` rows.
 
     `draw(computed, rows, masks)` draws the tokens of `rows` [B] with masks [B, W], except where a
-    row is -1, and stores all tokens of the step for the next one.
+    row is -1, and stores all tokens of the step for the next one. A draw that was not captured is
+    called, as all are without CUDA.
     """
 
-    def __init__(self, draw: Draw, num_rows: int, device: torch.device) -> None:
-        self._draw, self._num_rows, self._device = draw, num_rows, device
-        self._inputs: tuple[torch.Tensor, torch.Tensor] | None = None  # where all draws read them
-        self._rows: list[int] = []  # that are in the first of these
-        self._graphs: dict[torch.Tensor, tuple[torch.cuda.CUDAGraph, Computed]] = {}
-        self._drawn: torch.cuda.Event | None = None  # what comes after the last draw
+    def __init__(self, draw: Draw, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._draw, self._device = draw, device
+        self._rows = torch.full((num_rows,), -1, device=device)
+        words = cdiv(vocab_size, 32)
+        self._masks = torch.zeros(num_rows, words, dtype=torch.int32, device=device)
+        self._rows_on_host: list[int] | None = []
+        self._captured: dict[torch.Tensor, Captured] = {}  # by the tokens that are drawn again
+        self._drawn: torch.cuda.Event | None = None  # after the last draw
 
-    def __call__(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
-        """Draw the rows [R] of a graph's step with masks [R, W], which are on the host."""
-        number = len(computed.logits)
-        kept_rows, kept_masks = self._upload(rows.tolist(), masks)
-        inputs = computed, kept_rows[:number], kept_masks[:number]
-        if self._device.type == "cpu":
-            return self._draw(*inputs)
+    def fits(self, masks: torch.Tensor) -> bool:
+        """Whether the masks are as wide as the model's vocabulary."""
+        return masks.shape[1] == self._masks.shape[1]
+
+    def capture(
+        self, computed: Computed, capture: Callable[[Callable[[], Computed]], Captured]
+    ) -> None:
+        """Capture the draw of a graph's step."""
         assert computed.token_ids is not None
-        if computed.token_ids in self._graphs:
-            graph, drawn = self._graphs[computed.token_ids]
-            graph.replay()
-        else:
-            drawn = self._draw(*inputs)  # lazy initialization must not happen under capture
-            self._graphs[computed.token_ids] = self._capture(*inputs)
-        if self._drawn is None:
-            self._drawn = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._drawn.record()
-        return drawn
+        self._captured[computed.token_ids] = capture(lambda: self._run(computed))
 
     def release(self) -> None:
         """Free the captured graphs, even if this object is still referenced."""
-        for graph, _ in self._graphs.values():
+        for graph, _ in self._captured.values():
             graph.reset()
-        self._graphs.clear()
+        self._captured.clear()
 
-    def _upload(self, rows: list[int], masks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
+        """Draw the rows [R] of a graph's step with masks [R, W], which are on the host."""
+        assert computed.token_ids is not None
+        self._upload(rows.tolist(), masks)
+        if computed.token_ids in self._captured:
+            graph, drawn = self._captured[computed.token_ids]
+            graph.replay()
+        else:
+            drawn = self._run(computed)
+        if self._device.type == "cuda":
+            self._drawn = self._drawn or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._drawn.record()
+        return drawn
+
+    def _run(self, computed: Computed) -> Computed:
+        number = len(computed.logits)
+        return self._draw(computed, self._rows[:number], self._masks[:number])
+
+    def _upload(self, rows: list[int], masks: torch.Tensor) -> None:
         """Copy what has changed, while the device still computes the step."""
-        if self._inputs is None:
-            shape, device = (self._num_rows, masks.shape[1]), self._device
-            empty = torch.empty(self._num_rows, dtype=torch.long, device=device)
-            self._inputs = empty, torch.empty(shape, dtype=torch.int32, device=device)
-        kept_rows, kept_masks = self._inputs
-        if rows != self._rows:
-            padded = np.full(self._num_rows, -1)
+        if rows != self._rows_on_host:
+            padded = np.full(len(self._rows), -1)
             padded[: len(rows)] = rows
             (uploaded,) = upload_ahead(self._device, padded)
-            kept_rows.copy_(uploaded)
-            self._rows = rows
+            self._rows_on_host = None  # if an interrupt comes
+            self._rows.copy_(uploaded)
+            self._rows_on_host = rows
         with uploading(self._device, after=self._drawn):
-            kept_masks[: len(masks)].copy_(masks, non_blocking=True)
-        return kept_rows, kept_masks
-
-    def _capture(
-        self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor
-    ) -> tuple[torch.cuda.CUDAGraph, Computed]:
-        """Capture the draw. It waits for nothing, and frees none of PyTorch's memory."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                drawn = self._draw(computed, rows, masks)
-            finally:
-                graph.capture_end()
-        return graph, drawn
+            self._masks[: len(masks)].copy_(masks, non_blocking=True)

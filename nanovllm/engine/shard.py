@@ -152,10 +152,10 @@ class Shard:
             return computed.results(inputs.num_samples), ()
         if inputs.filters or inputs.report is not None:
             assert computed.logits.shape[1] == self.vocab_size, "a part of the vocabulary"
-        if (graphs := self._masking(computed, inputs)) is not None:
+        if (masked := self._masked_draws(computed, inputs)) is not None:
             (filters,) = inputs.filters
             assert filters.masks is not None
-            computed = graphs.masked(computed, filters.rows, filters.masks)
+            computed = masked(computed, filters.rows, filters.masks)
         else:
             computed = self._draw(computed.first(inputs.num_samples), inputs)
         columns: tuple[Columns, ...] = ()
@@ -164,12 +164,13 @@ class Shard:
             columns = drawn_columns(computed.logits, computed.token_ids, inputs.report)
         return computed.results(inputs.num_samples), columns
 
-    def _masking(self, computed: Computed, inputs: DrawInputs) -> DecodeGraphs | None:
-        """The graphs, if they have computed the step and masks alone narrow what is drawn."""
-        if not self.graphs or computed.token_ids is None or self.ranks.peer_kernels is not None:
+    def _masked_draws(self, computed: Computed, inputs: DrawInputs) -> MaskedDraws | None:
+        """What draws a decode graph's tokens again, if nothing but masks narrows them."""
+        masked = self.graphs.masked if self.graphs and computed.token_ids is not None else None
+        if masked is None or len(inputs.filters) != 1:
             return None
-        alone = len(inputs.filters) == 1 and inputs.filters[0].sole_masks is not None
-        return self.graphs if alone else None
+        masks = inputs.filters[0].sole_masks
+        return masked if masks is not None and masked.fits(masks) else None
 
     def _draw_masked(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
         """Draw these rows of a decode graph's step again, of what masks allow, and keep all."""
@@ -368,7 +369,9 @@ class Shard:
         if self.ranks.peer_kernels:
             columns = self.model.lm_head.held.num_rows
         logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
-        masked = MaskedDraws(self._draw_masked, num_rows, self.device)
+        masked = None
+        if self.ranks.rank == 0 and not self.ranks.peer_kernels:
+            masked = MaskedDraws(self._draw_masked, num_rows, self.vocab_size, self.device)
         return DecodeGraphs(self._decode_and_draw, sizes, logits, masked)
 
     def capture_graphs(self, num_running: int) -> int:

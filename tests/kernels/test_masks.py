@@ -152,16 +152,29 @@ def test_masked_rows_draw_as_from_a_masked_copy(
         drawn = tokens[ROWS].cpu()
         assert bool((allowed[torch.arange(len(ROWS)), drawn] | (drawn == 0)).all())
         assert drawn[3] == 0, "a row that may draw nothing has the first token"
-        again = torch.full((NUM_ROWS,), UNTOUCHED, device=device)
-        on[3] = torch.where(torch.arange(len(ROWS)) % 2 == 0, ROWS, -1).to(device)
-        with in_pieces(kernels, programs):
-            kernels.sample_masked(*on, again)
-        assert torch.equal(again[ROWS[::2]], tokens[ROWS[::2]])
-        assert bool((again[ROWS[1::2]] == UNTOUCHED).all()), "rows of -1 are left out"
+        check_rows_left_out(kernels, on, tokens)
+        check_rows_left_out(PLAIN, [logits, *given_choices, ROWS, bitmaps], None)
         if given_choices[0] is None:  # in warm rows, logarithms may differ in their last bits
             twin = torch.full((NUM_ROWS,), UNTOUCHED)
             PLAIN.sample_masked(logits, None, None, ROWS, bitmaps, twin)
             assert torch.equal(tokens.cpu(), twin)
+
+
+def check_rows_left_out(
+    kernels: Kernels, inputs: list[torch.Tensor | None], tokens: torch.Tensor | None
+) -> None:
+    """Rows of -1 write nothing, neither to the last element nor in front of the first."""
+    device = inputs[0].device  # type: ignore[union-attr]
+    for kept in (torch.tensor([1, 3]), torch.tensor([], dtype=torch.long)):
+        rows = torch.full_like(ROWS, -1)
+        rows[kept] = ROWS[kept]
+        room = torch.full((NUM_ROWS + 1,), UNTOUCHED, device=device)
+        kernels.sample_masked(*inputs[:3], rows.to(device), inputs[4], room[1:])
+        written = torch.zeros(NUM_ROWS + 1, dtype=torch.bool)
+        written[ROWS[kept] + 1] = True
+        assert torch.equal(room.cpu() != UNTOUCHED, written)
+        if tokens is not None:
+            assert torch.equal(room[1:][ROWS[kept]], tokens[ROWS[kept]])
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("structured_outputs need a tokenizer with a tokenizer.json")
-    text = json.dumps(_described(json.loads(backend.to_str()), eos_token_ids))
+    text = json.dumps(_described(backend, eos_token_ids))
     num_tokens = 1 + max(tokenizer.get_vocab().values())
     return LLTokenizer(
         text,
@@ -172,14 +172,15 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
     )
 
 
-def _described(described: dict[str, Any], eos_token_ids: Container[int] = ()) -> dict[str, Any]:
+def _described(backend: Any, eos_token_ids: Container[int] = ()) -> dict[str, Any]:
     """A tokenizer.json for llguidance: no text contains a special token or one that ends outputs.
 
     Else a text such as "<|im_end|>" within a grammar would be that token, which is no text. Other
     added tokens, such as Qwen3's "</think>", are text. They become tokens of the model's own:
     llguidance takes all added ones in angle brackets for special. Where a vocabulary has no room
-    for one, it becomes special, and only its letters are text.
+    for one, or a normalizer changes its text, it becomes special, and only its letters are text.
     """
+    described = json.loads(backend.to_str())
     model, added = described["model"], described["added_tokens"]
     vocab, is_byte_level = model["vocab"], "ByteLevel" in json.dumps(described["decoder"])
     is_list = isinstance(vocab, list)  # by ids
@@ -188,8 +189,9 @@ def _described(described: dict[str, Any], eos_token_ids: Container[int] = ()) ->
     for token in added:
         text, token_id = token["content"], token["id"]
         name = _own_name(text, is_byte_level)
-        is_free = ids.get(name, None if is_list else token_id) == token_id
-        if token["special"] or token_id in eos_token_ids or not is_free:
+        fits = ids.get(name, None if is_list else token_id) == token_id
+        fits &= backend.id_to_token(token_id) == text
+        if token["special"] or token_id in eos_token_ids or not fits:
             name = HIDDEN + text
         names[text], ids[name] = name, token_id
     if is_list:

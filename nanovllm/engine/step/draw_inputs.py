@@ -89,17 +89,16 @@ def needs_logits(seqs: list[Sequence]) -> bool:
 
 def _parts(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> list[Filters]:
     """The filters of narrowed rows, rows with the same kinds together."""
-    alike: dict[tuple[bool, ...], tuple[list[int], list[Draw]]] = {}
     if all(seq.constraint is not None and not seq.has_filters for seq, _ in draws):
-        alike[()] = rows, draws  # as below, but faster
-    else:
-        for row, draw in zip(rows, draws, strict=True):
-            seq = draw[0]
-            kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
-            wide = (seq.constraint is not None, seq.processors is not None)
-            some_rows, some = alike.setdefault((*wide, *kind), ([], []))
-            some_rows.append(row)
-            some.append(draw)
+        return [_filters(rows, draws, vocab_size, device_type)]  # masks alone copy nothing
+    alike: dict[tuple[bool, ...], tuple[list[int], list[Draw]]] = {}
+    for row, draw in zip(rows, draws, strict=True):
+        seq = draw[0]
+        kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
+        wide = (seq.constraint is not None, seq.processors is not None)
+        some_rows, some = alike.setdefault((*wide, *kind), ([], []))
+        some_rows.append(row)
+        some.append(draw)
     size = rows_narrowed_together(vocab_size, device_type)
     parts = [
         (some_rows[start : start + size], some[start : start + size])

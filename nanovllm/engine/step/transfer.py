@@ -25,10 +25,11 @@ def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def upload_all(value: T, device: torch.device) -> T:
-    """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded ahead.
+    """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded.
 
-    Two events guard the memory: PyTorch reuses the pinned memory only after the copy, and the
-    device's memory only after the current stream's last use.
+    They are copied while the device still computes what was launched before. Two events guard the
+    memory: PyTorch reuses the pinned memory only after the copy, and the device's memory only after
+    the current stream's last use.
     """
     if device.type == "cpu":
         return value
@@ -46,10 +47,10 @@ def upload_all(value: T, device: torch.device) -> T:
 
 @contextmanager
 def uploading(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """A block that uploads ahead: while the device still computes what was launched before.
+    """A block that uploads while the device still computes what was launched before.
 
     Its copies use a stream of their own, for which the current stream waits before it goes on. They
-    begin when the event `after` has come.
+    begin after the work before the event `after`.
     """
     if device.type == "cpu":
         yield

@@ -49,6 +49,8 @@ def sample_masked(
     """
     if bool((rows < 0).any()):
         rows, bitmaps = rows[rows >= 0], bitmaps[rows >= 0]
+    if not len(rows):
+        return
     part = logits[rows].to(torch.float32)
     mask(part, bitmaps)
     if temperatures is None or keys is None:

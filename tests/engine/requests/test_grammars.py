@@ -13,7 +13,8 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm import StructuredOutputs
 from nanovllm.engine.requests.compiled import CompiledGrammars
@@ -617,7 +618,7 @@ def test_tokens_keep_their_ids_when_no_text_contains_them(kind: str) -> None:
     tokenizer = Tokenizer(model)
     tokenizer.add_special_tokens(["<unk>", "<s>"])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<in>", "</s>", "<new>")])
-    described = _described(json.loads(tokenizer.to_str()), [9])
+    described = _described(tokenizer, [9])
     hidden = Tokenizer.from_str(json.dumps(described))
     assert {text.strip("\ufdd0"): i for text, i in hidden.get_vocab().items()} == (
         tokenizer.get_vocab()
@@ -628,6 +629,30 @@ def test_tokens_keep_their_ids_when_no_text_contains_them(kind: str) -> None:
     assert tokenizer.encode("ab<s>a").ids == [7, 1, 2]
     assert hidden.encode("ab<s>a").ids == [7, 4, 5, 6, 2]
     assert hidden.encode("abba").ids == tokenizer.encode("abba").ids
+
+
+def test_an_added_token_whose_text_is_normalized_is_not_text() -> None:
+    """A normalizer that puts a space in front of texts does so with the token's: it has another."""
+    vocab = {f"<0x{b:02X}>": b for b in range(256)}
+    vocab |= {"\u2581": 256, **{text: 257 + i for i, text in enumerate("ABC<think>")}}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=True)])
+    tokenizer.add_tokens([AddedToken("<call>", special=False, normalized=False)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    ids = [tokenizer.token_to_id(text) for text in ("<think>", "<call>")]
+    assert wrapped.decode([ids[0]]) == " <think>"
+    size = tokenizer.get_vocab_size()
+    grammars = Grammars(wrapped, size)
+    for text, is_text in (("<think>", False), (" <think>", False), ("<call>", True)):
+        constraint = constrain(grammars, regex=f"({text}|B)C")
+        found = allowed(constraint, (), size)
+        assert (ids[is_text] in found) == is_text, text
 
 
 def test_added_tokens_are_text_unless_they_are_special_or_end_outputs() -> None:
