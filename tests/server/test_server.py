@@ -331,6 +331,7 @@ def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> Non
     metrics = httpx.get(f"{server.url}/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:time_to_first_token_seconds_bucket{" in metrics.text
+    assert 'vllm:num_requests_running{model_name="tiny"} ' in metrics.text  # the served name
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
