@@ -468,6 +468,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a rule of GBNF": (dict(grammar="root ::= foo"), "grammar: as GBNF, .*foo"),
     "GBNF that does not end": (dict(grammar='root ::= ("a"'), "grammar: as GBNF, "),
+    "a token by its name": (
+        dict(grammar='start: "1" <think>'),
+        r"grammar: at 1\(\d+\): tokens are named by their ids, such as <\[5\]>, got <think>;"
+        r" a text stands in quotes\n",
+    ),
+    "a token that is none": (
+        dict(grammar='start: "1" <[99999]>'),
+        r"grammar: at .*: the vocabulary has no token 99999",
+    ),
+    "a tag's token that is none": (
+        dict(structural_tag=dict(format=dict(type="token", token=99999))),
+        "structural_tag: the vocabulary has no token 99999$",
+    ),
     "a backslash": (dict(regex="a\\"), "nothing to escape"),
     "an empty class": (dict(regex=r"[^\s\S]"), "no text can begin"),
     "a rule without an end": (dict(grammar='start: start "a"'), "no text can begin"),

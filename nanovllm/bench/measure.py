@@ -144,7 +144,8 @@ def print_floor(result: dict[str, Any]) -> None:
     if on_cpu and floor["seconds"] > SLOW_FLOOR_SECONDS:
         print(
             f"  a run takes {floor['seconds'] / 60:.0f} minutes or more. For a shorter one:"
-            " --shape qwen3-42m, or --num-seqs 16 --max-input-len 128 --max-output-len 128"
+            f" --shape qwen3-42m, or --num-seqs {min(16, load['num_seqs'])} --max-input-len 128"
+            " --max-output-len 128"
         )
     sys.stdout.flush()
 

@@ -39,9 +39,10 @@ def chat_prompts(
     template_options = {**options, **more, **given}
     _check_template(tokenizer, template_options)
     _check_keywords(tokenizer, given)
+    conversations = _check_conversations(messages)
     return [
-        _apply_template(tokenizer, index, conversation, template_options)
-        for index, conversation in enumerate(_check_conversations(messages))
+        _apply_template(tokenizer, _place(index, conversations), conversation, template_options)
+        for index, conversation in enumerate(conversations)
     ]
 
 
@@ -49,7 +50,16 @@ def _check_conversations(messages: Any) -> list[list[Any]]:
     """A list of conversations from one or several; parts of text become one text."""
     items = as_list("messages", messages, "a list of messages, or of such lists")
     conversations = [items] if items and isinstance(items[0], Mapping) else items
-    return [_check_conversation(f"conversations[{i}]", c) for i, c in enumerate(conversations)]
+    return [
+        _check_conversation(_place(index, conversations), conversation)
+        for index, conversation in enumerate(conversations)
+    ]
+
+
+def _place(index: int, conversations: Sequence[Any]) -> str:
+    """How errors name a conversation: `messages` if it is the only one, as in a request."""
+    is_only = len(conversations) == 1 and isinstance(conversations[0], list)
+    return "messages" if is_only else f"conversations[{index}]"
 
 
 def _check_conversation(name: str, conversation: Any) -> list[Any]:
@@ -129,14 +139,14 @@ def _check_template(tokenizer: Any, options: Mapping[str, Any]) -> None:
 
 
 def _apply_template(
-    tokenizer: Any, index: int, conversation: list[Any], options: Mapping[str, Any]
+    tokenizer: Any, place: str, conversation: list[Any], options: Mapping[str, Any]
 ) -> TokensPrompt:
-    """The prompt of conversation `index`; the template writes the special tokens."""
+    """The prompt of the conversation at `place`; the template writes the special tokens."""
     try:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except Exception as error:  # a template is a program, and raises what it likes
-        raise ValueError(f"conversations[{index}]: the chat template fails: {error}") from error
-    check_text(f"conversations[{index}]", text)
+        raise ValueError(f"{place}: the chat template fails: {error}") from error
+    check_text(place, text)
     return TokensPrompt(
         prompt_token_ids=tokenizer.encode(text, add_special_tokens=False, verbose=False),
         prompt=text,

@@ -138,7 +138,7 @@ def _parsing(annotation: Any, described: Option) -> dict[str, Any]:
         metavar = "{" + ",".join(described.rule.choices) + "}"
     more: dict[str, Any] = {}
     if described.rule.pairs:
-        more, metavar = dict(action=AppendPairs), "NAME=VALUE"
+        more, metavar = dict(action=AppendPairs), "NAME=PATH"
     elif kind == Iterable[str]:
         more = dict(action="append")
     return dict(type=_reader(read, _takes_none(annotation), metavar), metavar=metavar, **more)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from nanovllm.command import interrupts
 from nanovllm.command.options import UsageError
 from nanovllm.command.parser import USAGE
+from nanovllm.utils.log import log_to_stderr
 
 BROKEN_PIPE = 141
 
@@ -29,7 +30,7 @@ def prepare_streams() -> None:
 
 def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run a command and return its status; an error becomes a message on stderr."""
-    _set_up_logging(args.verbose)
+    log_to_stderr(logging.INFO if args.verbose else logging.WARNING)
     try:
         status = run(args)
         sys.stdout.flush()
@@ -59,13 +60,3 @@ def _message(error: Exception) -> str:
     expected = isinstance(error, UsageError | OSError | MemoryError | RuntimeError)
     name = "" if expected else f"{type(error).__name__}: "
     return f"{name}{first}" + (" (--debug shows more)" if rest or name else "")
-
-
-def _set_up_logging(verbose: bool) -> None:
-    """Log warnings to stderr, and with `verbose` everything that the engine logs."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("nanovllm: %(message)s"))
-    logger = logging.getLogger("nanovllm")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    logger.propagate = False

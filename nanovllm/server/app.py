@@ -130,7 +130,8 @@ class Server:
 
     async def metrics(self, _: Request) -> Response:
         """The engine's metrics."""
-        return Response(metrics_text(await self._llm.get_metrics()), media_type=PROMETHEUS)
+        text = metrics_text(await self._llm.get_metrics(), self._models.names[0])
+        return Response(text, media_type=PROMETHEUS)
 
     async def page(self, _: Request) -> Response:
         """A page to chat, and to watch the engine."""

@@ -15,28 +15,28 @@ from nanovllm.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 
 class Collected(Collector):
-    """Metrics that were read at one time."""
+    """Metrics that were read at one time, of a model by the name that clients know."""
 
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = list(metrics)
+    def __init__(self, metrics: Iterable[Metric], model_name: str) -> None:
+        self._metrics, self._model_name = list(metrics), model_name
 
     def collect(self) -> Iterator[Any]:
         """Each metric of one name with all its labels."""
         families: dict[str, Any] = {}
         for metric in self._metrics:
-            _add(families, metric)
+            _add(families, metric, {**metric.labels, "model_name": self._model_name})
         yield from families.values()
 
 
-def metrics_text(metrics: Iterable[Metric]) -> bytes:
-    """What Prometheus reads."""
+def metrics_text(metrics: Iterable[Metric], model_name: str) -> bytes:
+    """What Prometheus reads; the label `model_name` is the given one, as in vLLM's server."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collected(metrics))
+    registry.register(Collected(metrics, model_name))
     return generate_latest(registry)
 
 
-def _add(families: dict[str, Any], metric: Metric) -> None:
-    names, values = list(metric.labels), list(metric.labels.values())
+def _add(families: dict[str, Any], metric: Metric, labels: dict[str, str]) -> None:
+    names, values = list(labels), list(labels.values())
     text = metric.name.removeprefix("vllm:").replace("_", " ")
     if isinstance(metric, Histogram):
         family = families.setdefault(

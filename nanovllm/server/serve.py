@@ -204,7 +204,7 @@ class _Life:
         self._guard.is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.drain_seconds
-        logger.info("draining: %d requests are being answered", self._guard.num_active)
+        logger.info("draining: requests being answered: %d", self._guard.num_active)
         while self._guard.num_active and self._signals == 1 and loop.time() < deadline:
             await asyncio.sleep(CHECK_SECONDS)
         self._llm.end_all(APIError(503, "the server has ended before the answer", "draining"))

@@ -534,6 +534,10 @@ class TestCommandLine:
         measure.print_floor(measure.describe(plan))
         out = capsys.readouterr().out
         assert "a run takes 72 minutes or more" in out and "--shape qwen3-42m" in out
+        assert "--num-seqs 16 --max-input-len 128 --max-output-len 128\n" in out
+        few = dataclasses.replace(Lengths(), num_seqs=4)
+        measure.print_floor(measure.describe(make_plan(options, bench.SHAPE, few, tmp_path)))
+        assert "--num-seqs 4 --max-input-len 128" in capsys.readouterr().out  # not more than asked
 
     def test_the_types_of_weights_and_kv_are_printed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

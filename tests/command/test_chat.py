@@ -73,8 +73,9 @@ def test_options_reach_the_template(options: dict[str, Any], prompt: str, llm: L
         (["Hi"], TypeError, "conversations[0] must be a list of messages, got 'Hi'"),
         ([[user("Hi")], []], ValueError, "conversations[1] must have a message or more"),
         ([[user("Hi")], ["Hi"]], ValueError, "conversations[1]: a message must be a dict with"),
-        ([{"content": "Hi"}], ValueError, 'a dict with a "role"'),
-        ([user("Hi"), user([{"type": "image_url"}])], ValueError, "parts of text, got {'type"),
+        ([{"content": "Hi"}], ValueError, 'messages: a message must be a dict with a "role"'),
+        ([[]], ValueError, "messages must have a message or more, got none"),
+        ([user("Hi"), user([{"type": "image_url"}])], ValueError, "messages[1]: content must be"),
         ([user([{"type": "text", "text": 5}])], TypeError, "content must be text, got 5"),
         ([[user("Hi")], [user(["Hi"])]], ValueError, "conversations[1][0]: content must be text"),
     ],
@@ -130,7 +131,7 @@ def test_a_template_can_be_given(model_dir: Path) -> None:
 
 def test_a_failing_template_is_an_error_with_its_place(llm: LLM) -> None:
     llm.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match=r"conversations\[0\]: the chat template fails: no system"):
+    with pytest.raises(ValueError, match=r"^messages: the chat template fails: no system"):
         llm.chat([user("Hi")], GREEDY, use_tqdm=False)
 
 

@@ -131,6 +131,14 @@ def test_several_adapters_may_follow_their_flag(flags: str) -> None:
     )
 
 
+def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["serve", "--help"])
+    assert "--lora-modules NAME=PATH" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [

@@ -242,7 +242,10 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/rerank", dict(query="a", documents=[]), 400, "documents must be a list that is not"),
     ("/rerank", dict(query="a", documents=["b", 5]), 400, "documents[1] must be a text"),
     ("/rerank", dict(query="a", documents=["b"], top_n=-1), 400, "top_n must be"),
-    ("/v1/nothing", dict(), 404, "Not Found"),
+    ("/v1/nothing", dict(), 404, "there is no path '/v1/nothing'"),
+    ("/v1/completion", dict(), 404, "no path '/v1/completion'; did you mean '/v1/completions'?"),
+    ("/v1/models", dict(), 405, "/v1/models takes GET, HEAD, got POST"),
+    ("/wake_up", dict(), 404, "there is no path '/wake_up' (--sleep-endpoints adds it)"),
     ("/tokenize", dict(prompt=5), 400, "prompt must be a text, got 5"),
     ("/detokenize", dict(tokens="a"), 400, "tokens must be a list of token ids"),
     ("/detokenize", dict(tokens=[10**9]), 400, "token id"),
@@ -328,6 +331,7 @@ def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> Non
     metrics = httpx.get(f"{server.url}/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:time_to_first_token_seconds_bucket{" in metrics.text
+    assert 'vllm:num_requests_running{model_name="tiny"} ' in metrics.text  # the served name
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")

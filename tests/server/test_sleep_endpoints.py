@@ -29,7 +29,8 @@ def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
         assert is_sleeping()
         refused = client.post("/v1/completions", json=BODY)
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"].startswith("this LLM sleeps")
+        message = refused.json()["error"]["message"]
+        assert message.startswith("this LLM sleeps") and message.endswith("HTTP: POST /wake_up")
         assert client.post("/wake_up", params={"tags": ["weights"]}).status_code == 200
         assert is_sleeping()
         assert client.post("/wake_up").status_code == 200
@@ -37,6 +38,14 @@ def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
         assert client.post("/sleep", params={"level": 2}).status_code == 200
         assert client.post("/sleep").status_code == 503
         assert client.post("/wake_up").status_code == 200
+        assert answer() == "46"
+        assert client.post("/sleep", params={"level": 2}).status_code == 200
+        for tag in ("weights", "kv_cache"):  # the weights are the trainer's to give
+            assert client.post("/wake_up", params={"tags": [tag]}).status_code == 200
+        refused = client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"].endswith("over HTTP: POST /wake_up")
+        assert client.post("/wake_up").status_code == 200  # of the checkpoint
         assert answer() == "46"
         assert client.post("/reset_prefix_cache").status_code == 200
         for path, params in (

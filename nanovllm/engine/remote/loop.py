@@ -41,6 +41,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.heap import keep_what_lives
+from nanovllm.utils.log import log_to_stderr
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -283,7 +284,7 @@ class EngineLoop:
 
 
 def main(caller: int, line: int, connection: int) -> None:
-    """Serve an engine whose model and options come as the first message."""
+    """Serve an engine whose model, options and level of logging come as the first message."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the caller decides about the end
         signal.signal(number, signal.SIG_IGN)
     end_with(caller, line)
@@ -300,7 +301,8 @@ def main(caller: int, line: int, connection: int) -> None:
 def _serve(link: socket.socket, outbox: Outbox) -> None:
     from nanovllm.engine.remote.served import ServedEngine
 
-    model, options = receive(link)
+    model, options, level = receive(link)
+    log_to_stderr(level)  # the caller's handlers are in its process
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine = ServedEngine(model, **options)
     try:

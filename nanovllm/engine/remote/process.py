@@ -1,6 +1,7 @@
 """EngineProcess: starts an engine in a process of its own, and knows how it ended."""
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -29,7 +30,8 @@ class EngineProcess:
         self._finalizer = weakref.finalize(
             self, _end, os.getpid(), self._process, self.line, self.link
         )
-        self.link.sendall(frame((model, dict(options))))
+        level = logging.getLogger("nanovllm").getEffectiveLevel()
+        self.link.sendall(frame((model, dict(options), level)))
 
     @property
     def pid(self) -> int:

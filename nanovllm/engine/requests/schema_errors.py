@@ -1,4 +1,4 @@
-"""Errors of JSON schemas: llguidance's reason in words for users, and the place of it."""
+"""Errors of schemas and of tokens: llguidance's reason in words for users, and its place."""
 
 import json
 import re
@@ -18,6 +18,13 @@ EXPLAINED = (
     ),
     ("Unsatisfiable schema: (anyOf|oneOf) is empty", "there is nothing that it allows"),
 )
+TOKENS_EXPLAINED = (
+    (
+        'unknown special token: "(<[^"]*>)"; following special tokens are available: .*',
+        r"tokens are named by their ids, such as <[5]>, got \1; a text stands in quotes",
+    ),
+    (r"Token range end too large: (\d+)", r"the vocabulary has no token \1"),
+)
 
 
 def explained(error: str, schemas: Iterable[tuple[str, Any]]) -> str:
@@ -31,6 +38,8 @@ def explained(error: str, schemas: Iterable[tuple[str, Any]]) -> str:
             for pattern, words in EXPLAINED:
                 reason = re.sub(pattern, words, reason)
             return f"{reason} (at {place})"
+    for pattern, words in TOKENS_EXPLAINED:
+        error = re.sub(pattern, words, error)
     return error
 
 
