@@ -1,5 +1,6 @@
 """VectorCalls: the calls of `LLM` that compute prompts and generate nothing."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -7,7 +8,6 @@ from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.pool import Pooling
-from nanovllm.engine.requests.request import Request
 from nanovllm.lora_request import LoRARequest, LoRARequests, check_lora_request, lora_requests
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.utils.checks import check_bool
@@ -122,14 +122,26 @@ class VectorCalls(LLMEngine):
     ) -> list[Output]:
         adapters = lora_requests(lora_request, len(plan.accepted))
         accepted = [self.adapted(*one) for one in zip(plan.accepted, adapters, strict=True)]
-        return plan.outputs(self._compute(accepted, use_tqdm))
+        return self._compute(plan, accepted, use_tqdm)
 
     @exclusive
-    def _compute(self, accepted: list[Accepted], use_tqdm: bool) -> list[Request]:
-        """Compute the prompts; the pools of the requests have what was wanted."""
+    def _compute(
+        self, plan: Plan[Output], accepted: list[Accepted], use_tqdm: bool
+    ) -> list[Output]:
+        """Compute the prompts and make the outputs: of a step's prompts during the next step."""
         ids = [self.enqueue(one) for one in accepted]
-        run_until_done(self, ids, use_tqdm, "Computing prompts")
-        requests = [self.finished[request_id] for request_id in ids]
+        made: dict[int, Output] = {}
+
+        def make(done: Iterable[int]) -> None:
+            places = [*done]
+            made.update(zip(places, plan.outputs([self.finished[i] for i in places]), strict=True))
+
+        run_until_done(self, ids, use_tqdm, "Computing prompts", make if plan.is_by_one else None)
+        outputs = (
+            [made[request_id] for request_id in ids]
+            if plan.is_by_one
+            else plan.outputs([self.finished[request_id] for request_id in ids])
+        )
         for request_id in ids:
             self.drop_output(request_id)
-        return requests
+        return outputs

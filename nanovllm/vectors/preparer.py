@@ -30,10 +30,14 @@ Output = TypeVar("Output")
 
 
 class Plan(NamedTuple, Generic[Output]):
-    """Requests to compute, and what makes outputs of them when they are complete, in order."""
+    """Requests to compute, and what makes outputs of them when they are complete, in order.
+
+    `is_by_one`: whether an output is that of one request, so that a part of them can be made.
+    """
 
     accepted: list[Accepted]
     make: Callable[[list[Request]], list[Output]]
+    is_by_one: bool = True
 
     def outputs(self, requests: list[Request]) -> list[Output]:
         """The outputs of the requests, which have ended; raises if one is not complete."""

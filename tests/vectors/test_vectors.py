@@ -16,6 +16,7 @@ from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.pool import Pool
 from nanovllm.engine.sequence import Sequence
+from nanovllm.vectors import plans
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +91,34 @@ def test_pooled_states_are_those_of_transformers(
         for pooling in (*POOLINGS, *POOLINGS):  # again, with what is cached
             check(llm, prompts, expected, pooling)
         assert not llm._begun and not llm.unfinished and not llm.finished
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_vectors_are_made_while_other_prompts_are_computed(
+    overlap: bool, model_dir: Path, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, and in the order of the prompts, whatever finishes first."""
+    made: list[tuple[int, int, bool]] = []
+    prompts = make_prompts()
+    options = dict(max_num_batched_tokens=64, kvcache_block_size=4, overlap=overlap)
+    with make_llm(model_dir, **options) as llm:
+
+        def recorded(requests: list[Any], *options: Any) -> Any:
+            made.append((len(requests), len(llm.unfinished), llm._launched is not None))
+            return embeddings(requests, *options)
+
+        embeddings = plans._embeddings
+        monkeypatch.setattr(plans, "_embeddings", recorded)
+        outputs = llm.embed(prompts, use_tqdm=False)
+        assert sum(number for number, _, _ in made) == len(prompts)
+        assert len(made) > 3 and made[-1][1] == 0
+        assert all(bool(left) for _, left, _ in made[:-1])
+        assert any(flight for _, _, flight in made) == overlap
+        for output, states, prompt in zip(outputs, expected, prompts, strict=True):
+            assert output.prompt_token_ids == prompt
+            error = torch.tensor(output.embedding) - F.normalize(states[-1], dim=-1)
+            assert error.abs().max() < MAX_ERROR
+        assert llm.embed([], use_tqdm=False) == [] and not llm.finished
 
 
 def test_two_ranks_give_the_states_of_one(model_dir: Path, expected: list[torch.Tensor]) -> None:

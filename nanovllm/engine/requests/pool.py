@@ -60,7 +60,8 @@ class Pool:
     @property
     def result(self) -> torch.Tensor:
         """The states [hidden] in float32, and [tokens, hidden] of "all"; nothing is wanted."""
-        states = torch.cat([self._parts[start] for start in sorted(self._parts)])
+        parts = [self._parts[start] for start in sorted(self._parts)]
+        states = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.pooling == "all":
             return states
         return states.sum(dim=0) / self.num_tokens if self.adds_up else states[0]
