@@ -184,7 +184,7 @@ class Shard:
         if computed.token_ids is not None and not inputs.filters:
             return computed
         choices = self._choices(computed, inputs)
-        filters = upload_all(inputs.filters, self.device)
+        filters = upload_all(inputs.filters, self.device) if inputs.filters else []
         return self._keep(
             computed, self.sampler(computed.logits, *choices, filters, computed.token_ids)
         )
