@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from nanovllm.engine.requests.constraint import WORD
 from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.transfer import upload_ahead, uploading
 from nanovllm.kernels.integers import cdiv
@@ -28,8 +29,8 @@ class MaskedDraws:
     def __init__(self, draw: Draw, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._draw, self._device = draw, device
         self._rows = torch.full((num_rows,), -1, device=device)
-        words = cdiv(vocab_size, 32)
-        self._masks = torch.zeros(num_rows, words, dtype=torch.int32, device=device)
+        num_words = cdiv(vocab_size, WORD)
+        self._masks = torch.zeros(num_rows, num_words, dtype=torch.int32, device=device)
         self._rows_on_host: list[int] | None = []
         self._captured: dict[torch.Tensor, Captured] = {}  # by the tokens that are drawn again
         self._drawn: torch.cuda.Event | None = None  # after the last draw

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.server.errors import APIError
+from nanovllm.server.errors import SLEEP_PATHS, APIError
 from nanovllm.utils.checks import shorten
 
 
@@ -20,11 +20,12 @@ class Sleeping:
     @property
     def routes(self) -> list[Route]:
         """The routes of these endpoints."""
+        sleep, wake_up, is_sleeping, reset_prefix_cache = SLEEP_PATHS
         return [
-            Route("/sleep", self.sleep, methods=["POST"]),
-            Route("/wake_up", self.wake_up, methods=["POST"]),
-            Route("/is_sleeping", self.is_sleeping),
-            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+            Route(sleep, self.sleep, methods=["POST"]),
+            Route(wake_up, self.wake_up, methods=["POST"]),
+            Route(is_sleeping, self.is_sleeping),
+            Route(reset_prefix_cache, self.reset_prefix_cache, methods=["POST"]),
         ]
 
     async def sleep(self, request: Request) -> Response:

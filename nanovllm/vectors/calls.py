@@ -133,15 +133,14 @@ class VectorCalls(LLMEngine):
         made: dict[int, Output] = {}
 
         def make(done: Iterable[int]) -> None:
-            places = [*done]
-            made.update(zip(places, plan.outputs([self.finished[i] for i in places]), strict=True))
+            requests = {request_id: self.finished[request_id] for request_id in done}
+            made.update(zip(requests, plan.outputs([*requests.values()]), strict=True))
 
         run_until_done(self, ids, use_tqdm, "Computing prompts", make if plan.is_by_one else None)
-        outputs = (
-            [made[request_id] for request_id in ids]
-            if plan.is_by_one
-            else plan.outputs([self.finished[request_id] for request_id in ids])
-        )
+        if plan.is_by_one:
+            outputs = [made[request_id] for request_id in ids]
+        else:
+            outputs = plan.outputs([self.finished[request_id] for request_id in ids])
         for request_id in ids:
             self.drop_output(request_id)
         return outputs

@@ -92,7 +92,7 @@ class Scores:
         asked = preparer.accept_all("queries", queries, pooling, prefix, params)
         prefix = preparer.prefix(document_name, None)._replace(is_asked=False)
         found = preparer.accept_all("documents", documents, pooling, prefix, params)
-        return Plan(asked + found, lambda requests: _cosines(requests, len(asked)), False)
+        return Plan(asked + found, lambda requests: _cosines(requests, len(asked)), is_by_one=False)
 
 
 def _pairs(queries: Prompts, documents: Prompts) -> tuple[list[Any], list[Any]]:
