@@ -147,7 +147,7 @@ class Scheduler:
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
-        is_full = len(self.running) >= self.max_num_running
+        is_full = self._num_running() >= self.max_num_running
         if self.waiting and self.waiting[0] is not self.refused and not is_full:
             return True
         return any(seq.is_prefilling for seq in self.running)
@@ -258,7 +258,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Assert that queues, sequences and blocks agree. Called between steps."""
-        assert len(self.running) <= self.max_num_running
+        assert self._num_running() <= self.max_num_running
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         for queue in (self.waiting, self.running):
@@ -300,9 +300,11 @@ class Scheduler:
         """
         if self.waiting[0] is self.refused:
             return
+        num_running = self._num_running() + sum(len(seq.siblings) for seq in self.running)
+        if num_running >= self.max_num_running:
+            return
         manager = self.block_manager
         in_progress = {block for seq in seqs for block in manager.full_block_hashes(seq)}
-        num_running = sum(1 + len(seq.siblings) for seq in self.running)
         forecast = Forecast(
             self.lengths, self.running, manager.num_free_blocks, self.block_size, self.most_blocks
         )
@@ -334,13 +336,12 @@ class Scheduler:
 
         A sibling without room waits on its own, and finds the cached blocks when it is admitted.
         """
-        forks = []
-        for seq in seqs:
-            if not seq.siblings or not seq.samples:
-                continue
+        forks: list[tuple[Sequence, Sequence]] = []
+        parents = [seq for seq in seqs if seq.siblings and seq.samples]
+        room = self.max_num_running - self._num_running() if parents else 0
+        for seq in parents:
             for sibling in seq.siblings:
-                has_room = len(self.running) < self.max_num_running
-                if has_room and self.block_manager.fork(seq, sibling):
+                if len(forks) < room and self.block_manager.fork(seq, sibling):
                     sibling.num_scheduled_tokens = sibling.num_tokens
                     sibling.status = SequenceStatus.RUNNING
                     _enter(self.running, sibling)
@@ -349,6 +350,10 @@ class Scheduler:
                     _enter(self.waiting, sibling)
             seq.siblings = []
         return forks
+
+    def _num_running(self) -> int:
+        """The running sequences, without those that end in flight: others may take their places."""
+        return sum(not seq.ends_in_flight for seq in self.running)
 
     def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
         """Schedule as many of its tokens as budget and blocks allow; returns their number."""

@@ -216,6 +216,11 @@ class Sequence:
         return self.pool is not None and left > 0
 
     @property
+    def ends_in_flight(self) -> bool:
+        """Whether no later step computes it: a step in flight yields all that it may still get."""
+        return len(self.token_ids) >= self.max_num_tokens and not self.is_prefilling
+
+    @property
     def held_blocks(self) -> list[int]:
         """The blocks of its table that it holds, alone or with others."""
         return self.block_table[self.num_passed_blocks :]

@@ -150,5 +150,6 @@ def vectors_of(requests: list[Request], dimensions: int | None, normalizes: bool
     """The requests' pooled states, cut and then normalized: [requests, dimensions]."""
     if not requests:
         return torch.empty(0, 0)
-    vectors = torch.stack([request.seqs[0].pool.result for request in requests])[:, :dimensions]
+    states = torch.cat([request.seqs[0].pool.result for request in requests])
+    vectors = states.view(len(requests), -1)[:, :dimensions]
     return F.normalize(vectors, dim=-1) if normalizes else vectors

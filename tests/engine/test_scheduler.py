@@ -7,7 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +214,28 @@ def test_max_num_seqs_bounds_all_running_sequences() -> None:
     assert step(scheduler) == [(c, 3)]
     assert step(scheduler) == [(b, 1), (c, 1)]
     assert list(scheduler.running) == [b]
+    drain(scheduler)
+
+
+def test_sequences_that_end_in_flight_leave_their_places() -> None:
+    """The next step begins with others, and need not wait until the host has read these."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    a, pooled, parent = (add(scheduler, fresh(3), max_tokens=n) for n in (1, 1, 2))
+    pooled.pool, pooled.max_num_tokens = SimpleNamespace(wanted=range(2, 3)), 3
+    parent.siblings = [sibling := Sequence(parent.token_ids, parent.params, index=1)]
+    first = scheduler.schedule()
+    assert not a.ends_in_flight, "it is to be computed"
+    assert not pooled.ends_in_flight
+    scheduler.advance(first)
+    second = scheduler.schedule()
+    scheduler.audit()
+    assert (first.seqs, second.seqs) == ([a, pooled], [parent])
+    assert second.forks == [(parent, sibling)]
+    scheduler.advance(second)
+    pooled.pool.wanted = range(3, 3)
+    assert scheduler.postprocess(first, [TOKEN]) == [a, pooled]
+    assert scheduler.postprocess(second, [TOKEN] * 2) == []
+    assert step(scheduler) == [(parent, 1), (sibling, 1)]
     drain(scheduler)
 
 

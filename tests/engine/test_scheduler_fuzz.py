@@ -285,7 +285,8 @@ class Simulation:
         assert seqs, "no progress"
         self.touch(self.scheduler.running)
         assert len({seq.seq_id for seq in seqs}) == len(seqs) <= config.max_num_seqs
-        assert len(self.scheduler.running) <= config.max_num_seqs
+        staying = [seq for seq in self.scheduler.running if not seq.ends_in_flight]
+        assert len(staying) <= config.max_num_seqs
         num_tokens = [
             seq.num_scheduled_tokens + (batch.num_drafts or len(batch.drafts.get(seq, ())))
             for seq in seqs

@@ -24,8 +24,8 @@ class Ledger:
     """Rows by sequence, and the values that the devices have.
 
     It relies on how sequences keep their block tables: a list that grows, and a new list when they
-    start over. A token in flight stays in its sequence's row until the host has read it: sequences
-    with a token in flight are running or finished, so only running sequences need rows.
+    start over. A token in flight stays in its sequence's row until a later step has read it, or the
+    host has: only running sequences need rows, and none of those that end in flight.
 
     After a step with drafts only the device knows a row's last token and length. Such a row is
     ahead, and nothing of that is sent until a step without drafts: by then the host knows them.
@@ -216,11 +216,11 @@ class Ledger:
         return np.array([rows[seq.seq_id] for seq in seqs], np.int64)
 
     def _take_row(self, seq: Sequence) -> int:
-        """A row for a sequence without one; if none is free, first free those not running."""
+        """A row for a sequence without one; if none is free, first free those not needed."""
         if not self._free:
             for seq_id, row in list(self._rows.items()):
                 owner = self._owners[row]()
-                if owner is None or owner.status is not SequenceStatus.RUNNING:
+                if owner is None or not _needs_row(owner):
                     del self._rows[seq_id]
                     self._free.append(row)
         row = self._free.pop()
@@ -251,6 +251,10 @@ class Ledger:
         self._words.clear()
         self._history.clear()
         return changes
+
+
+def _needs_row(seq: Sequence) -> bool:
+    return seq.status is SequenceStatus.RUNNING and not seq.ends_in_flight
 
 
 def adapter_slot(seq: Sequence) -> int:
