@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from nanovllm.command.main import main
 from nanovllm.command.parser import join_words, make_parser
 
 SLACK = 150  # ms that a busy machine may add
+TRIES = 5  # bounds from above hold in one of these: other processes may slow the rest
 
 
 def run(capsys: Any, *argv: str) -> tuple[int, str, str]:
@@ -49,14 +50,23 @@ def result_of(capsys: Any, server: FakeServer, *argv: str, status: int = 0) -> d
     return result
 
 
+def shortest(measure: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
+    """The result of the first try that takes at most `limit` seconds, or of the shortest one."""
+    results: list[dict[str, Any]] = []
+    while len(results) < TRIES and not any(result["seconds"] <= limit for result in results):
+        results.append(measure())
+    return min(results, key=lambda result: float(result["seconds"]))
+
+
 @pytest.mark.parametrize("has_uvloop", [True, False])
 def test_known_delays_are_what_is_measured(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, has_uvloop: bool
 ) -> None:
     if not has_uvloop:
         monkeypatch.setitem(sys.modules, "uvloop", None)
+    argv = ("--num-prompts", "5", "--num-warmups", "0")
     with FakeServer(lambda body: stream(0.2, 0.1, 0.1, 0.1, prompt_tokens=7)) as server:
-        result = result_of(capsys, server, "--num-prompts", "5", "--num-warmups", "0")
+        result = shortest(lambda: result_of(capsys, server, *argv), 0.5 + SLACK / 1e3)
     assert (result["completed"], result["failed"], result["model"]) == (5, 0, "fake")
     assert (result["input_tokens"], result["output_tokens"]) == (35, 20)
     for name, expected in (("ttft", 200), ("tpot", 100), ("itl", 100), ("e2el", 500)):
@@ -107,9 +117,11 @@ def test_a_connection_that_the_server_has_closed_is_replaced(capsys: Any) -> Non
 
 
 def test_requests_arrive_at_the_asked_rate(capsys: Any) -> None:
+    limit = 0.5 + 2 * SLACK / 1e3
+    argv = ("--num-prompts", "11", "--request-rate", "20")
     with FakeServer() as server:
-        result = result_of(capsys, server, "--num-prompts", "11", "--request-rate", "20")
-    assert 0.5 <= result["seconds"] <= 0.5 + 2 * SLACK / 1e3
+        result = shortest(lambda: result_of(capsys, server, *argv), limit)
+    assert 0.5 <= result["seconds"] <= limit
 
 
 def test_the_body_has_the_options(capsys: Any) -> None:
