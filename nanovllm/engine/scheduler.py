@@ -147,7 +147,7 @@ class Scheduler:
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
-        is_full = self._num_running() >= self.max_num_running
+        is_full = self._num_places_taken() >= self.max_num_running
         if self.waiting and self.waiting[0] is not self.refused and not is_full:
             return True
         return any(seq.is_prefilling for seq in self.running)
@@ -155,7 +155,8 @@ class Scheduler:
     def advance(self, batch: Batch) -> None:
         """Account for a launched step, so that the next one can be scheduled before it ends.
 
-        Tokens that it computes count as cached; tokens that it samples are pending.
+        Tokens that it computes count as cached, and full blocks of prompts can be shared; tokens
+        that it samples are pending.
         """
         for seq in batch.all_seqs:
             if seq.status is FINISHED:  # by a token of the step before
@@ -164,6 +165,8 @@ class Scheduler:
             seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             batch.ends.append(end)
+            if batch.is_prefill:  # later steps run after this one on the device
+                self.block_manager.publish(seq, min(end, seq.num_known_tokens))
             if self.window is not None:
                 self.block_manager.pass_by(seq)
         for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
@@ -258,7 +261,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Assert that queues, sequences and blocks agree. Called between steps."""
-        assert self._num_running() <= self.max_num_running
+        assert self._num_places_taken() <= self.max_num_running
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         for queue in (self.waiting, self.running):
@@ -300,7 +303,7 @@ class Scheduler:
         """
         if self.waiting[0] is self.refused:
             return
-        num_running = self._num_running() + sum(len(seq.siblings) for seq in self.running)
+        num_running = self._num_places_taken() + sum(len(seq.siblings) for seq in self.running)
         if num_running >= self.max_num_running:
             return
         manager = self.block_manager
@@ -338,7 +341,7 @@ class Scheduler:
         """
         forks: list[tuple[Sequence, Sequence]] = []
         parents = [seq for seq in seqs if seq.siblings and seq.samples]
-        room = self.max_num_running - self._num_running() if parents else 0
+        room = self.max_num_running - self._num_places_taken() if parents else 0
         for seq in parents:
             for sibling in seq.siblings:
                 if len(forks) < room and self.block_manager.fork(seq, sibling):
@@ -351,8 +354,8 @@ class Scheduler:
             seq.siblings = []
         return forks
 
-    def _num_running(self) -> int:
-        """The running sequences, without those that end in flight: others may take their places."""
+    def _num_places_taken(self) -> int:
+        """The number of running sequences without those that end in flight."""
         return sum(not seq.ends_in_flight for seq in self.running)
 
     def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
@@ -372,6 +375,7 @@ class Scheduler:
         growing = []  # in the order of `running`, so that a preempted sequence is the last
         for seq in self.running:
             num_tokens = len(seq.token_ids)
+            # `ends_in_flight` and `is_prefilling`, without the time that properties take.
             if num_tokens >= seq.max_num_tokens:
                 continue
             if num_tokens - seq.num_cached_tokens > 1 or seq.siblings:

@@ -217,7 +217,10 @@ class Sequence:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether no later step computes it: a step in flight yields all that it may still get."""
+        """Whether a step in flight computes its last token, or the last states for its pool.
+
+        No later step computes it: another sequence may have its place and its table row.
+        """
         return len(self.token_ids) >= self.max_num_tokens and not self.is_prefilling
 
     @property

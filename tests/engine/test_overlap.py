@@ -153,6 +153,29 @@ def count_rows(llm: LLM) -> list[int]:
     return rows
 
 
+@pytest.mark.parametrize(
+    ("number", "params", "max_num_seqs"),
+    [
+        (8, SamplingParams(temperature=0, max_tokens=1), 2),
+        (1, SamplingParams(n=4, max_tokens=1), 2),
+    ],
+)
+def test_a_prefix_that_a_step_in_flight_computes_is_shared(
+    model_dir: Path, number: int, params: SamplingParams, max_num_seqs: int
+) -> None:
+    """The next step is scheduled before the host has read that one."""
+    prefix = [1 + i % 7 for i in range(40)]
+    prompts = [[*prefix, 10 + i] for i in range(number)]
+    counts = []
+    for overlap in (True, False):
+        options = dict(max_num_seqs=max_num_seqs, kvcache_block_size=4)
+        with make_llm(model_dir, overlap=overlap, **options) as llm:
+            llm.generate(prompts, params, use_tqdm=False)
+            counts.append(llm.stats()["prefill_tokens"])
+            audit_at_rest(llm)
+    assert counts[0] == counts[1] < 60
+
+
 def test_only_an_early_stop_computes_one_token_too_many(model_dir: Path) -> None:
     """An end by length costs none; EOS and stop tokens cost one for each sample."""
     with make_llm(model_dir, overlap=True) as llm:

@@ -24,8 +24,8 @@ class Ledger:
     """Rows by sequence, and the values that the devices have.
 
     It relies on how sequences keep their block tables: a list that grows, and a new list when they
-    start over. A token in flight stays in its sequence's row until a later step has read it, or the
-    host has: only running sequences need rows, and none of those that end in flight.
+    start over. A token in flight stays in its row until a later step or the host has read it. So
+    only running sequences need rows, and those that end in flight do not.
 
     After a step with drafts only the device knows a row's last token and length. Such a row is
     ahead, and nothing of that is sent until a step without drafts: by then the host knows them.
