@@ -1,6 +1,6 @@
-"""Triton's low-rank additions against the plain ones and their definition.
+"""Low-rank additions of Triton and of the CPU, against the plain ones and their definition.
 
-On a device, or interpreted where there is none.
+Triton's run on a device, or interpreted where there is none.
 """
 
 from dataclasses import dataclass, replace
@@ -149,9 +149,74 @@ def test_triton_computes_the_definition(shape: Shape) -> None:
 
 @kernel_settings(25)
 @given(SHAPES)
+@example(Shape(1, groups=1, size_in=300))
+@example(Shape(3, groups=1, size_in=7, sizes=(5,), max_rank=3))
+@example(Shape(70, groups=2, size_in=700, sizes=(200, 8, 8), max_rank=20, stride=1))
+@example(Shape(70, per_row=3, sizes=(601, 3), max_rank=40, shares=True))
+@example(Shape(6, groups=40, per_row=2, dtype=torch.bfloat16))
 @pytest.mark.parametrize("kernels", [PLAIN, cpu_kernels()], ids=lambda kernels: kernels.name)
 def test_the_cpu_computes_the_definition(kernels: Kernels, shape: Shape) -> None:
     check(kernels, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_in_any_batch_on_the_cpu(dtype: torch.dtype) -> None:
+    """Also beside other numbers of rows with its adapter: they are computed together."""
+    shape = Shape(70, groups=2, size_in=301, sizes=(131, 40), max_rank=13, dtype=dtype, shares=True)
+    inputs = make(shape)
+    assert inputs.shares is not None
+    expected = compute(cpu_kernels(), inputs.to("cpu"))
+    for rows in [*torch.arange(70).split(1), torch.arange(3), torch.arange(0, 70, 3)]:
+        some = Inputs(
+            inputs.x[rows], inputs.weights, inputs.ids[rows], inputs.out[rows], inputs.shares[rows]
+        )
+        assert torch.equal(compute(cpu_kernels(), some), expected[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_a_result_is_the_same_on_any_number_of_threads(rows: int, dtype: torch.dtype) -> None:
+    """With more work than one thread does alone."""
+    sizes = (4000, 1001)
+    inputs = make(Shape(rows, groups=2, size_in=3001, sizes=sizes, max_rank=30, dtype=dtype))
+    outs = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        outs.append(compute(cpu_kernels(), inputs.to("cpu")))
+    torch.set_num_threads(1)
+    assert not torch.equal(outs[0], inputs.out)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("out_type", [torch.float32, torch.bfloat16])
+def test_the_cpu_rounds_where_the_twin_does(out_type: torch.dtype) -> None:
+    """Sums of integers are exact, but many of `down` are too large for bfloat16."""
+    inputs = make(Shape(70, per_row=2, size_in=301, dtype=torch.bfloat16))
+    weights = replace(inputs.weights, a=4 * inputs.weights.a, b=inputs.weights.b.round())
+    weights.a.round_()
+    shares = torch.full((140,), 0.5)
+    x, out = (4 * inputs.x).round(), inputs.out.to(out_type)
+    inputs = Inputs(x, weights, inputs.ids, out, shares)
+    expected = compute(PLAIN, inputs.to("cpu"))
+    assert expected.dtype == out_type and not torch.equal(expected, out)
+    assert torch.equal(compute(cpu_kernels(), inputs), expected)
+
+
+def test_the_cpu_reads_group_ids_and_shares_at_any_distance() -> None:
+    """Those of rows with drafts are an expanded column."""
+    inputs = make(Shape(70, shares=True))
+    assert inputs.shares is not None
+    expected = compute(cpu_kernels(), inputs.to("cpu"))
+    inputs.ids = inputs.ids[:, None].repeat(1, 2)[:, 0]
+    inputs.shares = inputs.shares[:, None].repeat(1, 2)[:, 0]
+    assert torch.equal(compute(cpu_kernels(), inputs), expected)
+
+
+def test_no_rows_change_nothing_on_the_cpu() -> None:
+    inputs = make(Shape(5))
+    rows = slice(0, 0)
+    inputs = Inputs(inputs.x[rows], inputs.weights, inputs.ids[rows], inputs.out[rows], None)
+    assert compute(cpu_kernels(), inputs).shape == (0, 88)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 300])

@@ -1,7 +1,7 @@
 """The C++ library of this folder: its functions, called on tensors' addresses, and its constants.
 
 The first call compiles it, or raises a RuntimeError that says why it cannot. Functions of a
-quantized KV cache, and those of linear layers, are in libraries of their own.
+quantized KV cache, those of linear layers and those of adapters are in libraries of their own.
 
 All libraries share a pool of threads where they multiply all matrices. Elsewhere oneDNN does, in
 PyTorch's threads, and those are used for everything: two pools would compete for the cores.
@@ -27,6 +27,9 @@ OTHER_SOURCES = {
         ("tiled_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit"),
         SOURCE.with_name("tiled_linear.cpp"),
     ),
+    **dict.fromkeys(
+        ("lora_down", "lora_up", "group_rows", "block_rows"), SOURCE.with_name("lora.cpp")
+    ),
 }  # fmt: skip
 MAX_HEAD_DIM = 256  # MAX_HEAD_DIM of vector.h
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,6 +47,9 @@ ARGUMENTS = {
     "sample": "pippppipppiii",
     "read_table": "ppppppppppiiii",
     "tiled_linear": "ppippii",
+    "group_rows": "piip",
+    "lora_down": "piipppiiipi",
+    "lora_up": "pppppiippiii",
 }
 
 # The constants of the random numbers have one source: `noise`.

@@ -1,0 +1,13 @@
+// Low-rank additions, as a library of their own: a start without adapters does not wait for its
+// compilation.
+
+#include "lora.h"
+
+extern "C" {
+void* lora_down_float32 = (void*)&lora_down<float>;
+void* lora_down_bfloat16 = (void*)&lora_down<bf16>;
+void* lora_up_float32 = (void*)&lora_up<float>;
+void* lora_up_bfloat16 = (void*)&lora_up<bf16>;
+void* group_rows_any = (void*)&group_rows;
+int64_t block_rows = BLOCK_ROWS;
+}
