@@ -7,6 +7,7 @@ Three engines of their own, with random weights, take turns: `LLM.stream` in thi
 else runs, and before each request all of them rest for a pause, as a device that rests is slower at
 first. Every request has a new prompt of `--prompt-len` token ids, and two tokens to generate. A
 line of JSON for each pause has the medians in milliseconds, and those of the differences in a turn.
+Needs Python 3.11.
 """
 
 import argparse
@@ -128,7 +129,8 @@ def measure(args: argparse.Namespace, model: str, options: dict[str, Any]) -> No
         for pause in map(float, args.pauses.split(",")):
             for _ in range(3):
                 turn(0)
-            turns = [turn(pause) for _ in range(args.rounds if pause < 500 else args.rounds // 3)]
+            rounds = args.rounds if pause < 500 else max(1, args.rounds // 3)
+            turns = [turn(pause) for _ in range(rounds)]
             figures = {
                 name: round(statistics.median(taken[name] for taken in turns), 2) for name in cases
             }
