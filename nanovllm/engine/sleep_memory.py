@@ -1,4 +1,4 @@
-"""SleepMemory: where a GPU's weights and KV pool are, if the engine may sleep."""
+"""SleepMemory: where a GPU's weights, adapters' slots and KV pool are, if the engine may sleep."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -24,12 +24,13 @@ class Region(Protocol):
 
 
 class SleepMemory:
-    """The regions of a rank: its weights, those of what guesses tokens, and KV pools."""
+    """The regions of a rank: its weights, those of what guesses tokens, slots and KV pools."""
 
     def __init__(self, make: Callable[[int], Region]) -> None:
         self._make = make
         self._weights: list[Region] = []
         self._drafts: list[Region] = []
+        self._slots: list[Region] = []
         self._pools: list[Region] = []
 
     @classmethod
@@ -43,6 +44,10 @@ class SleepMemory:
         ours = {tensor.untyped_storage().data_ptr() for r in self._weights for tensor in [r.bytes]}
         others = [t for t in drafts if t.untyped_storage().data_ptr() not in ours]
         self._drafts = self._moved(others)
+
+    def move_slots(self, slots: Iterable[torch.Tensor]) -> None:
+        """Move the tensors of adapters' slots, which come back as zeros: the slots are empty."""
+        self._slots = self._moved([*slots])
 
     def pool(self, num_bytes: int) -> torch.Tensor:
         """Memory of a KV pool, zeroed. That of an earlier call is not used any more."""
@@ -71,13 +76,13 @@ class SleepMemory:
 
     def release(self) -> None:
         """Return all memory to the device. What was not saved is lost."""
-        for region in (*self._weights, *self._drafts, *self._pools):
+        for region in (*self._weights, *self._drafts, *self._slots, *self._pools):
             region.unmap()
 
     def restore(self, memories: Sequence[str]) -> None:
-        """Get "weights" or the "kv_cache" back: what was saved, or zeros."""
+        """Get "weights", with slots, or the "kv_cache" back: what was saved, or zeros."""
         if "weights" in memories:
-            for region in (*self._weights, *self._drafts):
+            for region in (*self._weights, *self._drafts, *self._slots):
                 region.restore()
         if "kv_cache" in memories:
             for region in self._pools:
@@ -85,7 +90,7 @@ class SleepMemory:
 
     def close(self) -> None:
         """Free everything; no tensor may be used that is in here."""
-        for region in (*self._weights, *self._drafts, *self._pools):
+        for region in (*self._weights, *self._drafts, *self._slots, *self._pools):
             region.close()
 
     def _moved(self, tensors: list[torch.Tensor]) -> list[Region]:

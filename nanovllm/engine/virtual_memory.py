@@ -48,7 +48,6 @@ class VirtualMemory:
         self.num_bytes = max(1, -(-num_bytes // CHUNK)) * CHUNK
         self.mapped = 0
         self._location = Location(DEVICE, device.index)
-        self._chunks: list[Any] = []  # their handles
         self._host: list[torch.Tensor] = []  # what was saved
         self._start = Address()
         with self._context():
@@ -102,21 +101,29 @@ class VirtualMemory:
             raise torch.OutOfMemoryError(
                 f"{CHUNK} bytes on {self.device}, which other processes may use: {error}"
             ) from None
-        call("cuMemMap", start, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
-        self._chunks.append(handle)
-        self.mapped += CHUNK
         access = Access(self._location, READ_AND_WRITE)
-        call("cuMemSetAccess", start, size, ctypes.byref(access), ctypes.c_size_t(1))
+        try:
+            call("cuMemMap", start, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
+            try:
+                call("cuMemSetAccess", start, size, ctypes.byref(access), ctypes.c_size_t(1))
+            except RuntimeError:
+                call("cuMemUnmap", start, size)
+                raise
+            self.mapped += CHUNK
+        finally:
+            call("cuMemRelease", handle)  # mapped memory lives until it is unmapped
 
     def unmap(self) -> None:
-        """Return the memory to the device, without its values. Nothing may use it meanwhile."""
-        with torch.cuda.device(self.device):
+        """Return the memory to the device, without its values. Nothing may use it meanwhile.
+
+        If it fails, `mapped` is what is left, and another call goes on.
+        """
+        with self._context():
             torch.cuda.synchronize()
-            while self._chunks:
-                self.mapped -= CHUNK
-                start = Address((self._start.value or 0) + self.mapped)
+            while self.mapped:
+                start = Address((self._start.value or 0) + self.mapped - CHUNK)
                 call("cuMemUnmap", start, ctypes.c_size_t(CHUNK))
-                call("cuMemRelease", self._chunks.pop())
+                self.mapped -= CHUNK
 
     def save(self) -> None:
         """Copy all that is mapped to pinned memory of the host, in place of what was saved."""

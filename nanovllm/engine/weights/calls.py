@@ -10,9 +10,11 @@ from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.weights.held import HeldWeights, held_weights
+from nanovllm.engine.weights.known import tied_error
 from nanovllm.engine.weights.state import WeightsState
 from nanovllm.engine.weights.update import (
     Apply,
+    AreHeld,
     Finish,
     Given,
     Load,
@@ -69,11 +71,11 @@ class WeightCalls(LLMEngine):
     def begin_update(self, running: Running = "refuse") -> None:
         """Begin an update in parts: `load_weights` for each, then `end_update`."""
         self._check_ready("begin_update")
-        self._check_running(running, "update_weights")
+        self._check_running(running, "begin_update")
         self._begin_update()
 
     def load_weights(self, weights: list[tuple[str, Any]]) -> None:
-        """A part of an update. What fails in here ends the update."""
+        """Load a part of an update. If it raises, the update is given up, as by `cancel_update`."""
         self.check_alive()
         self._weights.check_open("load_weights")
         try:
@@ -189,9 +191,9 @@ class WeightCalls(LLMEngine):
         """Raise if there are requests that have begun, unless they are to be aborted."""
         check_choice("running", running, RUNNING)
         if running == "refuse" and (begun := self._begun_requests()):
+            are_running = "1 request is" if len(begun) == 1 else f"{len(begun)} requests are"
             raise NotReadyError(
-                f"{call} while {len(begun)} requests are running: finish or abort them, or pass"
-                ' running="abort"'
+                f'{call} while {are_running} running: finish or abort them, or pass running="abort"'
             )
 
     def _begun_requests(self) -> list[Request]:
@@ -219,10 +221,21 @@ class WeightCalls(LLMEngine):
     def _load(self, weights: list[Given]) -> None:
         if not weights:
             return
+        self._check_tied(weights)
         self._weights.has_changed = True
         self.model_runner.everywhere(Load(weights))
         if self._weights.missing:
             self._weights.missing -= self._held.known.parts_of(one.name for one in weights)
+
+    def _check_tied(self, weights: list[Given]) -> None:
+        """Raise if a tied tensor differs from what this update has loaded by its other name."""
+        known, loaded = self._held.known, self._weights.loaded_tied
+        named = [(known[one.name].name, one) for one in weights]
+        for name, one in named:
+            other = known.other_names.get(name)
+            if other in loaded and not all(self.model_runner.everywhere(AreHeld([one]))):
+                raise tied_error(name, other)
+        loaded.update(known.other_names.keys() & dict(named))
 
     @exclusive
     def _finish_update(self, succeeds: bool) -> None:

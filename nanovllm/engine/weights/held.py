@@ -82,6 +82,15 @@ class HeldWeights:
             self._head_is_old |= known.target.param == EMBEDDING
         copies.make()
 
+    def are_held(self, tensors: Iterable[tuple[str, Loaded]]) -> bool:
+        """Whether this rank holds these values, in its type. It takes all: ranks share them."""
+        equal = [
+            torch.equal(place.memory, place.part(tensor).to(place.memory))
+            for name, tensor in tensors
+            for place in self._places_of(self.known[name].name)
+        ]
+        return all(equal)
+
     def finish(self, missing: Collection[str] = ()) -> None:
         """Replace what is staged, and the head's copy of the embedding.
 
@@ -183,7 +192,7 @@ class HeldWeights:
     def _stage(self, target: Target, tensor: Loaded) -> None:
         layer = layer_name(target)
         if layer not in self._staged:
-            for other in [*self._staged][: 1 - MOST_STAGED]:
+            for other in [*self._staged][: max(0, len(self._staged) - MOST_STAGED + 1)]:
                 if self._can_unpack(other):
                     self._replace(other)
             empty = with_memory(self._layer(target), self.shard.device)

@@ -33,6 +33,8 @@ class KnownTensors:
     def __init__(self, blank: CausalLM) -> None:
         self.blank = blank
         self.targets = checkpoint_targets(blank)
+        tied = blank.tied_weights
+        self.other_names = {**tied, **{name: alias for alias, name in tied.items()}}
         self._known: dict[str, Known] = {}  # by the names that callers have used
 
     @property
@@ -97,13 +99,16 @@ class KnownTensors:
         for alias, name in self.blank.tied_weights.items():
             one, other = by_name.get(alias), by_name.get(name)
             if one is not None and other is not None and not same_values(one, other):
-                raise ValueError(
-                    f"{alias} and {name} differ, but tie_word_embeddings in config.json is true"
-                )
+                raise tied_error(alias, name)
 
     def parts_of(self, names: Iterable[str]) -> set[str]:
         """The parts that tensors of these names fill."""
         return {part for name in names for part in self[name].target.parts}
+
+
+def tied_error(one: str, other: str) -> ValueError:
+    """The error of tied tensors with different values."""
+    return ValueError(f"{one} and {other} differ, but tie_word_embeddings in config.json is true")
 
 
 def can_change(target: Target) -> bool:

@@ -29,15 +29,16 @@ class SleepCalls(WeightCalls):
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Get the memory back that `sleep` freed: "weights" or "kv_cache", or all by default.
 
-        After level 2 the weights of the checkpoint are loaded again, unless `tags` names them:
-        then `update_weights` must provide all of them.
+        Weights that level 2 has dropped are loaded from the checkpoint if a call without `tags`
+        gets their memory back. After `wake_up(["weights"])`, `update_weights` must provide them.
         """
         self.check_alive()
         wanted = MEMORIES if tags is None else tuple(as_list("tags", tags, "a list of tags"))
         for tag in wanted:
             check_choice("tags", tag, MEMORIES)
-        self._wake_up(tuple(memory for memory in self._weights.asleep if memory in wanted))
-        if tags is None and self._weights.missing and not self._weights.is_updating:
+        memories = tuple(memory for memory in self._weights.asleep if memory in wanted)
+        self._wake_up(memories)
+        if tags is None and "weights" in memories and self._weights.missing:
             self.reload_weights()
 
     @property

@@ -7,7 +7,7 @@ import torch
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sleep_memory import SleepMemory
 from nanovllm.engine.weights.held import held_weights
-from nanovllm.engine.weights.tensors import weights_of
+from nanovllm.engine.weights.tensors import slots_of, weights_of
 from nanovllm.utils.heap import trim_heap
 
 Memory = Literal["weights", "kv_cache"]
@@ -15,10 +15,11 @@ MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")
 
 
 def make_sleep_memory(shard: Shard) -> None:
-    """Move a GPU's weights to where they can be freed. Its KV pools follow when they are made."""
+    """Move a GPU's weights and slots to where they can be freed. KV pools are made there."""
     memory = shard.memory = SleepMemory.on(shard.device)
     own, *guessers = (weights_of(model) for _, model in shard.models)
     memory.move_weights(own, [tensor for each in guessers for tensor in each])
+    memory.move_slots(slots_of(shard.model))
 
 
 class Save(NamedTuple):

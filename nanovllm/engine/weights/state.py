@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.errors import AsleepError, NotReadyError
 from nanovllm.engine.weights.sleeping import Memory
 
 TORN = "an update of the weights has failed, so that old and new ones are mixed"
@@ -18,16 +18,21 @@ class WeightsState:
         self.missing: frozenset[str] = frozenset()  # must be loaded before requests run
         self.is_updating = False
         self.has_changed = False  # whether the open update has changed a weight
+        self.loaded_tied: set[str] = set()  # the tied tensors that it has loaded
         self._why_missing = ""
 
     @property
-    def refusal(self) -> str | None:
+    def refusal(self) -> NotReadyError | None:
         """Why requests are refused, if they are."""
         if self.asleep:
-            return f"this LLM sleeps ({' and '.join(self.asleep)} freed); call wake_up() before"
+            freed = " and ".join(self.asleep)
+            verb = "is" if freed == "kv_cache" else "are"
+            return AsleepError(f"this LLM sleeps ({freed} {verb} freed); call wake_up() first")
         if self.is_updating:
-            return "an update of the weights is open; end_update() or cancel_update() ends it"
-        return self._lack
+            return NotReadyError(
+                "an update of the weights is open; end_update() or cancel_update() ends it"
+            )
+        return None if self._lack is None else NotReadyError(self._lack)
 
     @property
     def _lack(self) -> str | None:
@@ -36,21 +41,21 @@ class WeightsState:
     def check_awake(self, call: str) -> None:
         """Raise if the weights have no memory."""
         if "weights" in self.asleep:
-            raise NotReadyError(f'{call} needs the weights: call wake_up(tags=["weights"]) before')
+            raise AsleepError(f'{call} needs the weights; call wake_up(tags=["weights"]) first')
 
     def check_closed(self, call: str) -> None:
         """Raise if an update is open."""
         if self.is_updating:
             raise NotReadyError(
                 f"{call} while an update of the weights is open: call end_update() or"
-                " cancel_update() before"
+                " cancel_update() first"
             )
 
     def check_open(self, call: str) -> None:
         """Raise if no update is open."""
         self.check_awake(call)
         if not self.is_updating:
-            raise NotReadyError("no update of the weights has begun: call begin_update() before")
+            raise NotReadyError("no update is open; call begin_update() first")
 
     def check_whole(self) -> None:
         """Raise if weights are missing."""
@@ -60,7 +65,7 @@ class WeightsState:
     def check_can_sleep(self, level: int) -> None:
         """Raise if the engine sleeps, or has nothing whole to keep."""
         if self.asleep:
-            raise NotReadyError("this LLM sleeps already")
+            raise AsleepError("this LLM sleeps already")
         self.check_closed("sleep")
         if self.missing and level == 1:
             raise NotReadyError(f"{self._lack}, or sleep with level=2")
@@ -68,6 +73,7 @@ class WeightsState:
     def begin(self) -> None:
         """An update begins."""
         self.is_updating, self.has_changed = True, False
+        self.loaded_tied.clear()
 
     def end(self) -> None:
         """The update has ended; what it has not loaded of the missing weights stays missing."""

@@ -55,6 +55,12 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
     return [*{id(tensor): tensor for tensor in found}.values()]
 
 
+def slots_of(model: nn.Module) -> list[torch.Tensor]:
+    """The memory for adapters that layers have: all zeros if no slot has one."""
+    names = ("low_rank", "low_ranks")
+    return tensors_in([getattr(each, name, None) for each in model.modules() for name in names])
+
+
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether a type has all values of another floating-point type, or is the same."""
     widths = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}

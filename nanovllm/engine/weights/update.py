@@ -103,9 +103,9 @@ class Load:
         self.weights, self.sent = weights, sent
 
     def __reduce__(self) -> Any:
-        return Load, ((), [(one.spec, one.handle) for one in self.weights])
+        return type(self), ((), [(one.spec, one.handle) for one in self.weights])
 
-    def run(self, shard: Shard) -> None:
+    def run(self, shard: Shard) -> Any:
         """Load this rank's parts."""
         held_weights(shard).load(self._tensors(shard))
 
@@ -122,6 +122,13 @@ class Load:
                 yield name, function(*arguments)
             else:
                 yield name, _broadcast(shard, shape, dtype)
+
+
+class AreHeld(Load):
+    """Finds whether all ranks hold the values of tensors."""
+
+    def run(self, shard: Shard) -> Any:
+        return held_weights(shard).are_held(self._tensors(shard))
 
 
 def _broadcast(

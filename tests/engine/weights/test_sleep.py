@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.sleep_memory import SleepMemory
-from nanovllm.engine.weights.sleeping import Save
-from nanovllm.engine.weights.tensors import weights_of
+from nanovllm.engine.weights.sleeping import Save, make_sleep_memory
+from nanovllm.engine.weights.tensors import slots_of, weights_of
 from nanovllm.utils.sizes import GIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,11 +104,13 @@ def test_weights_and_cache_wake_up_one_after_the_other(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         before = generate(llm)
         llm.sleep(level=2)
-        with pytest.raises(RuntimeError, match="update_weights needs the weights: call wake_up"):
+        with pytest.raises(
+            RuntimeError, match=r"update_weights needs the weights; call .*\) first"
+        ):
             llm.update_weights(tensors)
         llm.wake_up(tags=["weights"])
         assert llm.is_sleeping
-        with pytest.raises(RuntimeError, match=r"sleeps \(kv_cache freed\); call wake_up\(\)"):
+        with pytest.raises(RuntimeError, match=r"\(kv_cache is freed\); call wake_up\(\) first"):
             generate(llm)
         with pytest.raises(RuntimeError, match=r"dropped the weights; update all of them"):
             llm.get_weights()
@@ -160,6 +162,27 @@ def test_several_updates_bring_what_was_dropped(
                 llm.update_weights(first)
 
 
+def test_wake_up_keeps_newer_weights(model_dir: Path, tmp_path: Path) -> None:
+    """It loads the checkpoint only if this very call gets the memory of dropped weights."""
+    make_model(tmp_path / "other", seed=1)
+    name, norm = (new := load_file(tmp_path / "other" / "model.safetensors")).popitem()
+    with make_llm(model_dir) as llm:
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        llm.update_weights({name: norm})
+        llm.wake_up()
+        with pytest.raises(NotReadyError, match="dropped the weights; update all of them"):
+            generate(llm)
+        llm.update_weights(new)
+        assert torch.equal(llm.get_weights(name)[name], norm)
+        llm.begin_update()
+        llm.load_weights([(name, norm)])
+        llm.cancel_update()
+        llm.wake_up()  # nothing sleeps
+        with pytest.raises(NotReadyError, match=r"has failed.*update all of them"):
+            generate(llm)
+
+
 @pytest.mark.parametrize("reloads", [False, True])
 def test_what_waits_for_another_update_may_be_given_again(reloads: bool, model_dir: Path) -> None:
     """Also where the part that the layer has comes last."""
@@ -188,7 +211,7 @@ def test_requests_are_refused_while_asleep(model_dir: Path) -> None:
             lambda: generate(llm), lambda: llm.add_request([1]), llm.step, lambda: next(stream),
             lambda: llm.stream([[1]]), lambda: llm.embed([[1]]),
         ):  # fmt: skip
-            with pytest.raises(RuntimeError, match="this LLM sleeps"):
+            with pytest.raises(RuntimeError, match=r"sleeps \(weights and kv_cache are freed\)"):
                 call()
         with pytest.raises(RuntimeError, match="sleeps already"):
             llm.sleep()
@@ -202,13 +225,16 @@ def test_requests_are_refused_while_asleep(model_dir: Path) -> None:
 
 def test_running_requests_are_refused_or_aborted(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
-        llm.add_request(IDS[0], GREEDY)
+        for ids in IDS:
+            llm.add_request(ids, GREEDY)
         llm.step()
-        with pytest.raises(RuntimeError, match="sleep while 1 requests are running"):
+        with pytest.raises(RuntimeError, match="sleep while 2 requests are running"):
             llm.sleep()
+        with pytest.raises(RuntimeError, match="begin_update while 2 requests are running"):
+            llm.begin_update()
         llm.sleep(running="abort")
         llm.wake_up()
-        assert [output["finish_reason"] for output in llm.step()] == ["abort"]
+        assert [output["finish_reason"] for output in llm.step()] == ["abort", "abort"]
 
 
 def test_adapters_are_not_read_while_asleep(model_dir: Path, tmp_path: Path) -> None:
@@ -385,6 +411,33 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
             assert generate(llm) == before
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_slots_are_freed_and_come_back_empty(
+    level: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same addresses. Here on the CPU, in the layout that plain kernels read."""
+    adapter = LoRARequest("mine", make_adapter(model_dir, tmp_path / "adapter"))
+    monkeypatch.setattr(SleepMemory, "on", lambda _: SleepMemory(HostRegion))
+    with make_llm(model_dir, dtype="bfloat16", attention_backend="torch", enable_lora=True) as llm:
+        shard = llm.model_runner.shard
+        with shard.computing():
+            make_sleep_memory(shard)
+        slots = slots_of(shard.model)
+
+        def answer() -> Any:
+            return llm.generate(IDS, GREEDY, use_tqdm=False, lora_request=adapter)[0]["token_ids"]
+
+        before, places = answer(), [tensor.data_ptr() for tensor in slots]
+        assert before != generate(llm)[0]
+        assert any(tensor.any() for tensor in slots)
+        llm.sleep(level)
+        assert all(tensor.view(torch.uint8).eq(255).all() for tensor in slots)
+        llm.wake_up()
+        assert not any(tensor.any() for tensor in slots)
+        assert answer() == before
+        assert [tensor.data_ptr() for tensor in slots] == places
+
+
 def test_updates_of_an_async_llm_follow_each_other(model_dir: Path, tmp_path: Path) -> None:
     """And one that is cancelled is given up, whatever it waits for."""
     make_model(tmp_path / "other", seed=1)
@@ -466,7 +519,7 @@ def test_async_llm_sleeps_and_is_updated(model_dir: Path, tmp_path: Path) -> Non
             long = SamplingParams(temperature=0, max_tokens=490, ignore_eos=True)
             async for _ in (events := llm.generate(IDS[0], long)):
                 break
-            with pytest.raises(RuntimeError, match="requests are running"):
+            with pytest.raises(RuntimeError, match="request is running"):
                 await llm.update_weights(other)
             await llm.update_weights(other, running="abort")
             last = [event async for event in events]

@@ -25,6 +25,7 @@ MOE = dict(
 )  # fmt: skip
 Q = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def make_llm(path: Path, size: int = 1, **options: Any) -> LLM:
@@ -223,7 +224,9 @@ def test_while_an_update_is_open_others_are_refused(models: Callable[[str, int],
     with make_llm(models("plain", 0), enable_sleep_mode=True) as llm:
         before = generate(llm)
         for call in (lambda: llm.load_weights([]), llm.end_update):
-            with pytest.raises(NotReadyError, match=r"no update .* has begun"):
+            with pytest.raises(
+                NotReadyError, match=r"no update is open; call begin_update\(\) first"
+            ):
                 call()
         llm.begin_update()
         llm.load_weights([(NORM, new[NORM])])
@@ -231,7 +234,9 @@ def test_while_an_update_is_open_others_are_refused(models: Callable[[str, int],
             llm.begin_update, lambda: llm.update_weights({}), llm.reload_weights, llm.sleep,
             lambda: llm.sleep(2), llm.get_weights,
         ):  # fmt: skip
-            with pytest.raises(NotReadyError, match=r"is open: call end_update\(\) or cancel_upd"):
+            with pytest.raises(
+                NotReadyError, match=r"call end_update\(\) or cancel_update\(\) first"
+            ):
                 other()
         with pytest.raises(NotReadyError, match=r"is open; end_update\(\) or cancel_update"):
             generate(llm)
@@ -266,7 +271,7 @@ def test_requests_that_were_preempted_have_begun(models: Callable[[str, int], Pa
         llm.add_request(IDS[2], SamplingParams(prompt_logprobs=0, max_tokens=1))
         llm.step()
         llm.scheduler.restart(seq for r in llm.unfinished.values() for seq in r.unfinished)
-        with pytest.raises(NotReadyError, match="1 requests are running"):
+        with pytest.raises(NotReadyError, match="update_weights while 1 request is running"):
             llm.update_weights({})
 
 
@@ -276,6 +281,53 @@ def test_tied_tensors_must_be_equal(models: Callable[[str, int], Path]) -> None:
         with pytest.raises(ValueError, match=r"lm_head.weight and .* differ"):
             llm.update_weights({"lm_head.weight": table, "model.embed_tokens.weight": table + 1})
         llm.update_weights({"lm_head.weight": table, "model.embed_tokens.weight": table.clone()})
+
+
+@pytest.mark.parametrize("names", [TIED, TIED[::-1]])
+@pytest.mark.parametrize(
+    ("size", "options"), [(1, dict(quantization="int8")), (2, dict(dtype="bfloat16"))]
+)
+def test_tied_tensors_must_be_equal_also_in_parts(
+    size: int, options: dict[str, Any], names: tuple[str, str], models: Callable[[str, int], Path]
+) -> None:
+    """Values are compared in the engine's type. What differs is the last rank's."""
+    table = tensors_of(models("tied", 1))["model.embed_tokens.weight"]
+    other = table.clone()
+    other[-1] += 1
+    with make_llm(models("tied", 0), size, **options) as llm:
+        before = generate(llm)
+        llm.begin_update()
+        for name in (*names, names[0]):
+            llm.load_weights([(name, table.double())])
+        llm.end_update()
+        assert generate(llm) != before
+        llm.update_weights({names[0]: other})  # another update may replace both by one name
+        llm.begin_update()
+        llm.load_weights([(names[0], table)])
+        with pytest.raises(ValueError, match=f"{names[1]} and {names[0]} differ"):
+            llm.load_weights([(names[1], other)])
+        with pytest.raises(NotReadyError, match=r"has failed.*update all of them"):
+            generate(llm)
+        llm.reload_weights()
+        assert generate(llm) == before
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_few_layers_are_filled_at_the_same_time(
+    most: int, models: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has memory beside the model."""
+    monkeypatch.setattr("nanovllm.engine.weights.held.MOST_STAGED", most)
+    new = tensors_of(models("plain", 1))
+    with make_llm(models("plain", 0), dtype="bfloat16") as llm:
+        staged = llm._held._staged
+        llm.begin_update()
+        for layer in range(2):
+            for name in (Q, Q.replace("self_attn.q_proj", "mlp.up_proj")):
+                llm.load_weights([(name := name.replace("layers.0", f"layers.{layer}"), new[name])])
+                assert 0 < len(staged) <= most
+        llm.end_update()
+        assert not staged
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -338,7 +390,7 @@ def test_running_requests_are_refused_or_aborted(models: Callable[[str, int], Pa
             running, waiting = (llm.add_request(IDS[i], GREEDY) for i in range(2))
             for _ in range(3):
                 llm.step()
-            with pytest.raises(RuntimeError, match=r"1 requests are running.*abort"):
+            with pytest.raises(RuntimeError, match=r"1 request is running.*abort"):
                 llm.update_weights(new)
             with pytest.raises(ValueError, match="running must be"):
                 llm.update_weights(new, running="wait")  # type: ignore[arg-type]
