@@ -9,6 +9,7 @@ from nanovllm.utils.option import (
     Rule,
     by_name,
     check_options,
+    float_range,
     int_range,
     option,
 )
@@ -30,7 +31,7 @@ def _check_temperature(name: str, value: Any) -> float:
 
 EARLY = Rule(_check_early_stopping, "True, False or 'never'")
 NO_TEMPERATURE = Rule(_check_temperature, "0.0")
-FINITE = Rule(lambda name, value: check_float(name, value, -1e9, 1e9), "finite")
+MOST_PENALTY = 30  # 2^31 tokens to this power are less than the largest float
 
 
 @by_name("parameter of beam search", {})
@@ -46,7 +47,7 @@ class BeamSearchParams:
         1.0,
         "a sequence's score is its log-probability divided by this power of the number of its"
         " generated tokens; above 0 it favors longer ones",
-        FINITE,
+        float_range(-MOST_PENALTY, MOST_PENALTY),
     )
     early_stopping: bool | str = option(
         False,

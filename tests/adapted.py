@@ -19,7 +19,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "odd": dict(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 5}),
     "attention": dict(r=8, target_modules=["q_proj", "v_proj"]),
     "whole": dict(target_modules=[*EVERY_LINEAR, "embed_tokens", "lm_head"]),
+    "experts": dict(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
 }
+DENSE = ("linear", "odd", "attention", "whole")
 OPTIONS: dict[str, Any] = dict(enable_lora=True, max_loras=4, max_lora_rank=8)
 
 
@@ -36,7 +38,7 @@ class AdaptedCase(Case):
 
 
 def make_adapted_case(
-    folder: Path, every: int = 1, names: Collection[str] = tuple(ADAPTERS), **overrides: Any
+    folder: Path, every: int = 1, names: Collection[str] = DENSE, **overrides: Any
 ) -> AdaptedCase:
     """Each prompt, or some of them, with an adapter of peft's in turn, or none."""
     path = make_model(folder / "model", **overrides)

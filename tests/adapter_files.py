@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-# A model of experts, and modules for `write_adapter`: peft itself names experts otherwise.
+# A model of experts, and modules for `write_adapter` with a name for each expert: peft itself saves
+# all experts of a layer as one tensor.
 MOE: dict[str, Any] = dict(
     family="Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
     decoder_sparse_step=2, num_attention_heads=8, num_key_value_heads=4,

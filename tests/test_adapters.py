@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import re
 import shutil
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case, make_experts_case
-from adapter_files import EVERY_LINEAR, make_adapter, peft_logits
+from adapter_files import EVERY_LINEAR, MOE, make_adapter, peft_logits
 from conftest import make_model
 from drafts import make_eager
 from heads import make_head
@@ -121,6 +122,32 @@ def test_adapters_of_experts_equal_merged_ones(
 ) -> None:
     with adapted_llm(experts_case, **options) as llm:
         check(llm, experts_case)
+
+
+@pytest.fixture(scope="module")
+def fused_case(tmp_path_factory: pytest.TempPathFactory) -> AdaptedCase:
+    return make_adapted_case(
+        tmp_path_factory.mktemp("fused"), every=3, names=("linear", "odd", "experts"), **MOE
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_loras=2),
+        pytest.param(dict(tensor_parallel_size=2, max_loras=2), marks=pytest.mark.slow),
+        pytest.param(
+            dict(tensor_parallel_size=2, enable_expert_parallel=True), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["one rank", "two ranks", "whole experts on ranks"],
+)
+def test_adapters_of_all_experts_equal_peft(
+    options: dict[str, Any], fused_case: AdaptedCase
+) -> None:
+    """PEFT saves all experts of a layer as one tensor; the rank of gate_up_proj is doubled."""
+    with adapted_llm(fused_case, **options) as llm:
+        check(llm, fused_case)
 
 
 @pytest.mark.slow
@@ -260,6 +287,30 @@ def test_vectors_with_an_adapter(case: AdaptedCase) -> None:
     assert torch.allclose(last, vectors[0], atol=1e-5)
 
 
+def test_a_call_looks_at_the_files_of_an_adapter_once(
+    case: AdaptedCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each prompt: that takes longer than everything else that is checked."""
+    first, second = case.adapters[:2]
+    same = LoRARequest(first.name, first.path)
+    given = [first, second, None, same, second, first]
+    one = dataclasses.replace(GREEDY, max_tokens=1)
+    with adapted_llm(case) as llm:
+        assert llm.adapters is not None
+        seen: list[LoRARequest] = []
+        accept = llm.adapters.store.accept
+        monkeypatch.setattr(
+            llm.adapters.store, "accept", lambda request: seen.append(request) or accept(request)
+        )
+        for call in (
+            lambda: llm.generate([PROMPT] * 6, one, False, given),
+            lambda: llm.embed([PROMPT] * 6, use_tqdm=False, lora_request=given),
+        ):
+            seen.clear()
+            call()
+            assert seen == [first, second]
+
+
 def test_streams_and_priorities_with_adapters(case: AdaptedCase) -> None:
     prompts, requests = case.prompts[:10], case.requests[:10]
     expected = [tokens[:8] for tokens in case.tokens[:10]]
@@ -318,7 +369,7 @@ def test_files_that_vanish_end_the_requests_that_wait_for_them(
             for output in llm.step():
                 outputs[output["request_id"]] = output
         assert outputs[lost].outputs[0].finish_reason == "error"
-        assert "adapter" in str(outputs[lost].outputs[0].stop_reason)
+        assert re.match(r"lora_request: .*adapter", str(outputs[lost].outputs[0].stop_reason))
         expected = llm.generate([PROMPT], GREEDY, False, case.adapters[1])[0]
         assert outputs[kept]["token_ids"] == expected["token_ids"]
         check(llm, case)
@@ -354,10 +405,10 @@ def test_adapters_come_and_go_without_growth(
         assert llm.adapters is not None
         store, reads = llm.adapters.store, 0
 
-        def read(path: Path, read: Callable[[Path], Any] = store._read) -> Any:
+        def read(path: Path, number: int, read: Callable[..., Any] = store._read) -> Any:
             nonlocal reads
             reads += 1
-            return read(path)
+            return read(path, number)
 
         monkeypatch.setattr(store, "_read", read)
 
@@ -405,6 +456,8 @@ def test_a_bad_adapter_is_an_error_that_changes_nothing(case: AdaptedCase, tmp_p
         for path, words in (
             (tmp_path / "none", "none"), (empty, "adapter_config.json"),
             (truncated, "adapter_model.safetensors"), (large, "max_lora_rank"), (other, "shape"),
+            ("user/adapter", "lora_path must be a local directory, got 'user/adapter'; download"
+             r" adapters of the Hugging Face Hub first \(`hf download user/adapter --local-dir"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=words) as caught:
                 llm.generate([PROMPT] * 2, GREEDY, False, [good, LoRARequest("bad", path)])

@@ -1,5 +1,6 @@
 """Beam search finds transformers' sequences, token for token, with their scores."""
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +166,15 @@ def test_outputs_end_with_the_models_length(path: Path, model: Any) -> None:
         assert {len(sequence.tokens) for sequence in output.sequences} == {20}
 
 
+@pytest.mark.parametrize("penalty", [-30, 30])
+def test_every_length_penalty_gives_finite_scores(penalty: float) -> None:
+    """Also with the longest outputs that any model has."""
+    length = 2**31
+    search = Search(BeamSearchParams(length_penalty=penalty), length, frozenset([0]))
+    score = search.score(-20.0 * length, length)
+    assert math.isfinite(score) and score < 0
+
+
 def test_more_candidates_than_tokens() -> None:
     """The first step has fewer candidates than sequences are kept."""
     search = Search(BeamSearchParams(beam_width=5, max_tokens=3), 3, frozenset([0]))
@@ -181,6 +191,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(max_tokens=None), "max_tokens must be an int"),
     (dict(temperature=0.7), r"temperature must be 0\.0, as nothing is drawn .*, got 0\.7"),
     (dict(length_penalty=float("nan")), "length_penalty must be finite"),
+    (dict(length_penalty=400), r"length_penalty must be finite and in \[-30, 30\], got 400"),
+    (dict(length_penalty=-400), r"length_penalty must be finite and in \[-30, 30\], got -400"),
     (dict(early_stopping="always"), "early_stopping must be True, False or 'never', got 'always'"),
     (dict(ignore_eos=1), "ignore_eos must be True or False, got 1"),
     (dict(beam_size=3), "unknown parameter of beam search 'beam_size'"),

@@ -1,7 +1,7 @@
 """The modules of a model that can have adapters, by the names that checkpoints give them.
 
-embed_tokens and lm_head, all linear layers of attention and feed-forward, and those of each expert.
-Routers have none.
+embed_tokens and lm_head, all linear layers of attention and feed-forward, and those of experts: of
+each one, or of all experts of a layer together. Routers have none.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,14 +19,24 @@ from nanovllm.models.decoder import Model
 
 @dataclass(frozen=True)
 class Module:
-    """A module of a checkpoint: `projections` of a layer's matrix, or of one of its experts'."""
+    """A module of a checkpoint: `projections` of a layer's matrix, or of its experts'."""
 
     name: str
     layer: nn.Module
     held: Held
     projections: tuple[int, ...]
     matrix: str = ""  # of experts
-    expert: int | None = None
+    expert: int | None = None  # None: all of them, if the layer has experts
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is the matrices of all experts of its layer."""
+        return isinstance(self.layer, Experts) and self.expert is None
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of its layer, if it is a stack; else 1."""
+        return self.layer.num_experts if self.is_stack else 1  # type: ignore[return-value]
 
     @property
     def is_embedding(self) -> bool:
@@ -73,8 +83,9 @@ def _of_linear(
 
 
 def _of_experts(name: str, layer: Experts) -> Iterator[Module]:
-    for expert in range(layer.num_experts):
-        for matrix, kinds in PROJECTIONS.items():
+    for matrix, kinds in PROJECTIONS.items():
+        held = layer.held[matrix]
+        yield Module(f"{name}.{matrix}", layer, held, tuple(range(len(kinds))), matrix)
+        for expert in range(layer.num_experts):
             for index, kind in enumerate(kinds):
-                held = layer.held[matrix]
                 yield Module(f"{name}.{expert}.{kind}", layer, held, (index,), matrix, expert)

@@ -4,11 +4,13 @@ The tensors say which modules have adapters; the config must agree with them. Ev
 file, and the tensor or the field.
 """
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,18 +47,15 @@ def read_adapter(path: str | Path, model: CausalLM, max_rank: int) -> AdapterTen
     """
     path = Path(path)
     if not path.is_dir():
-        raise NotADirectoryError(
-            f"lora_path must be a local directory, got {str(path)!r}; ids of the Hugging Face Hub"
-            " are not taken: download the adapter before"
-        )
+        raise NotADirectoryError(f"lora_path must be a local directory, got {str(path)!r}")
     config = read_config(path)
     file = path / WEIGHTS_FILE
     dtype = model.model.norm.weight.dtype
     with _open(file) as tensors, errors_name(file):
-        pairs = _pairs(tensors, model)
         modules = modules_of(model)
-        for name in pairs:
-            _check_module(name, modules)
+        stacks, stored = _stacks(modules, config), _pairs(tensors, model)
+        _check_names(stored.keys() - stacks, modules)
+        pairs = {stacks.get(name, name): files for name, files in stored.items()}
         _check_not_twice(pairs, modules)
         return {
             name: _read_pair(name, files, modules[name], config, max_rank, dtype)
@@ -80,6 +79,21 @@ def _open(file: Path) -> Iterator[dict[str, InFile]]:
         ) from error
 
 
+def _stacks(modules: Mapping[str, Module], config: PeftConfig) -> dict[str, str]:
+    """The names of all experts' matrices, by the names that their tensors have.
+
+    PEFT wraps a layer's experts once for each parameter; the last one's wrapper is outermost.
+    """
+    names: dict[str, str] = {}
+    for module in reversed([*modules.values()]):
+        if module.is_stack and config.has_parameter(module.name):
+            wrapped = module.name.rpartition(".")[0]
+            while wrapped in names:
+                wrapped += ".base_layer"
+            names[wrapped] = module.name
+    return names
+
+
 def _pairs(tensors: Mapping[str, InFile], model: CausalLM) -> Files:
     """A and B of each module. Raises for other tensors, unless they are the model's own."""
     pairs: Files = defaultdict(dict)
@@ -100,20 +114,23 @@ def _pairs(tensors: Mapping[str, InFile], model: CausalLM) -> Files:
     return pairs
 
 
-def _check_module(name: str, modules: Mapping[str, Module]) -> None:
-    if name not in modules:
-        hint = did_you_mean(name, modules)
-        raise ValueError(f"module {name!r} does not exist, or can have no adapter{hint}")
+def _check_names(names: Set[str], modules: Mapping[str, Module]) -> None:
+    known = {name for name, module in modules.items() if not module.is_stack}
+    if unknown := sorted(names - known):
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"module {unknown[0]!r} does not exist, or can have no adapter{hint}")
 
 
 def _check_not_twice(pairs: Files, modules: Mapping[str, Module]) -> None:
-    """Raise if a fused module and one of its parts both have adapters."""
+    """Raise if a fused module and one of its parts have adapters, or all experts and one."""
+    owners: dict[Any, str] = {}
     for name in pairs:
         module = modules[name]
-        for part in pairs if len(module.projections) > 1 else ():
-            other = modules[part]
-            if part != name and other.layer is module.layer and other.matrix == module.matrix:
-                raise ValueError(f"modules {name!r} and {part!r} are the same matrix")
+        experts = range(module.num_experts) if module.is_stack else (module.expert,)
+        for part in itertools.product(experts, module.projections):
+            other = owners.setdefault((module.layer, module.matrix, part), name)
+            if other != name:
+                raise ValueError(f"modules {other!r} and {name!r} are the same matrix")
 
 
 def _read_pair(
@@ -130,20 +147,26 @@ def _read_pair(
         raise ValueError(f"lacks {', '.join(missing)}")
     if other := files.keys() - keys:
         raise ValueError(f"module {name!r} has tensors of another kind: lora_{min(other)}")
-    try:
-        config.check_has(name)
-    except ValueError as error:
-        raise ValueError(f"module {name!r} has an adapter, but {error}") from None
+    if not module.is_stack:
+        try:
+            config.check_has(name)
+        except ValueError as error:
+            raise ValueError(f"module {name!r} has an adapter, but {error}") from None
     (a_key, b_key), (a, b) = keys.values(), (files[which] for which in keys)
     rank = config.rank_of(name)
-    if tuple(a.shape) != (rank, module.size_in):
-        raise ValueError(_shape_error(a_key, a, (rank, module.size_in), rank))
-    if tuple(b.shape) != (module.size_out, rank):
-        raise ValueError(_shape_error(b_key, b, (module.size_out, rank), rank))
+    ranks = rank * module.num_experts
+    if tuple(a.shape) != (ranks, module.size_in):
+        raise ValueError(_shape_error(a_key, a, (ranks, module.size_in), rank))
+    if tuple(b.shape) != (module.size_out, ranks):
+        raise ValueError(_shape_error(b_key, b, (module.size_out, ranks), rank))
     if rank > max_rank:
         raise ValueError(f"{name} has rank {rank}: max_lora_rank must be >= {rank}, got {max_rank}")
-    scaled = _values(b_key, b) * config.scale_of(name)
-    return Pair(_values(a_key, a).to(dtype), scaled.t().to(dtype).contiguous())
+    down = _values(a_key, a).to(dtype)
+    up = (_values(b_key, b) * config.scale_of(name)).t().to(dtype)
+    if module.is_stack:  # A's rows are those of one expert after the other, B's columns alternate
+        down = down.view(-1, rank, module.size_in)
+        up = up.reshape(rank, -1, module.size_out).transpose(0, 1)
+    return Pair(down, up.contiguous())
 
 
 def _shape_error(key: str, tensor: InFile, shape: tuple[int, int], rank: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm.layers.experts import PROJECTIONS
 from nanovllm.models.config import fields_of
 from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
 
@@ -20,7 +21,8 @@ IGNORED = frozenset((
 ))  # fmt: skip
 READ = frozenset((
     "peft_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora", "rank_pattern",
-    "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "alpha_pattern", "target_modules", "target_parameters", "exclude_modules",
+    "layers_to_transform", "layers_pattern",
 ))  # fmt: skip
 NAMES = {"use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA"}
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they subtract from base weights
@@ -29,7 +31,10 @@ LAYER = r".*?\.[^.]*\.(\d+)\."  # the first number in a name is that of its laye
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Ranks and scales by names of modules, and which modules the adapter may have."""
+    """Ranks and scales by names of modules, and which modules the adapter may have.
+
+    `parameters` are those of all experts of a layer, each of which counts as a module.
+    """
 
     rank: int
     alpha: float
@@ -37,6 +42,7 @@ class PeftConfig:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     targets: str | tuple[str, ...] | None
+    parameters: tuple[str, ...]
     excluded: str | tuple[str, ...]
     layers: tuple[int, ...] | None
     layers_patterns: tuple[str, ...]
@@ -52,10 +58,14 @@ class PeftConfig:
         alpha: float = _by_pattern(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def has_parameter(self, name: str) -> bool:
+        """Whether a parameter of experts has an adapter."""
+        return _is_one_of(name, self.parameters)
+
     def check_has(self, module: str) -> None:
         """Raise unless the fields allow the module to have an adapter."""
         if _is_one_of(module, self.excluded):
-            raise ValueError(f"exclude_modules has it: {shorten(self.excluded)}")
+            raise ValueError(f"exclude_modules lists it: {shorten(self.excluded)}")
         if self.targets is None or self.targets == ALL_LINEAR:
             return
         if not _is_one_of(module, self.targets):
@@ -94,6 +104,7 @@ def read_config(path: Path) -> PeftConfig:
                 for key, alpha in _patterns(fields, "alpha_pattern").items()
             },
             targets=_modules(fields, "target_modules"),
+            parameters=_parameters(fields),
             excluded=_modules(fields, "exclude_modules") or (),
             layers=None if layers in (None, []) else _ints("layers_to_transform", layers),
             layers_patterns=_strings("layers_pattern", fields.get("layers_pattern") or []),
@@ -137,6 +148,18 @@ def _modules(fields: Mapping[str, Any], key: str) -> str | tuple[str, ...] | Non
     if value != ALL_LINEAR:
         _check_pattern(key, value)
     return value
+
+
+def _parameters(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parameters that have adapters; only experts are allowed."""
+    names = _strings("target_parameters", fields.get("target_parameters") or [])
+    for name in names:
+        if name.rpartition(".")[2] not in PROJECTIONS:
+            raise ValueError(
+                f"target_parameters must be {' or '.join(PROJECTIONS)} of experts, got {name!r}:"
+                " neither routers nor other parameters can have adapters"
+            )
+    return names
 
 
 def _check_pattern(key: str, pattern: str) -> None:

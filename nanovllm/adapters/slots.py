@@ -46,10 +46,11 @@ class AdapterSlots:
         for name, pair in tensors.items():
             assert pair.rank <= self._max_rank
             module = self._modules[name]
-            if (expert := _held_expert(module)) is not None:
+            if (held := _held_experts(module)) is not None:
                 own = ranks[_matrix(module)]
-                self._fill(slot * len(own) + expert, module, pair)
-                own[expert, [*module.projections]] = pair.rank
+                first = slot * len(own)
+                self._fill(slice(first + held.start, first + held.stop), module, pair)
+                own[held, [*module.projections]] = pair.rank
         for matrix, own in ranks.items():
             first = slot * len(own)
             _copy(self._low_ranks[matrix].ranks[first : first + len(own)], own)
@@ -72,16 +73,18 @@ class AdapterSlots:
             assert isinstance(layer, Adapted)
             layer.low_rank = low_rank
 
-    def _fill(self, group: int, module: Module, pair: Pair) -> None:
-        """Copy this rank's part of a module's matrices into a group."""
+    def _fill(self, groups: slice, module: Module, pair: Pair) -> None:
+        """Copy this rank's part of a module's matrices into a group, or one for each expert."""
         low_rank, held = self._low_ranks[_matrix(module)], module.held
-        a = pair.a[:, held.columns]
+        a, b = pair
+        if isinstance(module.layer, Experts) and module.is_stack:
+            a, b = a[module.layer.experts], b[module.layer.experts]
         sizes = [held.sizes[i] for i in module.projections]
-        for projection, b in zip(module.projections, torch.split(pair.b, sizes, 1), strict=True):
+        for projection, part in zip(module.projections, torch.split(b, sizes, -1), strict=True):
             first = projection * self._max_rank
-            _copy(low_rank.a[group, first : first + pair.rank], a)
-            columns = torch.split(low_rank.b[group], [*low_rank.sizes], 1)[projection]
-            _copy(columns[: pair.rank], b[:, held.rows[projection]])
+            _copy(low_rank.a[groups, first : first + pair.rank], a[..., held.columns])
+            columns = torch.split(low_rank.b[groups], [*low_rank.sizes], -1)[projection]
+            _copy(columns[:, : pair.rank], part[..., held.rows[projection]])
 
     def _no_ranks(self) -> dict[Matrix, torch.Tensor]:
         """Zeros for the ranks of a slot: [experts, projections] of each matrix, on the host."""
@@ -109,10 +112,11 @@ def _matrix(module: Module) -> Matrix:
     return module.layer, module.matrix
 
 
-def _held_expert(module: Module) -> int | None:
-    """The place of a module's expert among this rank's; 0 without experts, None if not here."""
+def _held_experts(module: Module) -> slice | None:
+    """The places of a module's experts among this rank's; the first without, None if not here."""
+    if not isinstance(module.layer, Experts):
+        return slice(0, 1)
     if module.expert is None:
-        return 0
-    here = module.layer.experts
-    assert isinstance(here, slice)
-    return module.expert - here.start if here.start <= module.expert < here.stop else None
+        return slice(0, module.layer.num_held)
+    place, here = module.expert - module.layer.experts.start, module.layer.num_held
+    return slice(place, place + 1) if 0 <= place < here else None

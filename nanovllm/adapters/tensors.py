@@ -7,7 +7,10 @@ import torch
 
 
 class Pair(NamedTuple):
-    """What adds `(x @ a.T) @ b` to a module's output; b includes the adapter's scale."""
+    """What adds `(x @ a.T) @ b` to a module's output; b includes the adapter's scale.
+
+    Those of all E experts of a layer are stacked: [E, r, in] and [E, r, out].
+    """
 
     a: torch.Tensor  # [r, in]
     b: torch.Tensor  # [r, out]
@@ -15,7 +18,7 @@ class Pair(NamedTuple):
     @property
     def rank(self) -> int:
         """r."""
-        return len(self.a)
+        return self.a.shape[-2]
 
     def pinned(self) -> "Pair":
         """A copy in memory that a GPU reads by itself."""

@@ -8,10 +8,10 @@ from typing import Any
 from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.beams.outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.beams.search import Ended, Search
-from nanovllm.engine.adapters.requests import check_had_adapter
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import progress_bar, run_until_done
 from nanovllm.engine.requests.intake import Accepted
+from nanovllm.engine.requests.request import check_no_error
 from nanovllm.lora_request import LoRARequests
 from nanovllm.prompts import Prompt, prompt_list
 from nanovllm.sampling_params import SamplingParams
@@ -91,7 +91,7 @@ class BeamCalls(LLMEngine):
         likely = []
         for request_id in ids:
             seq = self.finished[request_id].seqs[0]
-            check_had_adapter(seq)
+            check_no_error(seq)
             (entry,) = seq.logprobs.generated(seq, seq.num_prompt_tokens)
             likely.append([(token_id, logprob) for token_id, logprob, _ in entry])
             self.drop_output(request_id)

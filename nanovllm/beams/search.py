@@ -68,6 +68,11 @@ class Search:
         self.running = going[: self.width]
         self._decide(length, at_end)
 
+    def score(self, logprob: float, length: int) -> float:
+        """The score of a sequence with this log-probability and this number of tokens."""
+        score: float = logprob / length**self._penalty
+        return score
+
     def _end(self, candidates: list[Beam], length: int, at_end: bool) -> None:
         """Keep those of the best candidates that end here, if they still count."""
         if not self._may_improve or (self._is_full and self._early is True):
@@ -75,7 +80,7 @@ class Search:
         for token_ids, logprob in candidates:
             has_stopped = token_ids[-1] in self._eos
             if has_stopped or at_end:
-                score = logprob / length**self._penalty
+                score = self.score(logprob, length)
                 reason: Literal["stop", "length"] = "stop" if has_stopped else "length"
                 self.ended.append(Ended(token_ids, logprob, score, reason))
         self.ended = sorted(self.ended, key=lambda one: -one.score)[: self.width]
@@ -88,7 +93,7 @@ class Search:
         if self._is_full:
             longest = self._early == "never" and self._penalty > 0
             hoped = self._most_tokens if longest else length
-            best = self.running[0].logprob / hoped**self._penalty
+            best = self.score(self.running[0].logprob, hoped)
             self._may_improve = self._may_improve and best > self.ended[-1].score
             self.is_over = not self._may_improve or self._early is True
 

@@ -5,5 +5,13 @@ class NotReadyError(RuntimeError):
     """The engine lives, but cannot do this now: it sleeps, weights are missing, or requests run."""
 
 
+class AsleepError(NotReadyError):
+    """Memory is freed that `wake_up()` gets back."""
+
+
+class EngineFullError(RuntimeError):
+    """As many requests wait as may wait."""
+
+
 class EngineEndedError(RuntimeError):
     """The engine was closed, or what it raised has ended it."""

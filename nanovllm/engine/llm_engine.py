@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.adapters.calls import AdapterCalls
-from nanovllm.engine.adapters.requests import AdapterRequests
+from nanovllm.engine.adapters.requests import AdapterRequests, Known
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.guess.costs import costs_of
@@ -71,6 +71,8 @@ class LLMEngine(AdapterRequests):
     Requests are in `unfinished`, and then in `finished` until their output is returned.
     """
 
+    _warns = True  # if the model has no tokenizer
+
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         asked = self._asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.model_path = path = resolve_model(
@@ -80,9 +82,9 @@ class LLMEngine(AdapterRequests):
         self.model_config.check_parallel_size(
             asked.tensor_parallel_size, asked.enable_expert_parallel
         )
-        has_meaning = asked.load_format != "dummy"  # random weights generate no text to read
+        warns = self._warns and asked.load_format != "dummy"  # which generates no text to read
         self.tokenizer = load_tokenizer(
-            asked.tokenizer, path, download_dir=asked.download_dir, warns=has_meaning
+            asked.tokenizer, path, download_dir=asked.download_dir, warns=warns
         )
         source = find_source(asked, self.model_config, self.tokenizer)
         self.model_runner = runner = start_runner(asked, self.model_config, path, source)
@@ -107,7 +109,7 @@ class LLMEngine(AdapterRequests):
         self._streaming: set[int] = set()  # requests whose output an iterator returns
         self._generating = False
         self._close_asked = False
-        self.refusal: str | None = None  # why no request can be computed now
+        self.refusal: NotReadyError | None = None  # why no request can be computed now
         self._begun: dict[int, Request] = {}  # scheduled, without a first token yet
         self._launched: Launched | None = None  # a step in flight
 
@@ -316,7 +318,7 @@ class LLMEngine(AdapterRequests):
             unfinished = request.unfinished
             self.scheduler.abort(*unfinished)
             for seq in unfinished:
-                seq.finish_reason, seq.stop_reason = "error", str(error)
+                seq.finish_reason, seq.stop_reason = "error", f"lora_request: {error}"
             self._finish(request, time.perf_counter())
 
     def _draw(self, begun: Begun | None) -> Launched | None:
@@ -387,9 +389,11 @@ class LLMEngine(AdapterRequests):
     ) -> list[Accepted]:
         """Accept prompts with their parameters; an error names the prompt that it is about."""
         accepted, adapters = [], lora_requests(lora_request, len(asked))
+        known: Known = {}
         for index, (prompt, params) in enumerate(asked):
             try:
-                accepted.append(self.accept(prompt, params, lora_request=adapters[index]))
+                one = self._intake.accept(prompt, params)
+                accepted.append(self.adapted(one, adapters[index], known))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompts[{index}]: {error}") from None
         return accepted
@@ -411,7 +415,7 @@ class LLMEngine(AdapterRequests):
         """Raise if no request can be computed: `check_alive`, or the engine sleeps."""
         self.check_alive()
         if self.refusal is not None:
-            raise NotReadyError(self.refusal)
+            raise self.refusal.with_traceback(None)  # many calls may raise the same one
 
     def check_alive(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""

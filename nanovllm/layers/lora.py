@@ -15,7 +15,7 @@ from nanovllm.kernels.beside import beside
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.table import Kernels
 
-MOST_BESIDE = 128  # rows; of more, the layer itself fills the GPU
+MOST_BESIDE = 128  # rows; more rows fill the GPU with the layer alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,10 @@ class AdapterRows:
     ) -> torch.Tensor:
         """The output of `linear`, with the adapters' on rows x added in place.
 
-        `linear` is first: it may follow `group_rows`, and the kernels for adapters may not. In a
-        decode graph there is another kernel between, as these run beside it.
+        Launch `linear` before the adapters' kernels. A kernel may start before the one ahead of it
+        has ended, and the adapters' kernels read what `group_rows` wrote, so another kernel must
+        run between the two. In a decode graph they run beside `linear`, and there must be another
+        kernel before both.
         """
         down_of = partial(self.kernels.lora_down, x, weights, self.groups)
         if len(x) <= MOST_BESIDE:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
+from nanovllm.engine.adapters.requests import Known
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted
@@ -121,7 +122,9 @@ class VectorCalls(LLMEngine):
         self, plan: Plan[Output], use_tqdm: bool, lora_request: LoRARequests
     ) -> list[Output]:
         adapters = lora_requests(lora_request, len(plan.accepted))
-        accepted = [self.adapted(*one) for one in zip(plan.accepted, adapters, strict=True)]
+        known: Known = {}
+        pairs = zip(plan.accepted, adapters, strict=True)
+        accepted = [self.adapted(*pair, known) for pair in pairs]
         return self._compute(plan, accepted, use_tqdm)
 
     @exclusive

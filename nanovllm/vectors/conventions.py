@@ -29,7 +29,7 @@ OLD_FLAGS = {  # of older files, by the present name
 class Conventions:
     """What the files of a model say. Without files: the last token's state, normalized.
 
-    `labels` are the tokens for a fitting document and for another, in models that rank.
+    `labels` are the tokens for a relevant and for an irrelevant document, in models that rank.
     `pools_prompt`: whether the tokens of a named prompt are pooled, too.
     """
 

@@ -12,11 +12,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 
-from nanovllm.engine.adapters.requests import check_had_adapter
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.pool import Pooling, Wanted
-from nanovllm.engine.requests.request import Request
+from nanovllm.engine.requests.request import Request, check_no_error
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -49,7 +48,7 @@ class Plan(NamedTuple, Generic[Output]):
 def check_complete(request: Request) -> None:
     """Raise if a request has ended before all that it wanted was computed."""
     seq = request.seqs[0]
-    check_had_adapter(seq)
+    check_no_error(seq)
     if seq.finish_reason != "stop":
         raise NotReadyError("a request was aborted before its whole prompt was computed")
 

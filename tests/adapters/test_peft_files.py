@@ -1,20 +1,24 @@
 """Adapters that are not right, or not supported: each is an error that names file and reason."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapter_files import make_adapter, write_adapter
+from adapter_files import MOE, make_adapter, write_adapter
 from conftest import make_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from nanovllm.adapters.peft import read_adapter
+from nanovllm.kernels.table import PLAIN
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import load_model
+from nanovllm.models.loader import InFile, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +47,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "biases": (dict(bias="all"), "bias must be 'none', got 'all'"),
     "biases of B": (dict(lora_bias=True), "lora_bias=True is not supported"),
     "whole modules": (dict(modules_to_save=["lm_head"]), "modules_to_save=.*is not supported"),
-    "parameters": (dict(target_parameters=["experts.down_proj"]), "target_parameters=.*not supp"),
+    "a parameter": (dict(target_parameters=["q_proj.weight"]), "must be .*, got 'q_proj.weight'"),
     "megatron": (dict(megatron_config={"a": 1}), "megatron_config=.*is not supported"),
     "tokens": (dict(trainable_token_indices=[1]), "trainable_token_indices=.*is not supported"),
     "repeated layers": (dict(layer_replication=[[0, 1]]), "layer_replication=.*is not supported"),
@@ -58,7 +62,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "not targeted": (
         dict(target_modules=["q_proj", "lm_head"]), rf"'{DOWN}' .* target_modules does not list it"
     ),
-    "excluded": (dict(exclude_modules=["down_proj"]), f"'{DOWN}' .* exclude_modules has it"),
+    "excluded": (dict(exclude_modules=["down_proj"]), f"'{DOWN}' .* exclude_modules lists it"),
     "another layer": (
         dict(target_modules=["q_proj", "down_proj", "lm_head"], layers_to_transform=[0]),
         f"'{HEAD}' .* layers_to_transform does not list its layer",
@@ -199,15 +203,124 @@ def test_an_adapter_has_the_scale_in_b(model: CausalLM, tmp_path: Path) -> None:
         torch.testing.assert_close(pair.b.T, tensors[key(module, "lora_B.weight")] * (alpha / 3))
 
 
-def test_the_base_weights_that_peft_saves_are_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("binds", [True, False], ids=["by values", "by products"])
+def test_the_base_weights_that_peft_saves_are_compared_in_parts(
+    binds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It saves embedding and head beside their adapters, unless it is told not to."""
     path = make_model(tmp_path / "model")
     with torch.inference_mode():
         model = CausalLM(ModelConfig.from_dir(path), 64)
         load_model(model, path)
+        if binds:
+            model.lm_head.bind(Backend(TorchBackend(), PLAIN))
     adapter = make_adapter(path, tmp_path / "a", target_modules=["embed_tokens", "lm_head"])
-    names = load_file(adapter / WEIGHTS)
-    assert sum("base_layer" in name for name in names) == 2
+    tensors = load_file(adapter / WEIGHTS)
+    bases = {name: tensor for name, tensor in tensors.items() if "base_layer" in name}
+    assert len(bases) == 2
+    sizes: list[int] = []
+
+    def read(tensor: InFile, index: Any) -> torch.Tensor:
+        values = getitem(tensor, index)
+        sizes.append(len(values))
+        return values
+
+    getitem = InFile.__getitem__
+    monkeypatch.setattr(InFile, "__getitem__", read)
+    monkeypatch.setattr("nanovllm.adapters.base_weights.NUM_ROWS", 100, raising=False)
     assert {*read_adapter(adapter, model, 8)} == {"model.embed_tokens", "lm_head"}
-    fields = json.loads((adapter / "adapter_config.json").read_text())
-    assert fields["peft_type"] == "LORA"
+    assert sizes.count(100) == 4 and sizes.count(59) == 2
+    assert sizes.count(259) == 1, "of B of the head"
+    for name, base in bases.items():
+        for row in (0, 258):
+            other = base.clone()
+            other[row] += 9
+            save_file(tensors | {name: other}, adapter / WEIGHTS)
+            with pytest.raises(ValueError, match="has other values than the model's"):
+                read_adapter(adapter, model, 8)
+
+
+@pytest.fixture(scope="module")
+def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("experts"), **MOE)
+
+
+@pytest.fixture(scope="module")
+def moe(moe_path: Path) -> CausalLM:
+    with torch.inference_mode():
+        model = CausalLM(ModelConfig.from_dir(moe_path), 64)
+        load_model(model, moe_path)
+    return model
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+GATE_UP = f"{EXPERTS}.base_layer"  # peft's name of it, beside one of down_proj
+
+
+def test_all_experts_of_a_layer_are_one_pair(moe: CausalLM, moe_path: Path, tmp_path: Path) -> None:
+    """Their product is the change of weights that peft computes."""
+    options: dict[str, Any] = dict(
+        rank_pattern={"down_proj": 3}, alpha_pattern={"down_proj": 5}, use_rslora=True
+    )
+    adapter = make_adapter(moe_path, tmp_path / "a", **options)
+    read = read_adapter(adapter, moe, 8)
+    assert {name for name in read if "mlp" in name} == {
+        f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
+    }  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(moe_path, dtype=torch.float32)
+    down = PeftModel.from_pretrained(base, adapter).base_model.model.model.layers[1].mlp.experts
+    for name, wrapper, rank in (("down_proj", down, 3), ("gate_up_proj", down.base_layer, 8)):
+        pair = read[f"{EXPERTS}.{name}"]
+        assert wrapper.parameter_name == name
+        assert pair.rank == rank
+        torch.testing.assert_close(
+            (pair.a.mT @ pair.b).mT, wrapper.get_delta_weight("default").detach()
+        )
+
+
+def test_a_router_is_refused_by_its_name(moe: CausalLM, moe_path: Path, tmp_path: Path) -> None:
+    """peft adds it for "all-linear"."""
+    adapter = make_adapter(moe_path, tmp_path / "a", target_modules="all-linear")
+    with pytest.raises(ValueError, match=r"target_parameters must be .*, got 'gate\.weight'"):
+        read_adapter(adapter, moe, 8)
+
+
+STACKS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "too few experts": (
+        lambda t: plus(t, key(GATE_UP, "lora_A.weight"), 32, 64),
+        rf"'{EXPERTS}.gate_up_proj.lora_A' has shape \(32, 64\).* need \(40, 64\)",
+    ),
+    "another rank": (
+        lambda t: plus(t, key(EXPERTS, "lora_B.weight"), 64, 25),
+        rf"'{EXPERTS}.down_proj.lora_B' has shape \(64, 25\).* need \(64, 20\)",
+    ),
+    "no B": (
+        lambda t: without(t, key(EXPERTS, "lora_B.weight")), f"lacks {EXPERTS}.down_proj.lora_B"
+    ),
+    "one expert again": (
+        lambda t: plus(
+            plus(t, key(f"{EXPERTS}.3.up_proj", "lora_A.weight"), 4, 64),
+            key(f"{EXPERTS}.3.up_proj", "lora_B.weight"), 24, 4,
+        ),
+        f"'{EXPERTS}.3.up_proj' and '{EXPERTS}.gate_up_proj' are the same matrix",
+    ),
+    "under another name": (
+        lambda t: plus(t, key(f"{EXPERTS}.down_proj", "lora_A.weight"), 20, 24),
+        f"module '{EXPERTS}.down_proj' does not exist, or can have no adapter",
+    ),
+    "wrapped once more": (
+        lambda t: plus(t, key(f"{GATE_UP}.base_layer", "lora_A.weight"), 20, 64),
+        f"module '{GATE_UP}.base_layer' does not exist",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_wrong_tensors_of_all_experts_are_named_errors(
+    name: str, moe: CausalLM, moe_path: Path, tmp_path: Path
+) -> None:
+    change, message = STACKS[name]
+    path = make_adapter(moe_path, tmp_path / "adapter")
+    save_file(change(load_file(path / WEIGHTS)), path / WEIGHTS)
+    with pytest.raises(ValueError, match=message):
+        read_adapter(path, moe, 8)

@@ -95,7 +95,7 @@ class Queue:
     """A scheduler with adapters that are all in the host's memory."""
 
     def __init__(self, num_slots: int, max_num_seqs: int = 8) -> None:
-        store: Any = AdapterStore(lambda path: path, 16)
+        store: Any = AdapterStore(lambda path, number: path, 16)
         self.residents = Residents(num_slots, store, lambda adapter, slot: None)
         config = Config(
             "m", num_kvcache_blocks=64, kvcache_block_size=4, max_num_seqs=max_num_seqs,
@@ -183,9 +183,12 @@ def test_a_priority_gets_the_slot_first() -> None:
     assert queue.run() == "ACB"
 
 
-def test_a_slot_that_cannot_be_filled_ends_the_requests_that_wait_for_it() -> None:
+@pytest.mark.parametrize("kind", [OSError, TypeError, ValueError])  # of files that have changed
+def test_a_slot_that_cannot_be_filled_ends_the_requests_that_wait_for_it(
+    kind: type[Exception],
+) -> None:
     def fail(adapter: Adapter, slot: int) -> None:
-        raise ValueError("no")
+        raise kind("no")
 
     queue = Queue(1)
     queue.residents._place = fail
@@ -210,7 +213,7 @@ def test_an_error_of_the_device_is_no_error_of_an_adapter() -> None:
 
 def test_the_store_keeps_no_more_than_it_has_room_for() -> None:
     """Also when more adapters are waited for than the host's memory keeps."""
-    store = AdapterStore(lambda path: path, 2)
+    store = AdapterStore(lambda path, number: path, 2)
     adapters = [store.accept(LoRARequest("a", f"/none/{i}")) for i in range(5)]
     assert len(store.tensors) == 2
     store.want(adapters)
@@ -225,9 +228,9 @@ def test_the_store_keeps_no_more_than_it_has_room_for() -> None:
 def test_nothing_is_read_while_there_is_a_reason() -> None:
     """An adapter that waits is read when it is asked for again, afterwards."""
     reads: list[Path] = []
-    store = AdapterStore(reads.append, 1)
+    store = AdapterStore(lambda path, number: reads.append(path), 1)
     first, _ = (store.accept(LoRARequest("a", f"/none/{i}")) for i in range(2))
-    store.refuse("the engine sleeps")
+    store.refuse(NotReadyError("the engine sleeps"))
     with pytest.raises(NotReadyError, match="the engine sleeps"):
         store.accept(LoRARequest("b", "/none/3"))
     assert not store.is_ready(first)
@@ -247,7 +250,7 @@ def test_a_thousand_adapters_leave_nothing_behind() -> None:
     """Accepted, placed, dropped, read again: tensors, slots, threads and names stay bounded."""
     reads: list[Path] = []
 
-    def read(path: Path) -> bytearray:
+    def read(path: Path, number: int) -> bytearray:
         reads.append(path)
         return bytearray(100)
 

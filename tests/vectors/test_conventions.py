@@ -260,6 +260,21 @@ def test_rerankers_score_by_their_answer(reranker: Path, options: dict[str, Any]
             llm.score("a", ["b", [1, 2]])
 
 
+def test_an_answer_may_follow_as_many_tokens_as_the_model_has(reranker: Path) -> None:
+    with make_llm(reranker) as llm:
+        (short,) = llm.score("a", "b", use_tqdm=False)
+        document = "b" * (1 + -short.num_prompt_tokens % 4)
+        (want,) = llm.score("a", document, use_tqdm=False)
+    longest = want.num_prompt_tokens
+    full: dict[str, Any] = dict(
+        max_model_len=longest, kvcache_block_size=4, num_kvcache_blocks=longest // 4
+    )
+    for overlap in (False, True):
+        with make_llm(reranker, overlap=overlap, **full) as llm:
+            (found,) = llm.score("a", document, use_tqdm=False)
+            assert found.score == pytest.approx(want.score, abs=1e-6)
+
+
 def test_the_answers_may_be_those_of_the_files(reranker: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(reranker, tmp_path / "model"))
     module = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"

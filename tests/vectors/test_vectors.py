@@ -93,6 +93,29 @@ def test_pooled_states_are_those_of_transformers(
         assert not llm._begun and not llm.unfinished and not llm.finished
 
 
+@pytest.mark.parametrize("regime", REGIMES)
+def test_prompts_may_have_all_tokens_that_the_model_has(regime: str, model_dir: Path) -> None:
+    """One such prompt takes all blocks of the pool. To generate, there must be room for a token."""
+    longest = random.Random(4).choices(range(256), k=64)
+    full: dict[str, Any] = dict(max_model_len=64, kvcache_block_size=4, num_kvcache_blocks=16)
+    prompts = [longest, longest[:50], longest]
+    states = states_of(model_dir, prompts)
+    with make_llm(model_dir, **REGIMES[regime] | full) as llm:
+        for pooling in (*POOLINGS, *POOLINGS):
+            check(llm, prompts, states, pooling)
+        for kept in (-1, 64):
+            (cut,) = llm.encode([[7, *longest]], truncate_prompt_tokens=kept, use_tqdm=False)
+            assert cut.prompt_token_ids == longest
+        for call, message in (
+            (lambda: llm.encode([[7, *longest]]), r"1 to 64 tokens \(max_model_len=64\), got 65"),
+            (lambda: llm.embed("a", truncate_prompt_tokens=65), r"at most 64 \(max_.*, got 65"),
+            (lambda: llm.generate(longest), r"1 to 63 tokens \(max_model_len=64 less one to gen"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        audit_at_rest(llm)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_vectors_are_made_while_other_prompts_are_computed(
     overlap: bool, model_dir: Path, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import torch
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.config import Config
+from nanovllm.engine.adapters.adapter import number_of
 from nanovllm.engine.engine_config import most_kept
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.lora import AdapterRows, group_rows
@@ -32,12 +33,19 @@ class AdapterParts:
         del self._model, self.slots
         self.tensors = {}
 
-    def read(self, path: Path) -> Any:
+    def read(self, path: Path, number: int) -> Any:
         """An adapter's tensors, pinned for a GPU; an error names what is wrong with its files.
 
-        Peak memory: a pair of matrices more. Where the host pins no more, they stay as they are.
+        Files that no longer have this number are an error. Peak memory: a pair of matrices more.
+        Where the host pins no more, they stay as they are.
         """
         tensors = dict(read_adapter(path, self._model, self._max_rank))
+        if number_of(path) != number:
+            raise ValueError(
+                f"lora_path {str(path)!r}: the files have changed while they were read, or since a"
+                " request that waits for them was queued; write a changed adapter to a new"
+                " directory"
+            )
         if self._model.model.norm.weight.is_cuda:
             with contextlib.suppress(RuntimeError):
                 for name, pair in tensors.items():
@@ -55,13 +63,13 @@ class AdapterParts:
         """
         tensors = self.tensors.get(number)
         if tensors is None:
-            tensors = self.read(path)
+            tensors = self.read(path, number)
         self.slots.place(slot, tensors)
 
     def keep(self, number: int, path: Path) -> None:
-        """Read an adapter into this rank's memory, in place of the oldest."""
-        if number not in self.tensors:
-            self.tensors[number] = self.read(path)
+        """Read an adapter into this rank's memory, in place of the least recently used one."""
+        tensors = self.tensors.pop(number, None)
+        self.tensors[number] = self.read(path, number) if tensors is None else tensors
         while len(self.tensors) > self._most:
             del self.tensors[next(iter(self.tensors))]
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.adapters.calls import AdapterCalls
 from nanovllm.engine.requests.intake import Accepted
-from nanovllm.engine.sequence import Sequence
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
+
+Known = dict[LoRARequest, Adapter]
 
 
 class AdapterRequests:
@@ -14,11 +15,19 @@ class AdapterRequests:
 
     adapters: AdapterCalls | None
 
-    def adapted(self, accepted: Accepted, lora_request: LoRARequest | None) -> Accepted:
-        """A prompt with the adapter that it is computed with, which is read and checked."""
+    def adapted(
+        self, accepted: Accepted, lora_request: LoRARequest | None, known: Known | None = None
+    ) -> Accepted:
+        """A prompt with the adapter that it is computed with, which is read and checked.
+
+        `known` are those of the call's prompts so far: the files of each are looked at once.
+        """
         if (asked := check_lora_request(lora_request)) is None:
             return accepted
-        return replace(accepted, adapter=self._adapter_of(asked))
+        known = {} if known is None else known
+        if asked not in known:
+            known[asked] = self._adapter_of(asked)
+        return replace(accepted, adapter=known[asked])
 
     def named_adapter(self, name: str | None) -> LoRARequest | None:
         """The adapter of `lora_modules` with this name, if there is one."""
@@ -33,9 +42,3 @@ class AdapterRequests:
         if self.adapters is None:
             raise ValueError(NOT_ENABLED)
         return self.adapters.store.accept(lora_request)
-
-
-def check_had_adapter(seq: Sequence) -> None:
-    """Raise if a sequence has ended because its adapter could not be read again."""
-    if seq.finish_reason == "error":
-        raise ValueError(f"lora_request: {seq.stop_reason}")

@@ -1,4 +1,4 @@
-"""Residents: which adapters have slots on the device, and whose sequences may run next."""
+"""Residents: which adapters have slots on the device, and which sequences may run next."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -11,11 +11,12 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 class Residents:
     """The slots' adapters, in the order in which sequences were last admitted with them.
 
-    A running sequence holds its adapter's slot; it keeps no count of them, but looks at who runs.
-    A sequence whose adapter gets no slot lets others pass: those without an adapter, and those
-    whose adapter has a slot. But one slot is drained for each adapter that waits, the least
-    recently used first: sequences that come later do not run with its adapter, so that it becomes
-    free when those that run have ended. So everyone gets a slot in turn.
+    A running sequence holds its adapter's slot. Holds are not counted; they are found from the
+    running sequences in each call. A sequence whose adapter gets no slot lets others pass: those
+    without an adapter, and those whose adapter has a slot. But one slot is drained for each adapter
+    that waits, the least recently used first: sequences that come later do not run with its
+    adapter, so that it becomes free when those that run have ended. So each adapter gets a slot in
+    turn.
 
     `place(adapter, slot)` fills a slot on the device.
     """
@@ -97,7 +98,7 @@ class Residents:
         slot = next(slot for slot in range(self.num_slots) if slot not in used)
         try:
             self._place(adapter, slot)
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             adapter.error = error
             return False
         self.adapters[adapter] = None  # before its slot: `reset` finds it

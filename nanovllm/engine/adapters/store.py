@@ -20,16 +20,17 @@ class AdapterStore:
     `accept` may be called by any thread, the rest by the engine's. An adapter that the scheduler
     waits for is wanted, and stays; of the others the one that was not used for longest is dropped.
     Requests that wait for one that was dropped make it be read again, in the background.
-    `read(path)` returns an adapter's tensors, or raises an error that names what is wrong.
+    `read(path, number)` returns an adapter's tensors, or raises an error that names what is wrong
+    with its files, or that they no longer have this number.
     """
 
-    def __init__(self, read: Callable[[Path], Any], most: int) -> None:
+    def __init__(self, read: Callable[[Path, int], Any], most: int) -> None:
         self._read, self.most = read, most
         self.tensors: OrderedDict[int, Any] = OrderedDict()  # by number; the last used comes last
         self._known: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
         self._wanted: frozenset[int] = frozenset()
         self._loading: set[int] = set()
-        self._refusal: str | None = None  # why nothing is read now
+        self._refusal: NotReadyError | None = None  # why nothing is read now
         self._lock = threading.Lock()  # of the fields above
         self._reading = threading.Lock()  # one adapter is read at a time
         self._loaded = threading.Event()  # in the background, or failed
@@ -53,7 +54,11 @@ class AdapterStore:
             self._check_allowed()
             adapter = Adapter(number, path)
             try:
-                tensors = self._read_unchanged(adapter)
+                tensors = self._read(path, number)
+            except NotADirectoryError:
+                raise ValueError(
+                    f"lora_request {request.lora_name!r}: {_no_directory(request.lora_path)}"
+                ) from None
             except (OSError, TypeError, ValueError) as error:
                 raise ValueError(f"lora_request {request.lora_name!r}: {error}") from error
             with self._lock:
@@ -96,7 +101,7 @@ class AdapterStore:
         self._loaded.wait(seconds)
         self._loaded.clear()
 
-    def refuse(self, reason: str | None) -> None:
+    def refuse(self, reason: NotReadyError | None) -> None:
         """Read nothing while there is a reason: files are compared with the model's weights.
 
         It waits for what is being read.
@@ -106,7 +111,7 @@ class AdapterStore:
 
     def _check_allowed(self) -> None:
         if self._refusal is not None:
-            raise NotReadyError(self._refusal)
+            raise self._refusal.with_traceback(None)
 
     def close(self) -> None:
         """Read no more, and drop the tensors."""
@@ -119,7 +124,7 @@ class AdapterStore:
         try:
             with self._reading:
                 self._check_allowed()
-                tensors = self._read_unchanged(adapter)
+                tensors = self._read(adapter.path, adapter.number)
             with self._lock:
                 self._keep(adapter.number, tensors)
         except NotReadyError:
@@ -131,16 +136,6 @@ class AdapterStore:
                 self._loading.discard(adapter.number)
             self._loaded.set()
 
-    def _read_unchanged(self, adapter: Adapter) -> Any:
-        tensors = self._read(adapter.path)
-        if number_of(adapter.path) != adapter.number:
-            raise ValueError(
-                f"lora_path {str(adapter.path)!r}: the files have changed while they were read, or"
-                " since a request that waits for them was queued; write a changed adapter to a new"
-                " directory"
-            )
-        return tensors
-
     def _keep(self, number: int, tensors: Any) -> None:
         """Keep an adapter that was read, in place of the least recently used ones."""
         self.tensors[number] = tensors
@@ -149,3 +144,14 @@ class AdapterStore:
                 return
             if other not in self._wanted:
                 del self.tensors[other]
+
+
+def _no_directory(path: str) -> str:
+    """What is wrong with a path that is no directory: it may be an id of the Hugging Face Hub."""
+    hint = ""
+    if path.count("/") == 1 and path.strip("/.~") == path:
+        hint = (
+            "; download adapters of the Hugging Face Hub first"
+            f" (`hf download {path} --local-dir ...`)"
+        )
+    return f"lora_path must be a local directory, got {path!r}{hint}"

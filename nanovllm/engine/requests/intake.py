@@ -80,16 +80,14 @@ class Intake:
         source, text = split_prompt(prompt)
         token_ids = self._tokenize(source) if isinstance(source, str) else as_list("prompt", source)
         if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-self._num_kept(params.truncate_prompt_tokens) :]
+            token_ids = token_ids[-self._num_kept(params.truncate_prompt_tokens, wanted) :]
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
             token_ids = [check_int("prompt token id", t, 0, self.vocab_size - 1) for t in token_ids]
-        if not 1 <= len(token_ids) < self.max_model_len:
-            raise ValueError(
-                f"prompt must have 1 to {self.max_model_len - 1} tokens (max_model_len="
-                f"{self.max_model_len} less one to generate), got {len(token_ids)}"
-            )
+        most, why = self._longest(wanted)
+        if not 1 <= len(token_ids) <= most:
+            raise ValueError(f"prompt must have 1 to {most} tokens ({why}), got {len(token_ids)}")
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise ValueError(
@@ -150,14 +148,16 @@ class Intake:
         if params.allowed_token_ids is not None:
             self._check_allowed(params)
 
-    def _num_kept(self, asked: int) -> int:
+    def _longest(self, wanted: Wanted | None) -> tuple[int, str]:
+        """The most tokens of a prompt, and why: one less than the model's if tokens follow."""
+        less, why = (0, "") if wanted else (1, " less one to generate")
+        return self.max_model_len - less, f"max_model_len={self.max_model_len}{why}"
+
+    def _num_kept(self, asked: int, wanted: Wanted | None) -> int:
         """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
-        most = self.max_model_len - 1
+        most, why = self._longest(wanted)
         if asked > most:
-            raise ValueError(
-                f"truncate_prompt_tokens must be at most {most} (max_model_len="
-                f"{self.max_model_len} less one to generate), got {asked}"
-            )
+            raise ValueError(f"truncate_prompt_tokens must be at most {most} ({why}), got {asked}")
         return most if asked == -1 else asked
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:

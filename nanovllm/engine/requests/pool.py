@@ -12,7 +12,8 @@ from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.sequence import Sequence
 
 Pooling = Literal["last", "cls", "mean", "all"]
-POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean", "all")
+VECTOR_POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean")
+POOLINGS: tuple[Pooling, ...] = (*VECTOR_POOLINGS, "all")
 
 
 class Wanted(NamedTuple):

@@ -77,6 +77,12 @@ class Request:
         return output
 
 
+def check_no_error(seq: Sequence) -> None:
+    """Raise if a sequence has ended with an error."""
+    if seq.finish_reason == "error":
+        raise ValueError(seq.stop_reason)
+
+
 def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
     """The output of a finished sequence."""
     text, reason, stop = ending(seq, tokenizer)

@@ -12,6 +12,11 @@ logger = logging.getLogger("nanovllm")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
+def has_tokenizer(tokenizer: str | None, model_path: Path) -> bool:
+    """Whether there is a tokenizer to load: another than the model's, or its own files."""
+    return tokenizer is not None or any((model_path / name).exists() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(
     tokenizer: str | None,
     model_path: Path,
@@ -24,7 +29,7 @@ def load_tokenizer(
     Without a tokenizer, prompts are token ids and outputs have no text. `download_dir` is for a
     `tokenizer` on the hub, whose main branch is used.
     """
-    if tokenizer is None and not any((model_path / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(tokenizer, model_path):
         if warns:
             logger.warning(
                 "%s has no tokenizer: prompts are token ids, outputs have no text; tokenizer=..."

@@ -41,7 +41,7 @@ def pooled_tokens(batch: Batch, pooled: list[Pooled], q_ends: Array) -> Array | 
 
 
 class InFlight(NamedTuple):
-    """States that are copied to the host, one after the other, and who waits for them."""
+    """States in flight to the host, one after the other, and the sequence that each belongs to."""
 
     pooled: list[Pooled]
     states: torch.Tensor
@@ -72,7 +72,7 @@ def deliver_states(states: InFlight | None) -> None:
 
 
 class DrawnStates(NamedTuple):
-    """States [N, hidden] from which tokens are drawn, in flight, and who waits for each.
+    """States [N, hidden], in flight, that tokens are drawn from, and the token that each is for.
 
     A token is known by its sequence and its index in `token_ids`.
     """
