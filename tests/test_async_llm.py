@@ -16,17 +16,13 @@ import pytest
 from reference import make_llm, make_prompts
 
 from nanovllm import LLM, RankError, SamplingParams
-from nanovllm.async_llm import (
-    LARGE,
-    MESSAGE,
-    SMALL,
-    AsyncLLM,
-    EngineFullError,
-    prompt_size,
-)
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.errors import EngineFullError, NotReadyError
+from nanovllm.engine.remote import mirror
 from nanovllm.engine.remote.loop import read_vocabulary
+from nanovllm.engine.remote.readers import LARGE, MESSAGE, SMALL, prompt_size
+from nanovllm.engine.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +68,7 @@ def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
         deadline = time.monotonic() + 20
         while (stats := run(engine.stats())).num_running + stats.num_waiting:
             assert time.monotonic() < deadline, stats
-        assert stats.blocks_used == 0 and engine.num_open == 0 and not engine._calls
+        assert stats.blocks_used == 0 and engine.num_open == 0 and not engine._calls.by_number
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
@@ -160,6 +156,7 @@ def test_sizes_of_prompts_and_conversations(prompt: Any, number: int) -> None:
         lambda engine: engine.score("a" * 200, ["b"] * 12),
         lambda engine: engine.score(["a" * 450] * 3, ["b", "c", "d"]),
         lambda engine: engine.embed(["a"] * 300),
+        lambda engine: engine.complete("a", SamplingParams(stop=[str(i) for i in range(SMALL)])),
     ],
 )
 def test_what_takes_long_is_read_beside_the_event_loop(
@@ -331,6 +328,70 @@ def test_too_many_callers_are_refused(model_dir: Path, run: Run[Any]) -> None:
     assert all(told(one) == told(again) for one in results if not isinstance(one, Exception))
 
 
+def test_vectors_that_have_begun_are_not_refused(model_dir: Path, run: Run[Any]) -> None:
+    """Others fill the room meanwhile."""
+
+    async def crowd() -> tuple[int, set[type]]:
+        async with AsyncLLM(model_dir, max_num_seqs=2, max_waiting=2, **OPTIONS) as engine:
+            vectors = asyncio.ensure_future(engine.embed([[1, i] for i in range(60)]))
+            results = set()
+            while not vectors.done():
+                calls = [engine.complete([1], LONG) for _ in range(5)]
+                found = await asyncio.gather(*calls, return_exceptions=True)
+                results |= {type(one) for one in found}
+            assert engine.num_open == 0
+            return len(await vectors), results
+
+    number, results = run(crowd())
+    assert number == 60 and EngineFullError in results
+
+
+def test_an_error_in_one_calls_text_ends_that_call(
+    engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = mirror._stop
+
+    def raising(seq: Sequence) -> Any:
+        if "never" in (seq.params.stop or ()):
+            raise IndexError("this piece is unknown")
+        return follow(seq)
+
+    monkeypatch.setattr(mirror, "_stop", raising)
+
+    async def ask() -> Any:
+        params = [
+            SamplingParams(temperature=0, max_tokens=9, stop=stop)
+            for stop in ("never", "no", "never")
+        ]
+        whole = [engine.complete("12+34=", one) for one in params[:2]]
+        results = await asyncio.gather(*whole, return_exceptions=True)
+        with pytest.raises(IndexError, match="this piece is unknown"):
+            async for _ in engine.generate("12+34=", params[2]):
+                pass
+        assert engine.num_open == 0
+        return results
+
+    error, output = run(ask())
+    assert isinstance(error, IndexError) and output.finish_reason is not None
+
+
+def test_an_engine_is_closed_after_its_event_loop() -> None:
+    engine, loop = AsyncLLM(EMBEDDED_MODEL, **OPTIONS), asyncio.new_event_loop()
+
+    async def leave() -> Any:
+        await engine.stats()
+        waiting = loop.create_task(engine.wait_for_failure())
+        await asyncio.sleep(0)
+        return waiting
+
+    waiting = loop.run_until_complete(leave())
+    loop.close()
+    engine.close()
+    assert not waiting.done()
+    for task in (waiting, engine._connection._listening):
+        task._log_destroy_pending = False
+
+
 def test_a_killed_engine_is_an_error_of_every_call(model_dir: Path, run: Run[Any]) -> None:
     async def killed() -> Any:
         engine = AsyncLLM(model_dir, max_num_seqs=2, **OPTIONS)
@@ -491,7 +552,7 @@ def test_open_samples_are_those_that_have_not_ended(engine: AsyncLLM, run: Run[A
 
     async def watch(prompt: Any, params: SamplingParams, leaves: bool) -> None:
         async for _ in engine.generate(prompt, params):
-            calls = engine._calls.values()
+            calls = engine._calls.by_number.values()
             assert engine.num_open == sum(len(c.mirror.request.unfinished) for c in calls)
             seen.add(engine.num_open)
             if leaves:
@@ -606,9 +667,9 @@ def test_cancelled_vectors_end_in_the_engine(engine: AsyncLLM, run: Run[Any]) ->
 def test_aborted_vectors_raise(engine: AsyncLLM, run: Run[Any]) -> None:
     async def aborted() -> None:
         task = asyncio.ensure_future(engine.encode([[1] * 400] * 8, "mean"))
-        while not engine._calls:
+        while not engine._calls.by_number:
             await asyncio.sleep(0)
-        await engine.abort(next(iter(engine._calls.values())).name)
+        await engine.abort(next(iter(engine._calls.by_number.values())).name)
         with pytest.raises(NotReadyError, match="a request was aborted before"):
             await task
 
@@ -619,9 +680,9 @@ def test_an_aborted_prompt_ends_the_others_of_its_call(engine: AsyncLLM, run: Ru
     async def finished() -> int:
         before = (await engine.stats()).num_finished
         task = asyncio.ensure_future(engine.encode([[1] * 400] * 300, "mean"))
-        while not engine._calls:
+        while not engine._calls.by_number:
             await asyncio.sleep(0)
-        await engine.abort(next(iter(engine._calls.values())).name)
+        await engine.abort(next(iter(engine._calls.by_number.values())).name)
         with pytest.raises(NotReadyError, match="a request was aborted before"):
             await task
         assert engine.num_open == 0

@@ -12,13 +12,15 @@ from nanovllm.outputs import RequestOutput, StreamEvent
 class Call:
     """A request that a caller waits for, by `events`, or if it `is_whole` by `output`."""
 
-    def __init__(self, number: int, name: Any, mirror: Mirror, is_whole: bool) -> None:
+    def __init__(
+        self, number: int, name: Any, mirror: Mirror, is_whole: bool, num_open: int
+    ) -> None:
         self.number, self.name, self.mirror = number, name, mirror
         self._is_whole = is_whole
         self._changed = asyncio.Event()
         self.error: BaseException | None = None
         self.is_over = False  # the engine has nothing more to report
-        self.num_open = len(mirror.request.seqs)  # samples that are counted as unfinished
+        self.num_open = num_open  # samples that count as unfinished
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         """What is new whenever the caller asks for more, until the end."""
@@ -57,8 +59,8 @@ class Call:
         """Those of the prompt's tokens that were in the prefix cache; known at the end."""
         return self.mirror.request.seqs[0].num_hit_tokens or 0
 
-    def note_news(self) -> None:
-        """Something is new: wake a caller who asks for that."""
+    def note_change(self) -> None:
+        """Wake a caller who asks for events."""
         if not self._is_whole:
             self._changed.set()
 
@@ -73,4 +75,4 @@ class Call:
         await self._changed.wait()
         self._changed.clear()
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # many calls may raise the same one

@@ -15,9 +15,9 @@ from nanovllm.engine.remote.frames import HEAD, frame
 from nanovllm.engine.remote.messages import Answer, Ask, Command, Ended, Event, Failed, Ready
 from nanovllm.engine.remote.process import EngineProcess
 
-# When many requests arrive or end at once, so many are sent to the engine, or answered, together:
-# it computes some while others are read. Fewer are not faster, as a prefill of a few prompts takes
-# as long as one of many.
+# Send at most this many commands, or handle this many ended requests, before others get a turn: the
+# engine computes the first requests while later ones are read. Smaller values are not faster: the
+# prefill of a few prompts takes as long as that of many.
 TOGETHER = 32
 
 
@@ -68,7 +68,7 @@ class Connection:
     def check(self) -> None:
         """Raise if the process has ended, or this was closed."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # many callers may raise the same one
 
     def send(self, command: Command) -> None:
         """Send a command; `open` has returned before."""
@@ -94,7 +94,7 @@ class Connection:
         if data:
             self._writer.write(data)
 
-    def tell(self, method: str) -> None:
+    def send_call(self, method: str) -> None:
         """Have a method called after all that was asked before; its result is not awaited."""
         if self.failure is None and self._writer is not None:
             self.send(Ask(next(self._numbers), method))
@@ -143,7 +143,8 @@ class Connection:
     async def _listen(self) -> None:
         """Take the engine's messages until it ends."""
         try:
-            # A copy, which the event loop closes when it has stopped looking at it.
+            # A duplicate: asyncio closes the socket that it gets, and `link` stays open until the
+            # process has ended.
             link = self.process.link.dup()
             reader, self._writer = await asyncio.open_connection(sock=link)
             while True:
@@ -185,7 +186,9 @@ class Connection:
             if not isinstance(failure, RankError | EngineEndedError):
                 self.failure = EngineEndedError(f"{type(failure).__name__}: {failure}")
                 self.failure.__cause__ = failure
-            self._ended.set()
+        if self._loop is not None and self._loop.is_closed():  # no caller waits any more
+            return
+        self._ended.set()
         self._on_end(self.failure)
         for answer in self._questions.values():
             if not answer.done():

@@ -223,13 +223,14 @@ class EngineLoop:
             self._enqueue(command.number, self._accept(command))
             return
         self._compiling.add(command.number)
-        future = self._compilers.submit(self._compile, command)
-        future.add_done_callback(
-            lambda done: self._commands.put(Compiled(command.number, done.result()))
-        )
+        self._compilers.submit(self._compile, command)
 
-    def _compile(self, command: Submit) -> "Accepted | Exception":
-        """Check a request in a thread of its own. What goes wrong refuses this request alone."""
+    def _compile(self, command: Submit) -> None:
+        """Check a request in a thread of its own; the result goes to the commands."""
+        self._commands.put(Compiled(command.number, self._compiled(command)))
+
+    def _compiled(self, command: Submit) -> "Accepted | Exception":
+        """The checked request. What goes wrong refuses this request alone."""
         if command.number not in self._compiling:  # its caller has gone
             return RuntimeError("the request was dropped")
         try:
@@ -240,7 +241,7 @@ class EngineLoop:
     def _accept(self, command: Submit) -> "Accepted | Exception":
         """Check a request, and compile its constraint."""
         if self._engine.refusal is not None:
-            return NotReadyError(self._engine.refusal)
+            return self._engine.refusal
         try:
             token_ids = array("i", command.token_ids).tolist()
             asked = command.wanted, command.lora_request
@@ -316,7 +317,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
 
 
 def read_vocabulary(engine: "LLMEngine") -> None:
-    """Let llguidance read the vocabulary: it stops all threads, later also the steps."""
+    """Make llguidance read the vocabulary now: it holds the GIL, which would stop later steps."""
     constrained = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     with contextlib.suppress(ValueError):  # there is no text: a constraint is refused
         engine.accept([0], constrained)

@@ -1,0 +1,64 @@
+"""Readers: threads that tokenize prompts and apply chat templates, beside an event loop."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from nanovllm.sampling_params import SamplingParams
+
+T = TypeVar("T")
+NUM_THREADS = 2
+# Characters or token ids of a prompt. A prompt below SMALL is read on the event loop: a change of
+# threads would take longer. Prompts from LARGE on share one thread, and do not delay others.
+SMALL, LARGE = 1 << 11, 1 << 17
+MESSAGE, PROMPT = 64, 8  # what a message, or a prompt of several, takes beside its text
+
+
+class Readers:
+    """Runs functions whose time grows with a size: on the event loop, or in threads."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-read")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-read-large")
+
+    async def run(self, read: Callable[[], T], size: int) -> T:
+        """What the function returns."""
+        if size < SMALL:
+            return read()
+        threads = self._threads if size < LARGE else self._large
+        return await asyncio.get_running_loop().run_in_executor(threads, read)
+
+    def close(self) -> None:
+        """End the threads after what they read now."""
+        for threads in (self._threads, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def prompt_size(prompt: Any) -> int:
+    """The token ids of a prompt, or the characters of its text or of a conversation's messages.
+
+    A message, or a part of one, counts `MESSAGE` more. One with tool calls counts `SMALL` more, so
+    that a thread reads it.
+    """
+    if isinstance(prompt, Mapping):
+        parts = ("prompt", "prompt_token_ids", "content", "text")
+        calls = SMALL if prompt.get("tool_calls") else 0
+        return sum(prompt_size(prompt.get(name)) for name in parts) + calls
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        return sum(MESSAGE + prompt_size(part) for part in prompt)
+    return len(prompt) if hasattr(prompt, "__len__") else 0
+
+
+def all_size(prompts: Any) -> int:
+    """The size of one prompt or several, and of what each costs beside its text."""
+    texts = prompts if isinstance(prompts, list | tuple) else [prompts]
+    return sum(PROMPT + prompt_size(text) for text in texts)
+
+
+def params_size(params: SamplingParams) -> int:
+    """The size of what is checked of parameters. Bad words are tokenized, and never small."""
+    lists: tuple[Any, ...] = (
+        params.allowed_token_ids, params.logit_bias, params.stop, params.stop_token_ids,
+    )  # fmt: skip
+    return sum(len(each or ()) for each in lists) + (SMALL if params.bad_words else 0)
