@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -232,3 +233,13 @@ def test_parameters_can_be_hashed_compared_and_replaced() -> None:
         params.max_token = 5  # type: ignore[attr-defined]
     assert dataclasses.replace(params, max_tokens=5).max_tokens == 5
     assert params.max_tokens == 64
+
+
+def test_a_long_list_of_ids_is_checked_quickly() -> None:
+    """An id at a time, 100,000 took 90 ms, in which a server does nothing else."""
+    seconds = []
+    for _ in range(5):
+        start = time.thread_time()
+        params = SamplingParams(allowed_token_ids=range(100_000))
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.04 and params.allowed_token_ids == tuple(range(100_000))

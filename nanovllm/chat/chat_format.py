@@ -58,8 +58,10 @@ class ChatFormat:
         tools = described_tools(tools)
         choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
         shown = tools if choice.tools else None
-        prompts = chat_prompts(self._tokenizer, messages, shown, add_generation_prompt, keywords)
-        template = given_template(keywords) or self._template(choice)
+        template = str(given_template(keywords) or self._template(choice))
+        prompts = chat_prompts(
+            self._tokenizer, template, messages, shown, add_generation_prompt, keywords
+        )
         return [
             self._turn(prompt, params, choice, template)
             for prompt, params in zip(prompts, params_list(len(prompts)), strict=True)

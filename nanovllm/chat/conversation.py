@@ -6,12 +6,20 @@ from typing import Any
 
 from nanovllm.prompts import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_list, check_bool, check_text, did_you_mean, shorten
+from nanovllm.utils.checks import (
+    as_list,
+    check_bool,
+    check_choice,
+    check_text,
+    did_you_mean,
+    shorten,
+)
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import options_of
 
 # What transformers' `apply_chat_template` takes beside the template's own variables.
 TEMPLATE_OPTIONS = ("chat_template", "continue_final_message", "documents")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 CHAT_OPTIONS = (
     "messages", "sampling_params", "use_tqdm", "tools", "tool_choice", "parallel_tool_calls",
     "add_generation_prompt", "chat_template_kwargs",
@@ -20,12 +28,13 @@ CHAT_OPTIONS = (
 
 def chat_prompts(
     tokenizer: Any,
+    template: str,
     messages: Any,
     tools: list[Any] | None,
     add_generation_prompt: bool,
     keywords: Mapping[str, Any],
 ) -> list[TokensPrompt]:
-    """The prompts of one conversation or of several.
+    """The prompts of one conversation or of several, by the chat template with this text.
 
     `keywords` go to the template, too. A keyword that the template does not mention is a TypeError,
     but the keyword `chat_template_kwargs` is a dict that may hold any.
@@ -39,19 +48,19 @@ def chat_prompts(
     template_options = {**options, **more, **given}
     _check_template(tokenizer, template_options)
     _check_keywords(tokenizer, given)
-    conversations = _check_conversations(messages)
+    conversations = _check_conversations(messages, template)
     return [
         _apply_template(tokenizer, _place(index, conversations), conversation, template_options)
         for index, conversation in enumerate(conversations)
     ]
 
 
-def _check_conversations(messages: Any) -> list[list[Any]]:
+def _check_conversations(messages: Any, template: str) -> list[list[Any]]:
     """A list of conversations from one or several; parts of text become one text."""
     items = as_list("messages", messages, "a list of messages, or of such lists")
     conversations = [items] if items and isinstance(items[0], Mapping) else items
     return [
-        _check_conversation(_place(index, conversations), conversation)
+        _check_conversation(_place(index, conversations), conversation, template)
         for index, conversation in enumerate(conversations)
     ]
 
@@ -62,7 +71,7 @@ def _place(index: int, conversations: Sequence[Any]) -> str:
     return "messages" if is_only else f"conversations[{index}]"
 
 
-def _check_conversation(name: str, conversation: Any) -> list[Any]:
+def _check_conversation(name: str, conversation: Any, template: str) -> list[Any]:
     if not isinstance(conversation, Sequence) or isinstance(conversation, str):
         raise TypeError(f"{name} must be a list of messages, got {shorten(conversation)}")
     if not conversation:
@@ -72,11 +81,22 @@ def _check_conversation(name: str, conversation: Any) -> list[Any]:
             raise ValueError(
                 f'{name}: a message must be a dict with a "role", got {shorten(message)}'
             )
-    return [_for_template(f"{name}[{i}]", message) for i, message in enumerate(conversation)]
+    return [
+        _for_template(f"{name}[{i}]", message, template) for i, message in enumerate(conversation)
+    ]
 
 
-def _for_template(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as templates expect it: a text as content, and arguments of calls as objects."""
+def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+    """A message as templates expect it: a text as content, and arguments of calls as objects.
+
+    Templates pass over roles that they do not know: the role developer, OpenAI's name of the role
+    system, is written as that, and others are errors.
+    """
+    role = message["role"]
+    if role not in ROLES and not re.search(rf"""['"]{re.escape(str(role))}['"]""", template):
+        check_choice(f"{name}: role", role, ROLES)
+    if role == "developer" and role not in template:
+        message = {**message, "role": "system"}
     if isinstance(message.get("content"), list):
         message = {**message, "content": _joined(name, message["content"])}
     if message.get("tool_calls"):

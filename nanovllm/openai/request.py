@@ -4,7 +4,6 @@ Names are checked here, values by `SamplingParams`. Nothing is accepted and then
 field is an error, and so is a value that asks for something we do not have. It knows no engine.
 """
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,18 @@ from typing import Any
 from nanovllm.chat.answers import PLAIN, AnswerFormat
 from nanovllm.openai.response_format import structured_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int, check_name, shorten
-from nanovllm.utils.option import options_of
+from nanovllm.utils.checks import check_int, check_name
+from nanovllm.utils.json_text import check_json_bool, shorten_json
+from nanovllm.utils.option import TRUE_OR_FALSE, options_of
 from nanovllm.vllm_names import SAMPLING as VLLM_NAMES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+SAMPLING = tuple(options_of(SamplingParams))
+BOOLS = tuple(
+    name
+    for name, described in options_of(SamplingParams).items()
+    if described.rule is TRUE_OR_FALSE
+)
 INPUTS = {
     CHAT: (
         "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
@@ -71,18 +76,32 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         raise ValueError(f"{prompt_name} is missing")
     prompt = body[prompt_name]
     if url == CHAT and not isinstance(prompt, list):
-        raise TypeError(f"messages must be a list of messages, got {shorten(prompt)}")
-    streams = check_bool("stream", body.get("stream", False))
+        raise TypeError(f"messages must be a list of messages, got {shorten_json(prompt)}")
+    streams = check_json_bool("stream", body.get("stream", False))
     return APIRequest(
         url=url,
-        prompts=[prompt] if url == CHAT else prompts_of(prompt),
+        prompts=[prompt] if url == CHAT else prompts_of(prompt_name, prompt),
         chat_options=_chat_options(body, option_names),
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
         streams=streams,
         includes_usage=_includes_usage(body.get("stream_options"), streams),
-        echo=check_bool("echo", body.get("echo", False)),
+        echo=check_json_bool("echo", body.get("echo", False)),
     )
+
+
+def given_fields(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields that are not null; others than `names` and the common ones are errors."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
+        check_name(name, (*names, "model", "user"))
+    _check_model(given)
+    return given
+
+
+def _check_model(body: Mapping[str, Any]) -> None:
+    if not isinstance(body.get("model", ""), str):
+        raise TypeError(f"model must be a text, got {shorten_json(body['model'])}")
 
 
 def _check_fields(url: str, body: Mapping[str, Any]) -> None:
@@ -95,19 +114,24 @@ def _check_fields(url: str, body: Mapping[str, Any]) -> None:
         if name in SAMPLING and options_of(SamplingParams)[name].only_python and value:
             raise ValueError(f"{name} is for calls in Python, not for requests; leave it out")
         if name in FIXED and (value != FIXED[name] or type(value) is not type(FIXED[name])):
-            raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten(value)}")
-    if not isinstance(body.get("model", ""), str):
-        raise TypeError(f"model must be a text, got {shorten(body['model'])}")
+            raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten_json(value)}")
+    _check_model(body)
 
 
 def _chat_options(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Keywords of a chat; OpenAI's default of `tool_choice` is "auto" if there are tools."""
     given = {name: body[name] for name in names if name in body}
+    if "parallel_tool_calls" in given:
+        check_json_bool("parallel_tool_calls", given["parallel_tool_calls"])
     return {"tool_choice": "auto", **given} if given.get("tools") else given
 
 
-def prompts_of(prompt: Any) -> list[Any]:
-    """The prompts in a text, a list of token ids, or a list of either."""
+def prompts_of(name: str, prompt: Any) -> list[Any]:
+    """The prompts in a text, a list of token ids, or a list of either, in the field `name`."""
+    if not isinstance(prompt, str | list):
+        raise TypeError(
+            f"{name} must be a text, token ids or a list of these, got {shorten_json(prompt)}"
+        )
     if isinstance(prompt, list) and prompt and all(isinstance(p, str | list) for p in prompt):
         return prompt
     return [prompt]
@@ -120,16 +144,18 @@ def _includes_usage(options: Any, streams: bool) -> bool:
     if not streams:
         raise ValueError("stream_options needs stream to be true")
     if not isinstance(options, Mapping):
-        raise TypeError(f"stream_options must be an object, got {shorten(options)}")
+        raise TypeError(f"stream_options must be an object, got {shorten_json(options)}")
     for name in options:
         check_name(name, ("include_usage", "include_obfuscation"), "stream_options: ")
     given = options.get("include_usage")
-    return given is not None and check_bool("stream_options.include_usage", given)
+    return given is not None and check_json_bool("stream_options.include_usage", given)
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of SamplingParams, from its own names and OpenAI's."""
     fields = {name: body[name] for name in SAMPLING if name in body}
+    for name in fields.keys() & BOOLS:
+        check_json_bool(name, fields[name])
     if "max_completion_tokens" in body:
         if "max_tokens" in body:
             raise ValueError("max_tokens and max_completion_tokens are the same; give one of them")
@@ -152,7 +178,7 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 def _num_chat_logprobs(body: Mapping[str, Any]) -> int | None:
     """A chat's `logprobs` is true or false, and `top_logprobs` is their number."""
     wanted, top = body.get("logprobs", False), body.get("top_logprobs")
-    check_bool("logprobs (with top_logprobs)", wanted)
+    check_json_bool("logprobs (with top_logprobs)", wanted)
     if top is not None and not wanted:
         raise ValueError("top_logprobs needs logprobs to be true")
     return check_int("top_logprobs", top or 0, 0) if wanted else None
@@ -161,5 +187,5 @@ def _num_chat_logprobs(body: Mapping[str, Any]) -> int | None:
 def _token_id(text: str) -> int:
     """Parse a token id that is the key of a JSON object, where keys are always texts."""
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"logit_bias must have token ids as keys, got {shorten(text)}")
+        raise ValueError(f"logit_bias must have token ids as keys, got {shorten_json(text)}")
     return int(text)

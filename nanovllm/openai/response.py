@@ -1,6 +1,6 @@
 """Make the body that answers a request, as OpenAI's API has it.
 
-`stop_reason`, `token_ids` and `prompt_logprobs` are additions of ours.
+`stop_reason`, `token_ids` and `prompt_logprobs` are additions, of which vLLM has the same.
 """
 
 import time
@@ -46,7 +46,7 @@ def response_body(
             sum(output["num_cached_tokens"] for output in outputs),
         ),
     }
-    if outputs[0]["prompt_logprobs"] is not None and not request.echo:
+    if len(outputs) == 1 and outputs[0]["prompt_logprobs"] is not None and not request.echo:
         body["prompt_logprobs"] = outputs[0]["prompt_logprobs"]
     return body
 
@@ -100,13 +100,16 @@ def _completion_choice(
     if request.echo:
         text = echoed_text(output["prompt"], output["prompt_token_ids"], tokenizer) + text
         likely = _echoed_logprobs(output, likely)
-    return {
+    choice = {
         "text": text,
         "logprobs": completion_logprobs(
             likely, request.params.logprobs, tokenizer, output["prompt_token_ids"][0]
         ),
         "finish_reason": sample["finish_reason"],
     }
+    if output["prompt_logprobs"] is not None and not request.echo:
+        choice["prompt_logprobs"] = output["prompt_logprobs"]
+    return choice
 
 
 def _echoed_logprobs(output: RequestOutput, likely: Logprobs | None) -> Logprobs | None:

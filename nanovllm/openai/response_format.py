@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.structured_outputs import StructuredOutputs
-from nanovllm.utils.checks import check_bool, check_name, shorten
+from nanovllm.utils.checks import check_name
+from nanovllm.utils.json_text import check_json_bool, shorten_json
 
 TYPES = ("text", "json_object", "json_schema", "structural_tag")
 FIELDS = {
@@ -25,7 +26,7 @@ def structured_of(given: Any) -> StructuredOutputs | None:
     if kind not in TYPES:
         raise ValueError(
             f"response_format must be an object whose type is one of {', '.join(TYPES)},"
-            f" got {shorten(given)}"
+            f" got {shorten_json(given)}"
         )
     for name in given:
         check_name(name, FIELDS[kind], "response_format: ")
@@ -43,10 +44,10 @@ def _schema(described: Any) -> Any:
     place = "response_format.json_schema"
     if not isinstance(described, Mapping) or "schema" not in described:
         raise ValueError(
-            f'{place} must be {{"name": ..., "schema": {{...}}}}, got {shorten(described)}'
+            f'{place} must be {{"name": ..., "schema": {{...}}}}, got {shorten_json(described)}'
         )
     for name in described:
         check_name(name, SCHEMA_FIELDS, f"{place}: ")
     if described.get("strict") is not None:
-        check_bool(f"{place}.strict", described["strict"])
+        check_json_bool(f"{place}.strict", described["strict"])
     return described["schema"]

@@ -5,14 +5,15 @@ An unknown field is an error. Values are checked by the calls that they go to. I
 
 import base64
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from nanovllm.openai.request import prompts_of
-from nanovllm.utils.checks import check_choice, check_int, check_name, shorten
+from nanovllm.openai.request import given_fields, prompts_of
+from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.utils.json_text import shorten_json
 from nanovllm.vectors.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 
 EMBEDDINGS = "/v1/embeddings"
@@ -42,7 +43,7 @@ class VectorRequest:
 
 def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /v1/embeddings; a field that is null counts as missing."""
-    body = _given(body, ("input", "encoding_format", *EMBED_OPTIONS))
+    body = given_fields(body, ("input", "encoding_format", *EMBED_OPTIONS))
     prompts = _required(body, "input")
     kind = body.get("encoding_format", "float")
     check_choice("encoding_format", kind, FORMATS)
@@ -53,7 +54,7 @@ def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
 
 def parse_score(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /score: `queries` and `documents`, by vLLM's older names `text_1`, ...."""
-    body = _given(body, (*OTHER_NAMES, *OTHER_NAMES.values(), *SCORE_OPTIONS))
+    body = given_fields(body, (*OTHER_NAMES, *OTHER_NAMES.values(), *SCORE_OPTIONS))
     given, called = dict(body), {}
     for other, name in OTHER_NAMES.items():
         if other in given:
@@ -69,14 +70,16 @@ def parse_score(body: Mapping[str, Any]) -> VectorRequest:
 
 def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /rerank: a `query`, `documents`, and how many of them to return."""
-    body = _given(body, ("query", "documents", "top_n", *SCORE_OPTIONS))
+    body = given_fields(body, ("query", "documents", "top_n", *SCORE_OPTIONS))
     query, documents = _required(body, "query"), _required(body, "documents")
     if not isinstance(query, str):
-        raise TypeError(f"query must be a text, got {shorten(query)}")
+        raise TypeError(f"query must be a text, got {shorten_json(query)}")
     if not query:
-        raise ValueError("query must not be empty, got ''")
+        raise ValueError('query must not be empty, got ""')
     if not isinstance(documents, list) or not documents:
-        raise TypeError(f"documents must be a list that is not empty, got {shorten(documents)}")
+        raise TypeError(
+            f"documents must be a list that is not empty, got {shorten_json(documents)}"
+        )
     texts = [_text_of(f"documents[{i}]", document) for i, document in enumerate(documents)]
     top_n = check_int("top_n", body.get("top_n", len(texts)), 1)
     return VectorRequest(
@@ -129,25 +132,12 @@ def score_body(
     return {"id": f"rerank-{name}", **head, "results": results, "usage": usage}
 
 
-def _given(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The fields that are not null; others than `names` and the common ones are errors."""
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in given:
-        check_name(name, (*names, "model", "user"))
-    if not isinstance(given.get("model", ""), str):
-        raise TypeError(f"model must be a text, got {shorten(given['model'])}")
-    return given
-
-
 def _prompts(name: str, value: Any) -> list[Any]:
-    """The prompts in a text, a list of token ids, or a list of either, which is not empty."""
-    if not isinstance(value, str | list):
-        raise TypeError(
-            f"{name} must be a text, token ids or a list of these, got {shorten(value)}"
-        )
+    """The prompts in a value that is not empty."""
+    prompts = prompts_of(name, value)
     if not value:
-        raise ValueError(f"{name} must not be empty, got {value!r}")
-    return prompts_of(value)
+        raise ValueError(f"{name} must not be empty, got {shorten_json(value)}")
+    return prompts
 
 
 def _required(body: Mapping[str, Any], name: str) -> Any:
@@ -164,7 +154,9 @@ def _text_of(name: str, document: Any) -> str:
     """A document is a text, or an object with one."""
     text = document.get("text") if isinstance(document, Mapping) else document
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be a text or an object with a text, got {shorten(document)}")
+        raise TypeError(
+            f"{name} must be a text or an object with a text, got {shorten_json(document)}"
+        )
     return text
 
 

@@ -12,7 +12,8 @@ from nanovllm.lora_request import LoRARequest, named_adapters
 from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
-from nanovllm.utils.checks import check_bool, check_name, shorten
+from nanovllm.utils.checks import check_name, shorten
+from nanovllm.utils.json_text import check_json_bool, shorten_json
 
 LOAD_FIELDS = ("lora_name", "lora_path", "load_inplace")
 UNLOAD_FIELDS = ("lora_name", "lora_int_id")
@@ -34,7 +35,10 @@ class ServedModels:
             return None
         if name not in self._adapters:
             known = ", ".join([*self.names, *self._adapters])
-            raise APIError(404, f"there is no model {name!r}, but {known}", "model_not_found")
+            raise APIError(
+                404, f"model {shorten(name)} does not exist; this server has: {known}",
+                "model_not_found",
+            )  # fmt: skip
         return self._adapters[name]
 
     def descriptions(self) -> list[dict[str, Any]]:
@@ -59,7 +63,7 @@ class ServedModels:
         body = await self._body(request, LOAD_FIELDS)
         path = _text(body, "lora_path")
         adapter = LoRARequest(_text(body, "lora_name"), path)
-        replaces = check_bool("load_inplace", body.get("load_inplace", False))
+        replaces = check_json_bool("load_inplace", body.get("load_inplace", False))
         self._check_free(adapter.name, replaces)
         await self._llm.check_adapter(adapter)
         self._check_free(adapter.name, replaces)
@@ -97,5 +101,5 @@ class ServedModels:
 def _text(body: dict[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value:
-        raise TypeError(f"{name} must be a text that is not empty, got {shorten(value)}")
+        raise TypeError(f"{name} must be a text that is not empty, got {shorten_json(value)}")
     return value

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM
@@ -21,20 +19,19 @@ from nanovllm.engine.remote.call import Call
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.openai.response import echoed_text, response_body
-from nanovllm.outputs import StreamEvent
+from nanovllm.outputs import RequestMetrics, StreamEvent
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.bodies import read_object
-from nanovllm.server.errors import APIError, as_api_error, error_body, error_response
-from nanovllm.server.log import RequestLine
+from nanovllm.server.errors import APIError, as_api_error, error_body
+from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.tasks import Stop, all_of, cancel
 
 T = TypeVar("T")
-CLIENT_LEFT = 499  # for the log, as nginx writes it
 LAST_SECONDS = 1.0  # for an error to leave
 DONE = b"data: [DONE]\n\n"
 Part = tuple[bytes, bool]  # of a streamed response: events, and whether they are the last
-Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response that logs itself, or a body
+Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response, or the body of one
 
 
 class Answering:
@@ -68,9 +65,23 @@ class Answering:
         most = self._llm.config.max_num_seqs + self._llm.max_waiting
         if len(asked.prompts) * asked.params.n > most:
             raise APIError(400, f"prompts times n must be at most {most}")
+        self._check_logprobs(asked)
+        return asked
+
+    def _check_logprobs(self, asked: APIRequest) -> None:
+        """Raise for more than the server gives, and for those of a prompt in a stream."""
+        most = self._options.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(asked.params, name)
+            if number is not None and number > most:
+                also = " (top_logprobs)" if name == "logprobs" and asked.url == CHAT else ""
+                raise APIError(
+                    400, f"{name}{also} must be at most {most} (max_logprobs), got {number}"
+                )
         if asked.streams and asked.echo and asked.params.logprobs is not None:
             raise APIError(400, "echo with logprobs must not be streamed")
-        return asked
+        if asked.streams and asked.params.prompt_logprobs is not None:
+            raise APIError(400, "prompt_logprobs must not be streamed")
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
         """The prompts of a request; those of chats are made by the chat template."""
@@ -86,13 +97,13 @@ class Answering:
         adapter = self._models.adapter(asked.model)
         complete = functools.partial(self._llm.complete, lora_request=adapter)
         outputs = await all_of(complete(prompt, asked.params) for prompt in prompts)
+        _note_first_token(line, [output.metrics for output in outputs])
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise APIError(400, str(samples[0]["stop_reason"]))
         name = self._models.names[0]
         body = response_body(line.name, asked, outputs, name, self._llm.tokenizer)
         line.count(body["usage"], samples[0]["finish_reason"])
-        line.first = outputs[0].metrics.time_to_first_token
         return body
 
     async def _chunks(self, line: RequestLine, asked: APIRequest) -> AsyncIterator[Part]:
@@ -145,6 +156,17 @@ class Answering:
         return echoed_text(request.prompt, ids, self._llm.tokenizer)
 
 
+def _note_first_token(line: RequestLine, times: Sequence[RequestMetrics]) -> None:
+    """Note when whole outputs, which have just ended, had their first token."""
+    since = [
+        one.end_to_end_time - one.time_to_first_token
+        for one in times
+        if one.time_to_first_token is not None
+    ]
+    if since:
+        line.note_first_token(max(since))
+
+
 def refuse_templates(asked: APIRequest) -> None:
     """Raise if a chat brings its own template."""
     if given_template(asked.chat_options) is not None:
@@ -166,28 +188,23 @@ class EventStream(Response):
         self.background = None
         self._begun = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        status = 200
         try:
             if not await unless_gone(receive, self._pump(send), self._timeout):
-                status = CLIENT_LEFT
-        except asyncio.CancelledError:
-            status = CLIENT_LEFT
-            raise
+                self._line.status = CLIENT_LEFT
         except Exception as error:
-            status = as_api_error(error).status
+            if not self._begun:  # then the response is that of the error
+                raise
             with contextlib.suppress(asyncio.TimeoutError):  # the client does not read
-                await asyncio.wait_for(self._send_error(error, scope, receive, send), LAST_SECONDS)
-        finally:
-            self._line.write(status)
+                await asyncio.wait_for(self._end_with(as_api_error(error), send), LAST_SECONDS)
 
     async def _pump(self, send: Send) -> bool:
         """Send the events; True at the end."""
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             async for chunk, is_last in chunks:
                 if not self._begun:
-                    self._line.first = time.perf_counter() - self._line.start
+                    self._line.note_first_token()
                     await self._begin(send)
                 await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
         return True
@@ -201,15 +218,10 @@ class EventStream(Response):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _send_error(
-        self, error: Exception, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Send an error as a response of its own, or as the last event."""
-        if not self._begun:
-            await error_response(error)(scope, receive, send)
-            return
-        found = as_api_error(error)
-        event = _sse(error_body(found.status, str(found), found.code))
+    async def _end_with(self, error: APIError, send: Send) -> None:
+        """Send an error as the last event."""
+        self._line.fail(error.status, str(error), error.code)
+        event = _sse(error_body(error.status, str(error), error.code))
         await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -252,28 +264,20 @@ async def answered(
     options: ServerOptions,
     work: Callable[[RequestLine, Mapping[str, Any]], Work],
 ) -> Response:
-    """The response to a request, by what `work` makes of its body; the request is logged.
+    """The response to a request, by what `work` makes of its body.
 
     If the client leaves before it is complete, the work is cancelled.
     """
-    url = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    line = RequestLine(url, uuid.uuid4().hex)
-    try:
-        found = work(line, await read_object(request, options.max_body_mib))
-        if isinstance(found, Response):
-            return found
-        body = await unless_gone(request.receive, found, options.timeout)
-    except asyncio.CancelledError:  # by what runs the application
-        line.write(CLIENT_LEFT)
-        raise
-    except Exception as error:
-        line.write(as_api_error(error).status)
-        raise
-    if body is None:
-        line.write(CLIENT_LEFT)
-        return Response(status_code=CLIENT_LEFT)
-    line.write(200)
-    return JSONResponse(body)
+    found = work(request.scope["line"], await read_object(request, options.max_body_mib))
+    if isinstance(found, Response):
+        return found
+    body = await unless_gone(request.receive, found, options.timeout)
+    return Response(status_code=CLIENT_LEFT) if body is None else json_response(body)
+
+
+def json_response(value: Any) -> Response:
+    """A whole answer. A number that is not finite is null, in streams too: JSON has none."""
+    return Response(orjson.dumps(value), media_type="application/json")
 
 
 async def unless_gone(

@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
@@ -22,7 +22,7 @@ from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import Answering
-from nanovllm.server.errors import APIError, handle_error
+from nanovllm.server.errors import APIError, raise_own
 from nanovllm.server.guard import Guard
 from nanovllm.server.metrics import metrics_text
 from nanovllm.server.options import ServerOptions
@@ -36,7 +36,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(
     llm: AsyncLLM, options: ServerOptions, defaults: Mapping[str, Mapping[str, Any]]
-) -> tuple[ASGIApp, Guard]:
+) -> tuple[Starlette, Guard]:
     """The ASGI application that serves `llm`, and the guard in it.
 
     `defaults` are sampling parameters, by URL, for bodies without them.
@@ -45,7 +45,7 @@ def make_app(
     models = ServedModels(llm, names, options)
     answering = Answering(llm, models, options, defaults)
     vectors = Vectors(llm, models, options)
-    tokens = Tokens(llm, options)
+    tokens = Tokens(llm, models, options)
     server = Server(llm, models, options.health_seconds)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
@@ -65,18 +65,14 @@ def make_app(
         Route("/", server.page),
         *(Sleeping(llm).routes if options.sleep_endpoints else ()),
     ]
-    handlers: Any = {Exception: handle_error, HTTPException: handle_error}
-    for kind in (APIError, TypeError, ValueError, RuntimeError, OSError):
-        handlers[kind] = handle_error
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    guard = Guard(app, tuple(options.api_key or ()))
-    if options.cors_origin is None:
-        return guard, guard
-    # Around everything, so that a page on another site can also read errors.
-    cors = CORSMiddleware(
-        guard, allow_origins=list(options.cors_origin), allow_methods=["*"], allow_headers=["*"]
-    )
-    return cors, guard
+    origins = list(options.cors_origin or ())
+    guard = Guard(tuple(options.api_key or ()), origins)
+    around: Any = [Middleware(guard.around)]
+    if origins:  # outside, so that a page on another site can also read errors
+        allowed: Any = dict(allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        around.insert(0, Middleware(CORSMiddleware, **allowed))
+    handlers: Any = {HTTPException: raise_own}
+    return Starlette(routes=routes, middleware=around, exception_handlers=handlers), guard
 
 
 class Server:
@@ -116,7 +112,7 @@ class Server:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Status 400 for what a living engine refuses."""
+        """Turn the engine's RuntimeErrors into status 400, except those that mean it has ended."""
         try:
             yield
         except (NotReadyError, EngineEndedError, RankError):

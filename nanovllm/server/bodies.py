@@ -5,8 +5,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from nanovllm.server.errors import APIError
-from nanovllm.utils.checks import shorten
-from nanovllm.utils.json_text import parse_json
+from nanovllm.server.log import CLIENT_LEFT
+from nanovllm.utils.json_text import parse_json, shorten_json
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ async def read_object(request: Request, max_mib: int) -> dict[str, Any]:
     except ValueError as error:
         raise APIError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise APIError(400, f"the body must be a JSON object, got {shorten(value)}")
+        raise APIError(400, f"the body must be a JSON object, got {shorten_json(value)}")
     return value
 
 
@@ -37,7 +37,7 @@ async def _read(request: Request, max_mib: int) -> bytes:
                 if is_large := len(data) > max_mib * MIB:
                     break
     except ClientDisconnect:
-        raise APIError(400, "the client left before the end of the body") from None
+        raise APIError(CLIENT_LEFT, "the client left before the end of the body") from None
     if is_large:
         raise APIError(413, f"the body must have at most {max_mib} MiB", "body_too_large")
     return bytes(data)

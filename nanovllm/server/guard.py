@@ -1,45 +1,105 @@
-"""Guard: keys, and what a server that ends still does."""
+"""Guard: checks API keys, and refuses new requests while the server drains."""
 
+import asyncio
 import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import APIError, error_response
+from nanovllm.server.errors import APIError, as_api_error, error_response
+from nanovllm.server.log import CLIENT_LEFT, RequestLine
+from nanovllm.utils.checks import shorten
 
-OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # without a key
-ENDING_PATHS = ("/metrics", "/version")  # while it drains
+OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # without a key, and polled
+DRAINING_PATHS = ("/metrics", "/version")  # answered while the server drains
 
 
 class Guard:
-    """Lets requests with a key pass, and none while the server drains."""
+    """Passes requests on to an application, or refuses them.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+    Each request has an id, in a header of the response, and a line in the log. What the application
+    raises becomes the response here. `origins` are those of web pages that may use the server.
+    """
+
+    def __init__(self, keys: Sequence[str], origins: Sequence[str]) -> None:
+        self._keys, self._origins = [key.encode() for key in keys], origins
         self.is_draining = False
         self.num_active = 0  # requests that are being answered
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
-            await error_response(error)(scope, receive, send)
-            return
-        self.num_active += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self.num_active -= 1
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application behind this guard."""
 
-    def _refusal(self, scope: Scope) -> APIError | None:
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        if self.is_draining and path not in ENDING_PATHS:
-            return APIError(503, "the server is ending; try another one", "draining")
-        if not self._keys or path in OPEN_PATHS:
-            return None
-        given = Headers(scope=scope).get("authorization", "")
-        kind, _, key = given.partition(" ")
-        matches = [hmac.compare_digest(key.strip().encode(), one) for one in self._keys]
-        if kind.lower() == "bearer" and any(matches):
-            return None
-        return APIError(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                await self._log(app, scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return guarded
+
+    async def _log(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and write its line."""
+        line = scope["line"] = RequestLine(scope)
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                line.status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()), (b"x-request-id", line.name.encode())
+                ]  # fmt: skip
+            await send(message)
+
+        try:
+            await self._answer(app, scope, receive, send_noted)
+        except asyncio.CancelledError:  # by what runs the application
+            line.status = CLIENT_LEFT
+            raise
+        finally:
+            if line.url not in OPEN_PATHS or line.status != 200:
+                line.write()
+
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        line: RequestLine = scope["line"]
+        try:
+            self._check(line.url, scope["method"], Headers(scope=scope))
+            self.num_active += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                self.num_active -= 1
+        except Exception as error:
+            if line.status is not None:  # the response has begun, and breaks off
+                raise
+            found = as_api_error(error)
+            line.fail(found.status, str(found), found.code)
+            await error_response(found)(scope, receive, send)
+
+    def _check(self, path: str, method: str, headers: Headers) -> None:
+        """Raise if a request is refused."""
+        if self.is_draining and path not in DRAINING_PATHS:
+            raise APIError(503, "the server is shutting down", "draining")
+        origin = headers.get("origin")
+        if origin is not None and method == "POST" and not self._admits(origin, headers):
+            raise APIError(
+                403, f"pages of {shorten(origin)} may not use this server (--cors-origin)",
+                "origin_not_allowed",
+            )  # fmt: skip
+        if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
+            raise APIError(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
+
+    def _admits(self, origin: str, headers: Headers) -> bool:
+        """Whether a page of this origin may send a request with these headers.
+
+        A browser asks before it sends JSON to another site (CORS), but not before it sends text.
+        """
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_own = origin.partition("://")[2] == headers.get("host")
+        is_known = origin in self._origins or "*" in self._origins
+        return is_own or is_known or kind == "application/json"
+
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1")  # as it was sent
+        matches = [hmac.compare_digest(given, one) for one in self._keys]
+        return kind.lower() == "bearer" and any(matches)

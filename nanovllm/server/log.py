@@ -1,34 +1,67 @@
 """RequestLine: the line that the log has of each request. It never has prompts or answers."""
 
 import logging
+import re
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.types import Scope
+
 logger = logging.getLogger("nanovllm.server")
+CLIENT_LEFT = 499  # the status of a request whose client has gone, as nginx writes it
+VALUE = re.compile(r"\n|, got |: ")  # what follows in a message may be part of a prompt
+MOST_SHOWN = 200  # characters
 
 
 class RequestLine:
-    """Collects what is logged of a request: its id, tokens and times."""
+    """What is logged of a request: its path and id, how it ended, its tokens and times.
 
-    def __init__(self, url: str, name: str) -> None:
-        self.url, self.name = url, name
+    Guard makes it, as `scope["line"]`, and writes it when the request has ended.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.url, self.name = path_of(scope), uuid.uuid4().hex
         self.start = time.perf_counter()
+        self.status: int | None = None  # None until the response begins
         self.first: float | None = None  # seconds until the first token
         self.reason: str | None = None
         self._tokens = ""
+
+    def note_first_token(self, seconds_ago: float = 0.0) -> None:
+        """The first token has come: now, or some time ago."""
+        self.first = time.perf_counter() - self.start - seconds_ago
 
     def count(self, usage: Mapping[str, Any], reason: str | None) -> None:
         """Take the numbers of tokens, and how the first sample ended."""
         self._tokens = f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens"
         self.reason = reason
 
-    def write(self, status: int) -> None:
+    def fail(self, status: int, message: str, code: str | None) -> None:
+        """Take an error: its code, or its message without the values in it."""
+        self.status = status
+        self.reason = code or _shown(VALUE.split(message, maxsplit=1)[0])
+
+    def write(self) -> None:
         """Write the line: the request has ended."""
+        status = CLIENT_LEFT if self.status is None else self.status
         first = "" if self.first is None else f" first {1000 * self.first:.1f} ms,"
         whole = 1000 * (time.perf_counter() - self.start)
         ending = f" {self.reason}" if self.reason else ""
         logger.info(
             "%s %s %d%s%s %.1f ms%s",
-            self.url, self.name, status, self._tokens, first, whole, ending,
+            _shown(self.url), self.name, status, self._tokens, first, whole, ending,
         )  # fmt: skip
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request without `root_path`, as Starlette's routes match it."""
+    path: str = scope["path"]
+    rest = path.removeprefix(scope.get("root_path", ""))
+    return (rest or "/") if rest[:1] in ("", "/") else path
+
+
+def _shown(text: str) -> str:
+    """A text of a client, which may be long and may have control characters."""
+    return repr(text[:MOST_SHOWN])[1:-1]

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,29 @@ def _check_origins(name: str, value: Any) -> tuple[str, ...]:
     return origins
 
 
-TEXTS = Rule(check_texts, "a list of texts")
+def _check_names(name: str, value: Any) -> tuple[str, ...]:
+    names = check_texts(name, value)
+    for place, one in enumerate(names):
+        if one in names[:place]:
+            raise ValueError(f"{name} must have different names, got {one!r} twice")
+    return names
+
+
+def _check_keys(name: str, value: Any) -> tuple[str, ...]:
+    """Keys that a header can have; the error does not show them."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
+    keys = tuple(value) if is_list else (None,)
+    if not all(map(_is_key, keys)):
+        raise ValueError(f"{name} must be {KEYS.allowed}")
+    return keys
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) and value == value.strip() != "" and value.isprintable()
+
+
+KEYS = Rule(_check_keys, "a list of printable texts without white space around them")
+NAMES = Rule(_check_names, "a list of different texts")
 ORIGINS = Rule(_check_origins, "* or a list like https://example.com")
 
 
@@ -47,10 +69,13 @@ class ServerOptions:
         None, "path of a Unix socket to listen at, instead of an address", SOME_TEXT, none=NOTHING
     )
     served_model_name: Iterable[str] | None = option(
-        None, "names of the model in requests and responses", TEXTS, none="the model's own"
+        None, "names of the model in requests and responses", NAMES, none="the model's own"
     )
     api_key: Iterable[str] | None = option(
-        None, "keys, of which clients need one; NANOVLLM_API_KEY is another", TEXTS, none=NOTHING
+        None,
+        "API keys: a request must have one of them; NANOVLLM_API_KEY adds one",
+        KEYS,
+        none=NOTHING,
     )
     max_waiting: int = option(
         MAX_WAITING,
@@ -73,6 +98,12 @@ class ServerOptions:
     )
     max_inputs: int = option(
         2048, "most inputs of an embedding, and most queries and documents to score", int_range(1)
+    )
+    max_logprobs: int = option(
+        20,
+        "most that `logprobs`, `top_logprobs` and `prompt_logprobs` of a request may be: an answer"
+        " has this many for each token",
+        int_range(0),
     )
     cors_origin: Iterable[str] | None = option(
         None, "web sites whose pages may use the server; `*` is all", ORIGINS, none=NOTHING
@@ -106,7 +137,7 @@ class ServerOptions:
 
 
 def with_key(options: ServerOptions) -> ServerOptions:
-    """The options with the key of the environment, if there is one."""
+    """The options with the key of the environment, without the newline of a file, if it is set."""
     if key := os.environ.get(KEY):
-        return replace(options, api_key=[*(options.api_key or ()), key])
+        return replace(options, api_key=[*(options.api_key or ()), key.strip()])
     return options

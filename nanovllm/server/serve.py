@@ -13,6 +13,9 @@ from typing import Any
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.config import Config
+from nanovllm.engine.requests.tokenizer import has_tokenizer
+from nanovllm.models.loader import resolve_model
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
@@ -25,6 +28,8 @@ logger = logging.getLogger("nanovllm.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CHECK_SECONDS = 0.05  # between looks at what still runs
 LAST_SECONDS = 1.0  # for responses to leave when the engine has ended
+BACKLOG = 4096  # connections that wait to be accepted
+KEEP_ALIVE_SECONDS = 75  # longer than a proxy's: it must not reuse a connection as that closes
 MAX_TOKENS = {CHAT: None, COMPLETIONS: 16}  # where a body does not say, as in OpenAI's API
 
 
@@ -50,12 +55,12 @@ def serve(
 
 
 def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
-    """The engine of a server; a ValueError if its model has no tokenizer."""
-    llm = AsyncLLM(max_waiting=options.max_waiting, **engine)
-    if llm.tokenizer is None:
-        llm.close()
-        raise ValueError(f"{engine['model']} has no tokenizer; --tokenizer names one")
-    return llm
+    """The engine of a server; a ValueError, before it is loaded, if there is no tokenizer."""
+    asked = Config(**engine)
+    path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
+    if not has_tokenizer(asked.tokenizer, path):
+        raise ValueError(f"{asked.model} has no tokenizer; --tokenizer names one")
+    return AsyncLLM(max_waiting=options.max_waiting, **engine)
 
 
 def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -72,16 +77,10 @@ def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[st
 def _run(work: Any) -> int:
     """Run on uvloop where it is installed."""
     try:
-        import uvloop
+        from uvloop import run
     except ImportError:
-        return int(asyncio.run(work))
-    loop = uvloop.new_event_loop()
-    try:
-        asyncio.set_event_loop(loop)
-        return int(loop.run_until_complete(work))
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+        from asyncio import run
+    return int(run(work))
 
 
 def _check_certificate(options: ServerOptions) -> None:
@@ -97,7 +96,7 @@ def _check_certificate(options: ServerOptions) -> None:
 
 @contextlib.contextmanager
 def _listening(options: ServerOptions) -> Iterator[socket.socket]:
-    """The socket to listen at."""
+    """The socket, which listens: one that is only bound could share its port with another."""
     if options.uds is not None:
         place: Any = options.uds
         _remove_unused(options.uds)
@@ -110,6 +109,7 @@ def _listening(options: ServerOptions) -> Iterator[socket.socket]:
     with listener:
         try:
             listener.bind(place)
+            listener.listen(BACKLOG)
         except OSError as error:
             raise OSError(f"cannot listen at {_shown(options)}: {error}") from None
         try:
@@ -159,7 +159,7 @@ class _Life:
                 app, log_level="warning", access_log=False, lifespan="off",
                 root_path=options.root_path or "", ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile, timeout_graceful_shutdown=1,
-                backlog=4096,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
             )
         )  # fmt: skip
         self._signals = 0
@@ -176,6 +176,8 @@ class _Life:
         asked = asyncio.ensure_future(self._asked.wait())
         while not self._server.started and not serving.done():
             await asyncio.sleep(CHECK_SECONDS)
+        if serving.done():
+            await serving  # which raises why it has not started
         name = listener.getsockname()
         announce(_shown(self._options, None if self._options.uds else name[1]))
         await asyncio.wait({serving, ended, asked}, return_when=asyncio.FIRST_COMPLETED)

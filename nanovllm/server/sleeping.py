@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.errors import AsleepError
 from nanovllm.server.errors import SLEEP_PATHS, APIError
 from nanovllm.utils.checks import shorten
 
@@ -35,7 +36,10 @@ class Sleeping:
         if level not in ("1", "2"):
             raise APIError(400, f"level must be 1 or 2, got {level!r}")
         running: Any = request.query_params.get("running", "refuse")
-        await self._llm.sleep(int(level), running=running)
+        try:
+            await self._llm.sleep(int(level), running=running)
+        except AsleepError as error:
+            raise APIError(409, str(error), "asleep") from None
         return Response(status_code=200)
 
     async def wake_up(self, request: Request) -> Response:
@@ -61,4 +65,5 @@ def _check_query(request: Request, *allowed: str) -> None:
     unknown = sorted(set(request.query_params) - set(allowed))
     if unknown:
         known = " and ".join(allowed) or "no parameters"
-        raise APIError(400, f"{request.url.path} takes {known}, got {shorten(unknown[0])}")
+        path = request.scope["line"].url
+        raise APIError(400, f"{path} takes {known}, got {shorten(unknown[0])}")

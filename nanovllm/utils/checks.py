@@ -117,7 +117,9 @@ def check_ids(name: str, value: Any) -> tuple[int, ...]:
     """Copy token ids out of the caller's container: later changes to it have no effect."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of token ids, got {shorten(value)}")
-    return tuple(check_int(name, token_id, 0) for token_id in value)
+    ids = tuple(value)
+    are_valid = {*map(type, ids)} <= {int} and min(ids, default=0) >= 0  # fast, if it is so
+    return ids if are_valid else tuple(check_int(name, token_id, 0) for token_id in ids)
 
 
 def check_text(name: str, text: str) -> None:

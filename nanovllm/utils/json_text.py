@@ -1,10 +1,32 @@
 """JSON that users write: what a parser would pass over in silence is refused."""
 
 import json
+import reprlib
 from collections import Counter
 from typing import Any
 
 from nanovllm.utils.checks import shorten
+
+
+class _JSONRepr(reprlib.Repr):
+    """Writes the types that JSON's parser returns."""
+
+    def repr_str(self, x: str, _: int) -> str:
+        half = self.maxstring // 2
+        shown = x if len(x) <= self.maxstring else f"{x[:half]}...{x[-half:]}"
+        text = json.dumps(shown, ensure_ascii=False)
+        return text.encode(errors="backslashreplace").decode()  # unpaired surrogates
+
+    def repr_bool(self, x: bool, _: int) -> str:
+        return "true" if x else "false"
+
+    def repr_NoneType(self, *_: Any) -> str:  # noqa: N802
+        return "null"
+
+
+_json_repr = _JSONRepr()
+_json_repr.maxother = _json_repr.maxstring = 100
+shorten_json = _json_repr.repr  # `checks.shorten` for a value of JSON, which it shows as JSON
 
 
 def parse_json(text: str) -> Any:
@@ -29,4 +51,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{shorten(name)} occurs twice")
+    return value
+
+
+def check_json_bool(name: str, value: Any) -> bool:
+    """Return a value of JSON if it is true or false."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be true or false, got {shorten_json(value)}")
     return value

@@ -303,7 +303,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(tools=function(name="a", paramters={})), ValueError, "did you mean 'parameters'?"),
     (dict(tools=function(name="a", parameters=[1])), TypeError, "parameters must be a JSON schema"),
     (dict(tools=function(name="a", parameters={"type": "string"})), ValueError, "got 'string'"),
-    (dict(tools=function(name="a", strict=1)), TypeError, "strict must be True or False, got 1"),
+    (dict(tools=function(name="a", strict=1)), TypeError, "strict must be true or false, got 1"),
     (dict(tools=function(name="a") * 2), ValueError, "the name 'a' occurs 2 times"),
     (dict(tools=TOOLS, tool_choice="any"), ValueError, "'required' or {"),
     (dict(tools=TOOLS, tool_choice=5), ValueError, "tool_choice must be"),

@@ -98,6 +98,30 @@ def test_a_content_of_parts_is_one_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "role", "written"),
+    [
+        (TEMPLATE, "developer", "system"),
+        ("{# or developer #}" + TEMPLATE, "developer", "developer"),
+        (TEMPLATE, "tool", "tool"),
+        ("{{ '' and 'expert' }}" + TEMPLATE, "expert", "expert"),
+    ],
+)
+def test_a_role_is_one_that_the_template_knows(
+    llm: LLM, template: str, role: str, written: str
+) -> None:
+    """OpenAI's clients write developer in place of system, which most templates pass over."""
+    llm.tokenizer.chat_template = template
+    (out,) = llm.chat([{"role": role, "content": "Hi"}], GREEDY, use_tqdm=False)
+    assert out.prompt == f"<|im_start|>{written}:Hi;assistant:"
+
+
+@pytest.mark.parametrize("role", ["bot", "Loud", 5, None, ["user"], ""])
+def test_a_role_that_no_template_knows_is_refused(llm: LLM, role: Any) -> None:
+    with pytest.raises(ValueError, match=r"^messages\[1\]: role must be one of 'system', 'devel"):
+        llm.chat([user("Hi"), {"role": role, "content": "Hi"}], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
     ("keyword", "hint"),
     [
         ("samplng_params", "; did you mean 'sampling_params'?"),

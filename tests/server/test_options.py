@@ -1,8 +1,10 @@
 """Options of the server that are refused."""
 
+from typing import Any
+
 import pytest
 
-from nanovllm.server.options import ServerOptions
+from nanovllm.server.options import KEY, ServerOptions, with_key
 
 
 @pytest.mark.parametrize("origin", ["example.com", "https://example.com/", "https://", "a b"])
@@ -14,3 +16,25 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
 def test_origins_are_taken_as_browsers_send_them() -> None:
     origins = ("*", "https://example.com", "http://localhost:3000", "http://[::1]:80")
     assert ServerOptions(cors_origin=list(origins)).cors_origin == origins
+
+
+@pytest.mark.parametrize(
+    "keys", [["secret "], ["secret\n"], ["ok", ""], ["se\ncret"], "secret", [5]]
+)
+def test_keys_that_no_request_can_have_are_refused_and_not_shown(keys: Any) -> None:
+    with pytest.raises(ValueError, match="api_key must be a list of printable texts") as caught:
+        ServerOptions(api_key=keys)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_environments_key_may_end_with_a_files_newline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, " secret\n")
+    assert with_key(ServerOptions(api_key=["a"])).api_key == ("a", "secret")
+    monkeypatch.setenv(KEY, "\n")
+    with pytest.raises(ValueError, match="api_key must be"):
+        with_key(ServerOptions())
+
+
+def test_a_name_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have different names, got 'a' twice"):
+        ServerOptions(served_model_name=["a", "b", "a"])

@@ -459,6 +459,31 @@ def test_tool_calls_are_shown_and_get_results(
     ]
 
 
+@pytest.mark.parametrize("content", ["", "I ask."])
+@pytest.mark.parametrize("ending", ["length", "Stop"])
+def test_a_call_that_is_cut_off_is_not_sent_back(
+    browser: Chromium, scripted: Scripted, answered: Callable[..., None], content: str, ending: str
+) -> None:
+    """Its arguments are no JSON, so that every further request would be refused."""
+    function = {"name": "weather", "arguments": '{"city": "Ro'}
+    call = {"index": 0, "id": "call-0", "type": "function", "function": function}
+    begun = [chunk({"content": content}), chunk({"tool_calls": [call]})]
+    answered(*begun, *([None] if ending == "Stop" else [chunk({}, "length"), "[DONE]"]))
+    browser.wait_for(f"{LAST.format('.call pre')}?.textContent.length > 5")
+    if ending == "Stop":
+        browser.click("#stop")
+    wait_for_end(browser)
+    assert browser.evaluate("document.querySelector('#input').placeholder") == "Message"
+    scripted.go_on.set()
+    scripted.script = [chunk({"content": "Go out."}, "stop"), "[DONE]"]
+    send(browser, "And?")
+    browser.wait_for("document.querySelectorAll('.assistant').length === 2 && !running")
+    sent = browser.bodies(CHAT)[1]["messages"]
+    assert sent[1:] == [
+        {"role": "assistant", "content": content}, {"role": "user", "content": "And?"}
+    ]  # fmt: skip
+
+
 def test_code_is_set_apart_and_markup_stays_text(
     browser: Chromium, answered: Callable[..., None]
 ) -> None:

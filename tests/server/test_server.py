@@ -28,6 +28,7 @@ from nanovllm.embedded import EMBEDDED_MODEL
 HI = [{"role": "user", "content": "Hi"}]
 LONG: dict[str, Any] = dict(prompt=[1, 2], max_tokens=3000, ignore_eos=True, temperature=0)
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+CHAT = "/v1/chat/completions"
 TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 ORIGIN = {"Origin": "https://a.example"}  # of a page on another site
 
@@ -194,17 +195,38 @@ def test_echo_has_the_prompts_logprobs(server: Server) -> None:
     assert len(same["logprobs"]["tokens"]) == 4
 
 
+def test_prompt_logprobs_are_with_each_completion(server: Server, llm: LLM) -> None:
+    """Those of each prompt; of a chat they are beside the choices, as in vLLM."""
+    prompts = ["abc", "cd"]
+    asked: dict[str, Any] = dict(max_tokens=1, temperature=0, prompt_logprobs=1)
+    choices = post(server, prompt=prompts, n=2, **asked).json()["choices"]
+    params = SamplingParams(**asked)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for choice, output in zip(choices, [outputs[0]] * 2 + [outputs[1]] * 2, strict=True):
+        found, want = choice["prompt_logprobs"], output.prompt_logprobs
+        assert want is not None and found[0] is want[0] is None and len(found) == len(want)
+        for tokens, others in zip(found[1:], want[1:], strict=True):
+            assert [token["token_id"] for token in tokens] == [one.token_id for one in others]
+    (choice,) = (chat := post(server, CHAT, messages=HI, **asked).json())["choices"]
+    assert "prompt_logprobs" not in choice and len(chat["prompt_logprobs"]) > 2
+    (choice,) = post(server, prompt="abc", max_tokens=1).json()["choices"]
+    assert "prompt_logprobs" not in choice
+
+
 BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", dict(prompt="a", temprature=1), 400, "did you mean 'temperature'?"),
     ("/v1/completions", dict(prompt="a", temperature="hot"), 400, "temperature must be"),
     ("/v1/completions", dict(), 400, "prompt is missing"),
     ("/v1/completions", dict(prompt=[]), 400, "prompt must have 1 to"),
     ("/v1/completions", dict(prompt=[[]]), 400, "prompt must have 1 to"),
-    ("/v1/completions", dict(prompt="a", model="gpt"), 404, "there is no model 'gpt', but tiny, t"),
+    (
+        "/v1/completions", dict(prompt="a", model="gpt"), 404,
+        "model 'gpt' does not exist; this server has: tiny, t",
+    ),
     ("/v1/completions", dict(prompt=["a"] * 1100), 400, "prompts times n must be at most 1032"),
     ("/v1/completions", dict(prompt="a", echo=True, logprobs=1, stream=True), 400, "echo with"),
     ("/v1/completions", dict(prompt="a", model=5), 400, "model must be a text, got 5"),
-    ("/v1/completions", dict(prompt="a", stream=1), 400, "stream must be True or False, got 1"),
+    ("/v1/completions", dict(prompt="a", stream=1), 400, "stream must be true or false, got 1"),
     ("/v1/completions", dict(prompt="a", stream_options={}), 400, "needs stream to be true"),
     ("/v1/completions", dict(prompt="a", stream=True, stream_options={"x": 1}), 400, "field 'x'"),
     ("/v1/completions", dict(prompt="a" * 10**5), 400, "max_model_len"),
@@ -222,7 +244,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/embeddings", dict(input=""), 400, "input must not be empty"),
     ("/v1/embeddings", dict(input=["a", 5]), 400, "input"),
     ("/v1/embeddings", dict(input=[[1], [999]]), 400, "input[1]: prompt token id"),
-    ("/v1/embeddings", dict(input="a", model="x"), 404, "there is no model 'x', but tiny, t"),
+    ("/v1/embeddings", dict(input="a", model="x"), 404, "model 'x' does not exist"),
     ("/v1/embeddings", dict(input="a", dimensions=65), 400, "dimensions must be in [1, 64]"),
     ("/v1/embeddings", dict(input="a", encoding_format="x"), 400, "encoding_format must be one"),
     ("/v1/embeddings", dict(input="a", temperature=1), 400, "unknown field 'temperature'"),
@@ -232,7 +254,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/embeddings", dict(input=3), 400, "input must be a text, token ids or a list of these"),
     ("/score", dict(text_1=3, text_2="a"), 400, "text_1 must be a text, token ids or a list"),
     ("/score", dict(text_1="a", text_2=[]), 400, "text_2 must not be empty, got []"),
-    ("/rerank", dict(query="", documents=["b"]), 400, "query must not be empty, got ''"),
+    ("/rerank", dict(query="", documents=["b"]), 400, 'query must not be empty, got ""'),
     ("/rerank", dict(query="a", documents=["b"], top_n=0), 400, "top_n must be"),
     ("/score", dict(text_1="a"), 400, "documents is missing"),
     ("/score", dict(text_1="a", queries="a", text_2="b"), 400, "another name of queries"),
@@ -246,7 +268,37 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completion", dict(), 404, "no path '/v1/completion'; did you mean '/v1/completions'?"),
     ("/v1/models", dict(), 405, "/v1/models takes GET, HEAD, got POST"),
     ("/wake_up", dict(), 404, "there is no path '/wake_up' (--sleep-endpoints adds it)"),
+    ("/v1/completions", dict(prompt={"prompt": "x"}), 400, 'these, got {"prompt": "x"}'),
+    ("/v1/completions", dict(prompt="a", echo=1), 400, "echo must be true or false, got 1"),
+    ("/v1/completions", dict(prompt="a", ignore_eos="no"), 400, 'must be true or false, got "no"'),
+    ("/v1/completions", dict(prompt="a", model=["x"]), 400, 'model must be a text, got ["x"]'),
+    (
+        "/v1/completions", dict(prompt="a", prompt_logprobs=21), 400,
+        "prompt_logprobs must be at most 20 (max_logprobs), got 21",
+    ),
+    ("/v1/completions", dict(prompt="a", logprobs=259), 400, "logprobs must be at most 20 (max_"),
+    (
+        "/v1/chat/completions", dict(messages=HI, logprobs=True, top_logprobs=21), 400,
+        "logprobs (top_logprobs) must be at most 20 (max_logprobs), got 21",
+    ),
+    (
+        "/v1/completions", dict(prompt="a", prompt_logprobs=0, stream=True), 400,
+        "prompt_logprobs must not be streamed",
+    ),
+    (
+        "/v1/chat/completions", dict(messages=[{"role": "bot", "content": "a"}]), 400,
+        "role must be one of 'system', 'developer', 'user', 'assistant', 'tool', got 'bot'",
+    ),
+    (
+        "/v1/chat/completions", dict(messages=HI, tools=TOOLS, parallel_tool_calls=0), 400,
+        "parallel_tool_calls must be true or false, got 0",
+    ),
     ("/tokenize", dict(prompt=5), 400, "prompt must be a text, got 5"),
+    ("/tokenize", dict(prompt="a", model="x"), 404, "'x' does not exist"),
+    ("/tokenize", dict(messages=HI, model="x"), 404, "'x' does not exist"),
+    ("/tokenize", dict(prompt="a", return_token_strs=1), 400, "must be true or false, got 1"),
+    ("/detokenize", dict(tokens=[1], model="x"), 404, "'x' does not exist"),
+    ("/detokenize", dict(), 400, "tokens is missing"),
     ("/detokenize", dict(tokens="a"), 400, "tokens must be a list of token ids"),
     ("/detokenize", dict(tokens=[10**9]), 400, "token id"),
 ]  # fmt: skip
@@ -326,7 +378,11 @@ def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> Non
     tokens = post(server, "/tokenize", prompt="abc", return_token_strs=True).json()
     assert (tokens["count"], tokens["tokens"]) == (3, [ord(c) - 33 for c in "abc"])
     assert post(server, "/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "abc"}
-    chat = post(server, "/tokenize", messages=HI).json()
+    absent = dict(model=None, messages=None, add_special_tokens=None, return_token_strs=None)
+    assert post(server, "/tokenize", prompt="abc", **absent).json()["tokens"] == tokens["tokens"]
+    found = post(server, "/detokenize", tokens=tokens["tokens"], model=None, user=None)
+    assert found.json() == {"prompt": "abc"}
+    chat = post(server, "/tokenize", messages=HI, prompt=None).json()
     assert chat["count"] == len("user:Hi;<tool_call>")
     metrics = httpx.get(f"{server.url}/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -419,6 +475,43 @@ def test_requests_are_logged_without_prompts(server: Server) -> None:
     assert "secret" not in server.text
 
 
+def test_responses_have_the_id_that_is_in_the_log(server: Server) -> None:
+    bodies: list[dict[str, Any]] = [
+        dict(prompt="a", max_tokens=1), dict(prompt="a", max_tokens=1, stream=True), dict(),
+    ]  # fmt: skip
+    for body in bodies:
+        response = post(server, **body)
+        name = response.headers["x-request-id"]
+        (line,) = [one for one in server.text.splitlines() if name in one]
+        assert f"/v1/completions {name} {response.status_code} " in line
+        assert name in response.text or response.status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_times_in_the_log_begin_when_a_request_does(server: Server, stream: bool) -> None:
+    """The body comes late."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": stream}).encode()
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+        raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.3)
+        raw.sendall(body)
+        head = raw.makefile().read()
+    name = re.search("x-request-id: (.*)", head)[1]  # type: ignore[index]
+    (line,) = [one for one in server.text.splitlines() if name in one]
+    first, whole = (float(ms) for ms in re.findall(r"([\d.]+) ms", line))
+    assert 300 <= first <= whole
+
+
+def test_a_stream_that_ends_in_an_error_has_one_line(long_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", str(long_model), "--timeout", "1") as server:
+        response = post(server, **{**LONG, "max_tokens": 15_000, "stream": True})
+        assert response.status_code == 200 and '"code":"timeout"' in response.text
+        (line,) = [one for one in server.text.splitlines() if "/v1/completions" in one]
+        assert " 408 " in line and line.endswith(" timeout")
+
+
 def test_keys_limits_and_proxies(long_model: Path, tmp_path: Path) -> None:
     arguments = (
         "--api-key", "k1", "--api-key", "k2", "--max-num-seqs", "1", "--max-waiting", "0",
@@ -435,11 +528,11 @@ def test_keys_limits_and_proxies(long_model: Path, tmp_path: Path) -> None:
         answer = httpx.post(url, json={"prompt": "a"}, headers=headers)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == ORIGIN["Origin"]
-        statuses: list[int] = []
+        late: list[httpx.Response] = []
 
         def ask() -> None:
-            late = httpx.post(url, json=LONG | {"max_tokens": 15_000}, headers=headers, timeout=60)
-            statuses.append(late.status_code)
+            body = LONG | {"max_tokens": 15_000}
+            late.append(httpx.post(url, json=body, headers=headers, timeout=60))
 
         slow = threading.Thread(target=ask)
         slow.start()
@@ -449,7 +542,7 @@ def test_keys_limits_and_proxies(long_model: Path, tmp_path: Path) -> None:
         assert full.status_code == 429 and full.headers["retry-after"] == "1"
         assert "max_waiting=0" in full.json()["error"]["message"]
         slow.join()
-        assert statuses == [408]
+        assert late[0].status_code == 408 and late[0].headers["x-should-retry"] == "false"
 
 
 def test_sigterm_drains(long_model: Path, tmp_path: Path) -> None:

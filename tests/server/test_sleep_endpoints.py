@@ -8,6 +8,7 @@ from servers import serving
 from nanovllm.embedded import EMBEDDED_MODEL
 
 BODY = {"model": "adder", "prompt": "12+34=", "temperature": 0, "max_tokens": 8}
+SLEEPS = "the engine sleeps; POST /wake_up ends it"
 PATHS = ("/sleep", "/wake_up", "/reset_prefix_cache")
 
 
@@ -22,29 +23,33 @@ def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
             return bool(client.get("/is_sleeping").json()["is_sleeping"])
 
         def answer() -> str:
-            return str(client.post("/v1/completions", json=BODY).json()["choices"][0]["text"])
+            found = client.post("/v1/completions", json=BODY)
+            assert found.status_code == 200, found.text
+            return str(found.json()["choices"][0]["text"])
 
         assert answer() == "46" and not is_sleeping()
         assert client.post("/sleep").status_code == 200
         assert is_sleeping()
         refused = client.post("/v1/completions", json=BODY)
         assert refused.status_code == 503
-        message = refused.json()["error"]["message"]
-        assert message.startswith("this LLM sleeps") and message.endswith("HTTP: POST /wake_up")
+        assert refused.json()["error"]["message"] == SLEEPS
         assert client.post("/wake_up", params={"tags": ["weights"]}).status_code == 200
         assert is_sleeping()
         assert client.post("/wake_up").status_code == 200
         assert answer() == "46" and not is_sleeping()
         assert client.post("/sleep", params={"level": 2}).status_code == 200
-        assert client.post("/sleep").status_code == 503
+        twice = client.post("/sleep")
+        assert twice.status_code == 409 and "retry-after" not in twice.headers
+        assert twice.json()["error"]["message"] == "this LLM sleeps already"
         assert client.post("/wake_up").status_code == 200
         assert answer() == "46"
         assert client.post("/sleep", params={"level": 2}).status_code == 200
         for tag in ("weights", "kv_cache"):  # the weights are the trainer's to give
             assert client.post("/wake_up", params={"tags": [tag]}).status_code == 200
         refused = client.post("/v1/completions", json=BODY)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["message"].endswith("over HTTP: POST /wake_up")
+        assert refused.status_code == 503 and not is_sleeping()
+        assert "has dropped the weights" in refused.json()["error"]["message"]
+        assert client.post("/sleep", params={"level": 2}).status_code == 200
         assert client.post("/wake_up").status_code == 200  # of the checkpoint
         assert answer() == "46"
         assert client.post("/reset_prefix_cache").status_code == 200

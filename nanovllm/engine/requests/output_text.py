@@ -1,5 +1,6 @@
 """OutputText: a sequence's text as its tokens come, up to the string that stops it."""
 
+import bisect
 from typing import Any
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
@@ -27,9 +28,11 @@ class OutputText:
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = params.skip_special_tokens
-        self._stops = tuple(params.stop or ())
+        self._stops = sorted(params.stop or ())
+        self._most_held = max(map(len, self._stops), default=1) - 1  # characters of a stop's start
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer: Detokenizer | None
+        self._num_certain: int  # when it was last asked for
         self.reset()
 
     def update(self, seq: Sequence) -> End | None:
@@ -63,20 +66,28 @@ class OutputText:
 
     @property
     def num_certain(self) -> int:
-        """How many characters of `text` are final: the rest may become part of a stop."""
+        """How many characters of `text` are final: the rest may become part of a stop.
+
+        A place where no stop begins is looked at once, as more text does not change that.
+        """
         if not self._stops or self._finished or self.stop is not None:
             return len(self.text)
-        longest = max(map(len, self._stops)) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
-                return len(self.text) - length
-        return len(self.text)
+        place = max(self._num_certain, len(self.text) - self._most_held)
+        while place < len(self.text) and not self._may_stop(self.text[place:]):
+            place += 1
+        self._num_certain = place
+        return place
+
+    def _may_stop(self, start: str) -> bool:
+        """Whether a stop begins with `start`: then the first one that is not before it does."""
+        at = bisect.bisect_left(self._stops, start)
+        return at < len(self._stops) and self._stops[at].startswith(start)
 
     def reset(self) -> None:
         """Start over: the next `update` adds every token again."""
         self.text = ""
         self.stop: str | None = None
-        self._num_tokens = 0
+        self._num_tokens = self._num_certain = 0
         self._finished = False
         self._detokenizer = (
             None

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +11,17 @@ import xxhash
 from nanovllm.engine.requests.masks import Masks, note_dead_ends
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.step.entries import (
+    IdsOfRows,
+    allowed_entries,
+    biased_entries,
+    forbidden_entries,
+)
 from nanovllm.engine.step.reports import ReportInputs, drawn_report_inputs, reports_next
 from nanovllm.engine.step.transfer import Array
 from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.ranking import are_few
-from nanovllm.layers.filters import Entries, Filters, Penalties
+from nanovllm.layers.filters import Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 
 NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copied in float32
@@ -26,7 +31,6 @@ UNCUT = False, False, False, False  # what `_kind` returns without cuts
 NO_DRAFTS: list[int] = []
 
 Draw = tuple[Sequence, list[int]]  # a sequence, and the drafts that come before the token
-IdsOfRows = list[tuple[int, Any]]  # rows, and token ids of each
 
 
 @dataclass(slots=True)
@@ -151,14 +155,12 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
         filters.masks = _masks(draws, allowed, forbidden, vocab_size, device_type)
     else:
         if allowed:
-            rows_with_list = np.array([row for row, _ in allowed])
-            filters.allowed = torch.from_numpy(rows_with_list), _entries(allowed)
+            filters.allowed = allowed_entries([(row, draws[row][0].params) for row, _ in allowed])
         if forbidden:
-            filters.forbidden = _entries(forbidden)
-    biased = [(row, bias) for row, seq, _ in listed if (bias := seq.params.logit_bias)]
+            filters.forbidden = forbidden_entries(forbidden)
+    biased = [(row, seq.params) for row, seq, _ in listed if seq.params.logit_bias]
     if biased:
-        values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
-        filters.biases = _entries(biased), torch.from_numpy(values)
+        filters.biases = biased_entries(biased)
     if any(seq.params.penalizes for _, seq, _ in listed):
         filters.penalties = _penalties(draws)
     if draws[0][0].params.cuts:
@@ -169,13 +171,7 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
 def _forbidden(seq: Sequence, drafts: list[int]) -> set[int]:
     """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
     forbidden, allowed = seq.forbidden_token_ids(drafts), seq.params.allowed_token_ids
-    return set() if allowed and forbidden.issuperset(allowed) else forbidden
-
-
-def _entries(ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> Entries:
-    pairs = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
-    rows, ids = np.array(pairs, np.int64).T.copy()
-    return torch.from_numpy(rows), torch.from_numpy(ids)
+    return set() if allowed and all(map(forbidden.__contains__, allowed)) else forbidden
 
 
 def _masks(

@@ -1,5 +1,7 @@
 """Stop strings end a text at the same character, however it is cut into tokens."""
 
+import random
+import time
 from typing import Any
 
 import pytest
@@ -114,3 +116,56 @@ def test_text_that_may_begin_a_stop_is_not_certain(generated: str, certain: int)
     text, seq = OutputText(Words(list("abcdxy")), params), Sequence([0], params)
     seq.token_ids += ["abcdxy".index(c) for c in generated]
     assert text.update(seq) is None and text.num_certain == certain
+
+
+def certain_by_length(text: str, stops: list[str]) -> int:
+    """How many characters are final: the slow, obvious twin."""
+    longest = max(map(len, stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return len(text) - length
+    return len(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=30),
+    stops=st.lists(st.text("ab ", min_size=1, max_size=6), max_size=5),
+    min_tokens=st.integers(0, 30),
+    asked=st.sets(st.integers(1, 30)),
+)
+def test_certain_text_is_that_of_the_slow_twin(
+    pieces: list[str], stops: list[str], min_tokens: int, asked: set[int]
+) -> None:
+    """Whenever it is asked for, with stops that are in the text before `min_tokens` too."""
+    params = SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=None)
+    text, seq = OutputText(Words(pieces), params), Sequence([0], params)
+    for count in range(1, len(pieces) + 1):
+        seq.token_ids.append(count - 1)
+        if text.update(seq) is not None:
+            assert text.num_certain == len(text.text)
+            break
+        if count in asked:
+            assert text.num_certain == certain_by_length(text.text, stops)
+    text.reset()
+    seq.token_ids = [0, 0]
+    if text.update(seq) is None:
+        assert text.num_certain == certain_by_length(pieces[0], stops)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_many_long_stops_delay_no_event(repeated: bool) -> None:
+    rng = random.Random(0)
+    stops = ["".join(rng.choices("word ", k=2000)) for _ in range(1000)]
+    if repeated:
+        stops = ["w" * 1990 + f"{number:010}" for number in range(1000)]
+    params = SamplingParams(stop=stops)
+    text, seq = OutputText(Words(["word " * 800, "w"]), params), Sequence([0], params)
+    seconds = []
+    for token_id in (0, *[1] * 5):
+        seq.token_ids.append(token_id)
+        assert text.update(seq) is None
+        start = time.thread_time()
+        certain = text.num_certain
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.01 and certain == certain_by_length(text.text, stops)

@@ -1,0 +1,207 @@
+"""What is refused before it reaches the engine, and the line that each request has in the log."""
+
+import asyncio
+import logging
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from nanovllm.server.app import Server, make_app
+from nanovllm.server.guard import Guard
+from nanovllm.server.options import ServerOptions
+
+SITE = "https://a.example"
+JSON = "application/json; charset=utf-8"
+URL = "http://127.0.0.1:8000"
+LINE = re.compile(r"(\S+) ([0-9a-f]{32}) (\d+) [\d.]+ ms(?: (.*))?")
+
+
+class App:
+    """The server's application, without an engine: no request here comes so far."""
+
+    def __init__(self, root_path: str = "", **options: Any) -> None:
+        config = SimpleNamespace(model="m", lora_modules=(), max_num_seqs=1, max_model_len=9)
+        llm: Any = SimpleNamespace(config=config, max_waiting=0)
+        defaults: dict[str, dict[str, Any]] = {"/v1/completions": {}, "/v1/chat/completions": {}}
+        self.app, self.guard = make_app(llm, ServerOptions(**options), defaults)
+        self._root_path = root_path
+
+    def ask(self, method: str, path: str, **given: Any) -> httpx.Response:
+        """The response to a request."""
+
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, root_path=self._root_path)
+            async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
+                return await client.request(method, path, **given)
+
+        return asyncio.run(send())
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the log has of requests: path, status and reason of each, and tracebacks."""
+    monkeypatch.setattr(logging.getLogger("nanovllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "nanovllm.server")
+
+    def read() -> tuple[list[tuple[str, int, str | None]], int]:
+        found = [LINE.fullmatch(one.getMessage()) for one in caplog.records]
+        requests = [(m[1], int(m[3]), m[4]) for m in found if m]
+        return requests, sum(one.exc_info is not None for one in caplog.records)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_refused"),
+    [
+        ({"Origin": SITE}, True),
+        ({"Origin": SITE, "Content-Type": "text/plain"}, True),
+        ({"Origin": "null", "Content-Type": "text/plain;application/json"}, True),
+        ({"Origin": "http://127.0.0.1:9000"}, True),
+        ({"Origin": URL, "Content-Type": "text/plain"}, False),
+        ({"Origin": "https://b.example"}, False),
+        ({"Origin": SITE, "Content-Type": JSON}, False),  # no browser sends it unasked
+        ({}, False),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, False),  # curl's
+    ],
+)
+def test_pages_of_other_sites_may_not_post(headers: dict[str, str], is_refused: bool) -> None:
+    app = App(cors_origin=["https://b.example"])
+    for path in ("/v1/completions", "/stop_profile"):
+        response = app.ask("POST", path, headers=headers, content="{")
+        assert (response.status_code == 403) == is_refused
+    if is_refused:
+        error = response.json()["error"]
+        assert error["code"] == "origin_not_allowed" and "(--cors-origin)" in error["message"]
+    assert app.ask("GET", "/v1/models", headers=headers).status_code == 200
+    assert App(cors_origin=["*"]).ask("POST", path, headers=headers).status_code != 403
+
+
+def test_a_key_is_compared_as_it_is_sent() -> None:
+    app = App(api_key=["schlüssel"])
+    sent = b"Bearer " + "schlüssel".encode()
+    assert app.ask("GET", "/v1/models", headers={b"Authorization": sent}).status_code == 200
+    wrong = app.ask("GET", "/v1/models", headers={b"Authorization": sent[:-1]})
+    assert wrong.status_code == 401
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_paths_are_those_behind_the_proxys(root: str, lines: Any) -> None:
+    app = App(root, api_key=["k"], sleep_endpoints=True)
+    key = {"Authorization": "Bearer k"}
+    assert app.ask("GET", f"{root}/version").status_code == 200
+    assert app.ask("GET", f"{root}/v1/models").status_code == 401
+    assert app.ask("GET", f"{root}version").status_code == (401 if root else 200)
+    lost = app.ask("GET", f"{root}/nope", headers=key).json()["error"]["message"]
+    assert lost == "there is no path '/nope'"
+    refused = app.ask("POST", f"{root}/reset_prefix_cache?x=1", headers=key).json()["error"]
+    assert refused["message"] == "/reset_prefix_cache takes no parameters, got 'x'"
+    paths = [path for path, *_ in lines()[0]]
+    more = ["/llmversion"] if root else []
+    assert paths == ["/v1/models", *more, "/nope", "/reset_prefix_cache"]
+
+
+def test_each_refused_request_has_one_line_with_the_reason(lines: Any) -> None:
+    app = App(api_key=["k"])
+    key = {"Authorization": "Bearer k"}
+
+    def post(path: str, **body: Any) -> None:
+        app.ask("POST", path, headers=key, json=body)
+
+    app.ask("POST", "/v1/completions", json={"prompt": "secret"})
+    post("/v1/completions", prompt="secret", max_tokens="secret")
+    post("/v1/completions", prompt="secret", structured_outputs={"regex": "a", "choice": "secret"})
+    post("/v1/completions", prompt="secret", model="secret")
+    post("/tokenize", prompt=["secret"])
+    app.ask("POST", "/v1/completions", headers=key, content='"secret"')
+    app.ask("POST", "/v1/completions", headers=key, content="{secret")
+    app.ask("GET", "/a%0Ab" + 300 * "c", headers=key)
+    app.ask("GET", "/tokenize", headers=key)
+    for path in ("/version", "/metrics/x"):
+        app.ask("GET", path)
+    app.guard.is_draining = True
+    app.ask("GET", "/health")
+    completions = "/v1/completions"
+    requests, num_tracebacks = lines()
+    assert [(*one[:2], one[2]) for one in requests[:7]] == [
+        (completions, 401, "invalid_api_key"),
+        (completions, 400, "max_tokens must be an int >= 1"),
+        (completions, 400, "structured_outputs"),
+        (completions, 404, "model_not_found"),
+        ("/tokenize", 400, "prompt must be a text"),
+        (completions, 400, "the body must be a JSON object"),
+        (completions, 400, "the body is not valid JSON"),
+    ]
+    path, status, reason = requests[7]
+    assert path.startswith(r"/a\nbccc") and len(path) < 210 and status == 404
+    assert reason.startswith(r"there is no path '/a\\nbcc")
+    assert requests[8:] == [
+        ("/tokenize", 405, "/tokenize takes POST"),
+        ("/metrics/x", 401, "invalid_api_key"),
+        ("/health", 503, "draining"),
+    ]
+    assert num_tracebacks == 0
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("x"), OSError("x"), MemoryError()])
+def test_an_internal_error_is_logged_once(
+    error: Exception, lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Server, "version", fail)
+    response = App().ask("GET", "/version")
+    assert response.status_code == 500 and response.headers["x-should-retry"] == "false"
+    message = f"internal server error: {type(error).__name__}: {error}"
+    assert response.json()["error"]["message"] == message
+    assert lines() == ([("/version", 500, "internal server error")], 1)
+
+
+def test_a_body_that_breaks_off_is_a_client_that_left(lines: Any) -> None:
+    app = App()
+    parts = iter(
+        [
+            {"type": "http.request", "body": b'{"pro', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
+
+    async def receive() -> Any:
+        return next(parts)
+
+    async def send(_: Any) -> None:
+        pass
+
+    scope: Any = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
+        "query_string": b"", "root_path": "",
+    }  # fmt: skip
+    asyncio.run(app.app(scope, receive, send))
+    reason = "the client left before the end of the body"
+    assert lines() == ([("/v1/completions", 499, reason)], 0)
+
+
+def test_requests_that_are_cancelled_count_no_longer(lines: Any) -> None:
+    async def cancel() -> Guard:
+        guard = Guard((), ())
+
+        async def forever(*_: Any) -> None:
+            await asyncio.sleep(60)
+
+        async def nothing(*_: Any) -> Any:
+            pass
+
+        scope: Any = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+        task = asyncio.ensure_future(guard.around(forever)(scope, nothing, nothing))
+        await asyncio.sleep(0)
+        assert guard.num_active == 1
+        task.cancel()
+        await asyncio.wait({task})
+        return guard
+
+    assert asyncio.run(cancel()).num_active == 0
+    assert lines() == ([("/x", 499, None)], 0)

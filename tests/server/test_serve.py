@@ -1,0 +1,83 @@
+"""The start of a server: what cannot be is one error, before the model is loaded."""
+
+import http.client
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import OPTIONS, serving
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.serve import _Life, _listening, _run
+
+ENGINE: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.05)
+NO_TOKENIZER = "has no tokenizer"
+
+
+@pytest.fixture
+def bare_model(model_dir: Path, tmp_path: Path) -> Path:
+    """The random model without a tokenizer."""
+    for file in model_dir.iterdir():
+        if not file.name.startswith(("tokenizer", "vocab")):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_two_servers_do_not_start_at_one_address(tmp_path: Path) -> None:
+    """The second one is refused at once, also before the first one accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for options in (ServerOptions(port=port), ServerOptions(uds=str(tmp_path / "socket"))):
+        refused = pytest.raises(OSError, match="cannot listen at")
+        with _listening(options), refused, _listening(options):
+            pass
+        with _listening(options):
+            pass
+
+
+def test_why_a_server_cannot_serve_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing else is reported: no task is left."""
+    closed = socket.socket()
+    closed.close()
+    llm = AsyncLLM(EMBEDDED_MODEL, **ENGINE)
+    try:
+        with pytest.raises((OSError, ValueError)):
+            _run(_Life(llm, ServerOptions(), {}).run(closed, pytest.fail))
+    finally:
+        llm.close()
+    assert caplog.text == ""
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(bare_model: Path) -> None:
+    (bare_model / "model.safetensors").write_bytes(b"")  # which loading would find
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm", "serve", *OPTIONS, str(bare_model), "--port", "0"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    message = f"nanovllm: error: {bare_model} {NO_TOKENIZER}; --tokenizer names one\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_a_model_without_a_tokenizer_is_one_warning(
+    bare_model: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the engine's process or of its caller, not of both."""
+    AsyncLLM(str(bare_model), **ENGINE).close()
+    assert (capfd.readouterr().err + caplog.text).count(NO_TOKENIZER) == 1
+
+
+@pytest.mark.slow
+def test_a_connection_is_kept_for_longer_than_a_proxy_keeps_it(tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as server:
+        kept = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        for seconds in (0, 6, 62):  # uvicorn's default is 5, nginx's 60
+            time.sleep(seconds)
+            kept.request("GET", "/version")  # raises if the server has closed it
+            assert kept.getresponse().read()
+        kept.close()
