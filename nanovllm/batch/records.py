@@ -5,6 +5,7 @@ lines are done.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -37,7 +38,20 @@ def error_record(number: int, custom_id: str, message: str) -> bytes:
 
 def _record(number: int, custom_id: str, response: Any, error: Any) -> bytes:
     record = dict(id=f"{ID}{number}", custom_id=custom_id, response=response, error=error)
-    return json.dumps(record).encode() + b"\n"
+    try:
+        text = json.dumps(record, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(record))
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """A JSON value with null for numbers that are not finite, as the server writes them."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_record(data: bytes) -> Record | None:

@@ -4,6 +4,7 @@ import base64
 import errno
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -23,6 +24,7 @@ from nanovllm.batch.envelope import parse_line, parse_request
 from nanovllm.batch.job import Job
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import Line, count_lines, read_lines
+from nanovllm.batch.records import result_record
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.token_bytes import token_bytes
@@ -830,3 +832,11 @@ def test_tools_and_formats_in_chats(llm: LLM, tmp_path: Path) -> None:
     assert choices[5][0]["message"] == {"role": "assistant", "content": CALL}
     assert choices[5][0]["finish_reason"] == "stop"
     assert text_of(cut) == "{"
+
+
+def test_numbers_that_are_not_finite_are_null() -> None:
+    """As in the server's answers: JSON has no others."""
+    body = {"logprobs": [-0.5, -math.inf], "inner": {"value": math.nan}, "text": "NaN"}
+    record = json.loads(result_record(3, "a", body), parse_constant=pytest.fail)
+    expected = {"logprobs": [-0.5, None], "inner": {"value": None}, "text": "NaN"}
+    assert record["response"]["body"] == expected

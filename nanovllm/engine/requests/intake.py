@@ -137,8 +137,7 @@ class Intake:
             if getattr(params, name) is not None:
                 check_int(name, getattr(params, name), 0, last + 1)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                check_int(f"{name}: a token id", token_id, 0, last)
+            check_int(f"{name}: a token id", max(getattr(params, name) or (0,)), 0, last)
         for name in ("bad_words", "stop"):
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,11 +103,11 @@ class Masks:
             for token_id in ids:
                 bits[rows, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
 
-    def forbid(self, ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> None:
+    def forbid(self, ids_of_rows: Iterable[tuple[int, Collection[int]]]) -> None:
         """Clear the bits of tokens of some rows."""
         _forbid(self.array, ids_of_rows)
 
-    def keep_only(self, row: int, ids: Iterable[int]) -> None:
+    def keep_only(self, row: int, ids: Collection[int]) -> None:
         """Clear the bits of all other tokens in a row."""
         kept = np.full((1, self.array.shape[1]), -1, np.int32)
         _forbid(kept, [(0, ids)])
@@ -142,10 +142,14 @@ def note_dead_ends(
             dead_ends.discard(index)
 
 
-def _forbid(masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Iterable[int]]]) -> None:
-    pairs = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
-    if pairs:
-        rows, ids = np.array(pairs, np.int64).T
+def _forbid(
+    masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Collection[int]]]
+) -> None:
+    listed = [(row, ids) for row, ids in ids_of_rows if ids]
+    if listed:
+        row_numbers, lists = zip(*listed, strict=True)
+        rows = np.repeat(np.array(row_numbers), [*map(len, lists)])
+        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64)
         bits = np.uint32(1) << (ids % WORD).astype(np.uint32)
         np.bitwise_and.at(masks.view(np.uint32), (rows, ids // WORD), ~bits)
 
