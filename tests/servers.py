@@ -12,6 +12,7 @@ from pathlib import Path
 
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--cpu-kvcache-gib", "0.05")
 START_SECONDS = 120
+LOG_SECONDS = 60
 
 
 class Server:
@@ -36,6 +37,15 @@ class Server:
     def text(self) -> str:
         """What it has written."""
         return self.log.read_text()
+
+    def line_with(self, words: str) -> str:
+        """The only line that has these words. It is written after the response."""
+        deadline = time.monotonic() + LOG_SECONDS
+        while not (lines := [one for one in self.text.splitlines() if words in one]):
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.01)
+        (line,) = lines
+        return line
 
     def children(self) -> list[int]:
         """The processes that it has started: the engine's."""

@@ -97,8 +97,14 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
         check_choice(f"{name}: role", role, ROLES)
     if role == "developer" and role not in template:
         message = {**message, "role": "system"}
-    if isinstance(message.get("content"), list):
-        message = {**message, "content": _joined(name, message["content"])}
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(name, content)
+    elif content is None and role == "assistant":  # it calls tools
+        content = ""
+    elif not isinstance(content, str):
+        raise TypeError(f"{name}: content must be a text or parts of text, got {shorten(content)}")
+    message = {**message, "content": content}
     if message.get("tool_calls"):
         calls = as_list(f"{name}.tool_calls", message["tool_calls"], "a list of calls")
         parsed = [_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls)]

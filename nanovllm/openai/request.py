@@ -132,9 +132,11 @@ def prompts_of(name: str, prompt: Any) -> list[Any]:
         raise TypeError(
             f"{name} must be a text, token ids or a list of these, got {shorten_json(prompt)}"
         )
-    if isinstance(prompt, list) and prompt and all(isinstance(p, str | list) for p in prompt):
-        return prompt
-    return [prompt]
+    if isinstance(prompt, str) or not any(isinstance(part, str | list) for part in prompt):
+        return [prompt]
+    if not all(isinstance(part, str | list) for part in prompt):
+        raise TypeError(f"{name} must be all token ids, or all texts and lists of token ids")
+    return prompt
 
 
 def _includes_usage(options: Any, streams: bool) -> bool:

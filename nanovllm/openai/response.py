@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.openai.logprobs import Logprobs, chat_logprobs, completion_logprobs
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
 
 
 def response_body(
@@ -71,9 +72,11 @@ def finish_reason(reason: str | None, has_calls: bool) -> str | None:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def echoed_text(prompt: str | None, prompt_token_ids: list[int], tokenizer: Any) -> str:
-    """The text of a prompt, which may be known as token ids alone."""
-    if prompt is not None:
+def echoed_text(
+    prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Any
+) -> str:
+    """The text of a prompt, which may be known as token ids alone, or be cut to its last ones."""
+    if prompt is not None and params.truncate_prompt_tokens is None:
         return prompt
     text: str = tokenizer.decode(prompt_token_ids)
     return text
@@ -98,7 +101,8 @@ def _completion_choice(
 ) -> dict[str, Any]:
     text, likely = sample["text"], sample["logprobs"]
     if request.echo:
-        text = echoed_text(output["prompt"], output["prompt_token_ids"], tokenizer) + text
+        ids = output["prompt_token_ids"]
+        text = echoed_text(output["prompt"], ids, request.params, tokenizer) + text
         likely = _echoed_logprobs(output, likely)
     choice = {
         "text": text,

@@ -64,7 +64,10 @@ class Answering:
             refuse_templates(asked)
         most = self._llm.config.max_num_seqs + self._llm.max_waiting
         if len(asked.prompts) * asked.params.n > most:
-            raise APIError(400, f"prompts times n must be at most {most}")
+            raise APIError(
+                400, f"prompts times n must be at most {most} (max_num_seqs and max_waiting), got"
+                f" {len(asked.prompts)} times {asked.params.n}"
+            )  # fmt: skip
         self._check_logprobs(asked)
         return asked
 
@@ -96,7 +99,10 @@ class Answering:
         asked, prompts = await self._prepare(asked)
         adapter = self._models.adapter(asked.model)
         complete = functools.partial(self._llm.complete, lora_request=adapter)
-        outputs = await all_of(complete(prompt, asked.params) for prompt in prompts)
+        outputs = await all_of(
+            _named(prompts, place, complete(prompt, asked.params))
+            for place, prompt in enumerate(prompts)
+        )
         _note_first_token(line, [output.metrics for output in outputs])
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
@@ -113,7 +119,10 @@ class Answering:
         request = functools.partial(self._llm.request, lora_request=adapter)
         async with AsyncExitStack() as stack:
             calls = [
-                await stack.enter_async_context(request(prompt, asked.params)) for prompt in prompts
+                await _named(
+                    prompts, place, stack.enter_async_context(request(prompt, asked.params))
+                )
+                for place, prompt in enumerate(prompts)
             ]
             writers = self._writers(line.name, asked, calls)
             begun: set[int] = set()
@@ -153,7 +162,17 @@ class Answering:
     def _prompt_text(self, call: Call) -> str:
         request = call.mirror.request
         ids = request.seqs[0].token_ids[: call.num_prompt_tokens]
-        return echoed_text(request.prompt, ids, self._llm.tokenizer)
+        return echoed_text(request.prompt, ids, request.seqs[0].params, self._llm.tokenizer)
+
+
+async def _named(prompts: Sequence[Any], place: int, work: Coroutine[Any, Any, T]) -> T:
+    """What the work for one of the prompts returns; its errors name the prompt among several."""
+    try:
+        return await work
+    except (TypeError, ValueError) as error:
+        if len(prompts) == 1:
+            raise
+        raise type(error)(f"prompt[{place}]: {error}") from None
 
 
 def _note_first_token(line: RequestLine, times: Sequence[RequestMetrics]) -> None:

@@ -112,12 +112,12 @@ class Server:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Turn the engine's RuntimeErrors into status 400, except those that mean it has ended."""
+        """Turn what the engine refuses into status 400, except errors that mean it has ended."""
         try:
             yield
         except (NotReadyError, EngineEndedError, RankError):
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise APIError(400, str(error)) from None
 
     async def version(self, _: Request) -> JSONResponse:

@@ -15,7 +15,7 @@ from nanovllm.engine.ranks.errors import RankError
 from nanovllm.utils.checks import did_you_mean, shorten
 
 logger = logging.getLogger("nanovllm.server")
-SLEEP_PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
+SLEEP_PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/reload_weights")
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error",
@@ -58,7 +58,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RankError | EngineEndedError):
         return APIError(503, f"the engine has ended: {error}", "engine_dead")
     logger.error("a request has failed", exc_info=error)
-    return APIError(500, f"internal server error: {type(error).__name__}: {error}")
+    message = f"internal server error: {type(error).__name__}: {error}"
+    return APIError(500, message, "internal_error")
 
 
 def error_response(error: APIError) -> JSONResponse:

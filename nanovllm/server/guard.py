@@ -86,7 +86,8 @@ class Guard:
                 "origin_not_allowed",
             )  # fmt: skip
         if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
-            raise APIError(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
+            why = "this key is wrong" if "authorization" in headers else "a key is needed"
+            raise APIError(401, f"{why}: Authorization: Bearer KEY", "invalid_api_key")
 
     def _admits(self, origin: str, headers: Headers) -> bool:
         """Whether a page of this origin may send a request with these headers.

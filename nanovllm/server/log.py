@@ -11,7 +11,8 @@ from starlette.types import Scope
 
 logger = logging.getLogger("nanovllm.server")
 CLIENT_LEFT = 499  # the status of a request whose client has gone, as nginx writes it
-VALUE = re.compile(r"\n|, got |: ")  # what follows in a message may be part of a prompt
+# What follows one of these in a message may be part of a prompt.
+VALUE = re.compile(r"\n|, got |['\"{]|(?<=template fails): ")
 MOST_SHOWN = 200  # characters
 
 
@@ -41,7 +42,7 @@ class RequestLine:
     def fail(self, status: int, message: str, code: str | None) -> None:
         """Take an error: its code, or its message without the values in it."""
         self.status = status
-        self.reason = code or _shown(VALUE.split(message, maxsplit=1)[0])
+        self.reason = code or _shown(VALUE.split(message, maxsplit=1)[0].rstrip())
 
     def write(self) -> None:
         """Write the line: the request has ended."""

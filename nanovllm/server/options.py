@@ -53,6 +53,14 @@ def _is_key(value: Any) -> bool:
     return isinstance(value, str) and value == value.strip() != "" and value.isprintable()
 
 
+def _check_root(name: str, value: Any) -> str:
+    path: str = SOME_TEXT.check(name, value)
+    if not path.startswith("/") or path.endswith("/"):
+        raise ValueError(f"{name} must be like /path, got {path!r}")
+    return path
+
+
+ROOT = Rule(_check_root, "a text like /path")
 KEYS = Rule(_check_keys, "a list of printable texts without white space around them")
 NAMES = Rule(_check_names, "a list of different texts")
 ORIGINS = Rule(_check_origins, "* or a list like https://example.com")
@@ -124,9 +132,7 @@ class ServerOptions:
         " empty its prefix cache",
         TRUE_OR_FALSE,
     )
-    root_path: str | None = option(
-        None, "path that a proxy in front removes", SOME_TEXT, none=NOTHING
-    )
+    root_path: str | None = option(None, "path that a proxy in front removes", ROOT, none=NOTHING)
     ssl_certfile: str | None = option(None, "certificate for TLS", SOME_TEXT, none=NOTHING)
     ssl_keyfile: str | None = option(None, "key of the certificate", SOME_TEXT, none=NOTHING)
 
@@ -138,6 +144,8 @@ class ServerOptions:
 
 def with_key(options: ServerOptions) -> ServerOptions:
     """The options with the key of the environment, without the newline of a file, if it is set."""
-    if key := os.environ.get(KEY):
-        return replace(options, api_key=[*(options.api_key or ()), key.strip()])
-    return options
+    if (key := os.environ.get(KEY)) is None:
+        return options
+    if not _is_key(key.strip()):
+        raise ValueError(f"the environment variable {KEY} must be a printable text")
+    return replace(options, api_key=[*(options.api_key or ()), key.strip()])

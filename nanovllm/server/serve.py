@@ -57,6 +57,8 @@ def serve(
 def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
     """The engine of a server; a ValueError, before it is loaded, if there is no tokenizer."""
     asked = Config(**engine)
+    if options.allow_lora_updates and not asked.enable_lora:
+        raise ValueError("allow_lora_updates needs enable_lora=True (--enable-lora), got False")
     path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
     if not has_tokenizer(asked.tokenizer, path):
         raise ValueError(f"{asked.model} has no tokenizer; --tokenizer names one")

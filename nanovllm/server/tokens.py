@@ -52,7 +52,8 @@ class Tokens:
         if "tokens" not in body:
             raise ValueError("tokens is missing")
         ids = check_ids("tokens", body["tokens"])
-        check_int("tokens: a token id", max(ids, default=0), 0, len(self._llm.tokenizer) - 1)
+        num_ids = max(len(self._llm.tokenizer), self._llm.model_config.vocab_size)
+        check_int("tokens: a token id", max(ids, default=0), 0, num_ids - 1)
         return json_response({"prompt": await asyncio.to_thread(self._llm.tokenizer.decode, ids)})
 
     def _given(self, body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -70,7 +71,9 @@ class Tokens:
         return list(turn.prompt["prompt_token_ids"])
 
     def _of_text(self, body: Mapping[str, Any]) -> list[int]:
-        text = body.get("prompt")
+        if "prompt" not in body:
+            raise ValueError("prompt or messages is missing")
+        text = body["prompt"]
         if not isinstance(text, str):
             raise TypeError(f"prompt must be a text, got {shorten_json(text)}")
         check_text("prompt", text)

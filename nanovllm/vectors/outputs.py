@@ -61,8 +61,8 @@ class ScoringOutput(Record):
 class ScoringRequestOutput(PooledOutput):
     """The result of `score` for a query and a document.
 
-    Where these are computed on their own, the tokens are the query's and then the document's, and
-    the other fields are the document's.
+    Where these are computed on their own, the tokens are the query's and then the document's, also
+    in their number, and the other fields are the document's.
     """
 
     score: float

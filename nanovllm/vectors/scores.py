@@ -131,6 +131,7 @@ def _cosines(requests: list[Request], num_queries: int) -> list[ScoringRequestOu
         output["prompt_token_ids"] = (
             seq.token_ids[: seq.num_prompt_tokens] + output["prompt_token_ids"]
         )
+        output["num_prompt_tokens"] += seq.num_prompt_tokens
         scored.append(output)
     return scored
 

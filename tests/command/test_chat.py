@@ -97,6 +97,28 @@ def test_a_content_of_parts_is_one_text(llm: LLM) -> None:
     assert joined.prompt_token_ids == whole.prompt_token_ids
 
 
+@pytest.mark.parametrize("message", [{}, {"content": None}])
+def test_an_answer_that_only_calls_tools_has_an_empty_content(
+    llm: LLM, message: dict[str, Any]
+) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    answer = {"role": "assistant", "tool_calls": calls, **message}
+    (out,) = llm.chat([user("Hi"), answer, user("Ho")], GREEDY, use_tqdm=False)
+    assert out.prompt == "<|im_start|>user:Hi;assistant:;user:Ho;assistant:"
+
+
+@pytest.mark.parametrize(
+    ("message", "got"),
+    [({}, "None"), ({"content": None}, "None"), ({"content": 5}, "5"), ({"content": {}}, "{}")],
+)
+def test_a_message_without_a_text_is_refused_by_its_place(
+    llm: LLM, message: dict[str, Any], got: str
+) -> None:
+    words = rf"^messages\[1\]: content must be a text or parts of text, got {got}$"
+    with pytest.raises(TypeError, match=words):
+        llm.chat([user("Hi"), {"role": "user", **message}], GREEDY, use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     ("template", "role", "written"),
     [

@@ -37,7 +37,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, ahead_of_time.__file__],
-        env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=1200,
+        env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=3000,
     )  # fmt: skip
     results: Compiled = {}
     for line in map(json.loads, done.stdout.splitlines()):

@@ -22,8 +22,8 @@ from nanovllm.server.errors import TYPES, APIError, as_api_error, error_response
         (NotReadyError("x"), 503, "not_ready"),
         (RankError("x"), 503, "engine_dead"),
         (EngineEndedError("x"), 503, "engine_dead"),
-        (torch.OutOfMemoryError("of an engine that lives"), 500, None),
-        (RuntimeError("of an engine that lives"), 500, None),
+        (torch.OutOfMemoryError("of an engine that lives"), 500, "internal_error"),
+        (RuntimeError("of an engine that lives"), 500, "internal_error"),
     ],
 )
 def test_statuses_of_errors(error: Exception, status: int, code: str | None) -> None:

@@ -30,9 +30,17 @@ def test_keys_that_no_request_can_have_are_refused_and_not_shown(keys: Any) -> N
 def test_the_environments_key_may_end_with_a_files_newline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, " secret\n")
     assert with_key(ServerOptions(api_key=["a"])).api_key == ("a", "secret")
-    monkeypatch.setenv(KEY, "\n")
-    with pytest.raises(ValueError, match="api_key must be"):
-        with_key(ServerOptions())
+    for value in ("\n", ""):  # such as a secret that was not set
+        monkeypatch.setenv(KEY, value)
+        with pytest.raises(ValueError, match="the environment variable NANOVLLM_API_KEY must be"):
+            with_key(ServerOptions())
+
+
+@pytest.mark.parametrize("path", ["api", "/api/", "/"])
+def test_a_root_path_has_a_slash_in_front_alone(path: str) -> None:
+    with pytest.raises(ValueError, match=f"root_path must be like /path, got '{path}'"):
+        ServerOptions(root_path=path)
+    assert ServerOptions(root_path="/a/b").root_path == "/a/b"
 
 
 def test_a_name_given_twice_is_refused() -> None:

@@ -14,7 +14,7 @@ from servers import OPTIONS, serving
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.serve import _Life, _listening, _run
+from nanovllm.server.serve import _Life, _listening, _run, open_engine
 
 ENGINE: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.05)
 NO_TOKENIZER = "has no tokenizer"
@@ -52,6 +52,12 @@ def test_why_a_server_cannot_serve_is_raised(caplog: pytest.LogCaptureFixture) -
     finally:
         llm.close()
     assert caplog.text == ""
+
+
+def test_updates_of_adapters_need_adapters() -> None:
+    options = ServerOptions(allow_lora_updates=True)
+    with pytest.raises(ValueError, match="allow_lora_updates needs enable_lora=True"):
+        open_engine({"model": EMBEDDED_MODEL}, options)
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(bare_model: Path) -> None:

@@ -193,6 +193,8 @@ def test_echo_has_the_prompts_logprobs(server: Server) -> None:
     assert len(likely["token_logprobs"]) == 5 and likely["text_offset"][:4] == [0, 1, 2, 3]
     (same,) = post(server, **{**asked, "prompt": [97, 98]}).json()["choices"]
     assert len(same["logprobs"]["tokens"]) == 4
+    (cut,) = post(server, **asked, truncate_prompt_tokens=2).json()["choices"]
+    assert cut["text"].startswith("bc") and cut["logprobs"]["tokens"][:2] == ["b", "c"]
 
 
 def test_prompt_logprobs_are_with_each_completion(server: Server, llm: LLM) -> None:
@@ -223,7 +225,22 @@ BAD: list[tuple[str, Any, int, str]] = [
         "/v1/completions", dict(prompt="a", model="gpt"), 404,
         "model 'gpt' does not exist; this server has: tiny, t",
     ),
-    ("/v1/completions", dict(prompt=["a"] * 1100), 400, "prompts times n must be at most 1032"),
+    (
+        "/v1/completions", dict(prompt=["a"] * 1100), 400, "prompts times n must be at most 1032"
+        " (max_num_seqs and max_waiting), got 1100 times 1",
+    ),
+    ("/v1/completions", dict(prompt=["a", ""]), 400, "prompt[1]: prompt must have 1 to"),
+    ("/v1/completions", dict(prompt=["a", ""], stream=True), 400, "prompt[1]: prompt must have"),
+    (
+        "/v1/completions", dict(prompt=["a", 5]), 400,
+        "prompt must be all token ids, or all texts and lists of token ids",
+    ),
+    (
+        "/v1/chat/completions", dict(messages=[*HI, {"role": "user"}]), 400,
+        "messages[1]: content must be a text or parts of text, got None",
+    ),
+    ("/v1/chat/completions", dict(messages=[{"role": "user", "content": 5}]), 400, "got 5"),
+    ("/tokenize", dict(), 400, "prompt or messages is missing"),
     ("/v1/completions", dict(prompt="a", echo=True, logprobs=1, stream=True), 400, "echo with"),
     ("/v1/completions", dict(prompt="a", model=5), 400, "model must be a text, got 5"),
     ("/v1/completions", dict(prompt="a", stream=1), 400, "stream must be true or false, got 1"),
@@ -301,6 +318,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/detokenize", dict(), 400, "tokens is missing"),
     ("/detokenize", dict(tokens="a"), 400, "tokens must be a list of token ids"),
     ("/detokenize", dict(tokens=[10**9]), 400, "token id"),
+    ("/v1/embeddings", dict(input=["a", 7]), 400, "input must be all token ids, or all texts"),
 ]  # fmt: skip
 
 
@@ -470,7 +488,7 @@ def test_many_clients_get_the_answers_of_generate(server: Server, llm: LLM) -> N
 def test_requests_are_logged_without_prompts(server: Server) -> None:
     name = post(server, prompt="secret", max_tokens=2, ignore_eos=True).json()["id"]
     assert post(server, prompt="secret", max_tokens="secret").status_code == 400
-    line = next(one for one in server.text.splitlines() if name.removeprefix("cmpl-") in one)
+    line = server.line_with(name.removeprefix("cmpl-"))
     assert re.search(r"/v1/completions \S+ 200 6\+2 tokens first [\d.]+ ms, [\d.]+ ms length", line)
     assert "secret" not in server.text
 
@@ -482,7 +500,7 @@ def test_responses_have_the_id_that_is_in_the_log(server: Server) -> None:
     for body in bodies:
         response = post(server, **body)
         name = response.headers["x-request-id"]
-        (line,) = [one for one in server.text.splitlines() if name in one]
+        line = server.line_with(name)
         assert f"/v1/completions {name} {response.status_code} " in line
         assert name in response.text or response.status_code == 400
 
@@ -499,7 +517,7 @@ def test_times_in_the_log_begin_when_a_request_does(server: Server, stream: bool
         raw.sendall(body)
         head = raw.makefile().read()
     name = re.search("x-request-id: (.*)", head)[1]  # type: ignore[index]
-    (line,) = [one for one in server.text.splitlines() if name in one]
+    line = server.line_with(name)
     first, whole = (float(ms) for ms in re.findall(r"([\d.]+) ms", line))
     assert 300 <= first <= whole
 
@@ -508,7 +526,7 @@ def test_a_stream_that_ends_in_an_error_has_one_line(long_model: Path, tmp_path:
     with serving(tmp_path / "log", str(long_model), "--timeout", "1") as server:
         response = post(server, **{**LONG, "max_tokens": 15_000, "stream": True})
         assert response.status_code == 200 and '"code":"timeout"' in response.text
-        (line,) = [one for one in server.text.splitlines() if "/v1/completions" in one]
+        line = server.line_with("/v1/completions")
         assert " 408 " in line and line.endswith(" timeout")
 
 

@@ -254,8 +254,9 @@ def test_rerankers_score_by_their_answer(reranker: Path, options: dict[str, Any]
         expected = answers_of(reranker, "Find", list(zip(TEXTS, TEXTS[::-1], strict=True)))
         assert_close(torch.tensor([o.score for o in outputs]), torch.tensor(expected))
         assert len({round(o.score, 3) for o in outputs}) == len(TEXTS)
-        cosine = llm.score("a", "a", method="cosine", use_tqdm=False)[0].score
-        assert cosine == pytest.approx(1.0)
+        (cosine,) = llm.score("a", "a", method="cosine", use_tqdm=False)
+        assert cosine.score == pytest.approx(1.0)
+        assert cosine.num_prompt_tokens == len(cosine.prompt_token_ids)
         with pytest.raises(TypeError, match=r"documents\[1\] must be a text, got \[1, 2\]"):
             llm.score("a", ["b", [1, 2]])
 
