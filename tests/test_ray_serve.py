@@ -441,7 +441,7 @@ def test_no_two_options_share_a_name() -> None:
         (dict(max_num_seqs=0), "max_num_seqs must be >= 1, got 0"),
         (dict(temperature=-1), "temperature must be"),
         (dict(max_waiting=-1), "max_waiting must be >= 0, got -1"),
-        (dict(api_key="k"), "api_key must be a list of texts, got 'k'"),
+        (dict(api_key="k"), "api_key must be a list of printable texts"),
         (dict(port=80), "port is an option of Ray's proxies: serve.start(http_options={...})"),
         (dict(root_path="/x"), "serve.run(..., route_prefix=...)"),
         (dict(user_config={}), "unknown option 'user_config'"),
