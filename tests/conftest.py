@@ -102,6 +102,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def handles_ctrl_c() -> Iterator[None]:
+    """A test that leaves another handler of Ctrl-C fails, not a later one in its process."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert after is before
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, and three special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

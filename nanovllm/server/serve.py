@@ -142,6 +142,21 @@ def _shown(options: ServerOptions, port: int | None = None) -> str:
     return f"{scheme}://{host}:{options.port if port is None else port}"
 
 
+@contextlib.contextmanager
+def _signals_call(take: Callable[[], None]) -> Iterator[None]:
+    """Let the signals call `take` in the block, and change nothing after its good end."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, take)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class _Uvicorn(uvicorn.Server):
     """A server that leaves signals alone."""
 
@@ -169,9 +184,13 @@ class _Life:
 
     async def run(self, listener: socket.socket, announce: Callable[[str], None]) -> int:
         """Serve, drain and end."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._take_signal)
+        with _signals_call(self._take_signal):
+            has_failed = await self._serve(listener, announce)
+        await self._llm.aclose()
+        return 1 if has_failed else 0
+
+    async def _serve(self, listener: socket.socket, announce: Callable[[str], None]) -> bool:
+        """Serve until a signal or the end of the engine; whether it was the engine's end."""
         await self._llm.stats()  # from here on its end is heard
         serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         ended = asyncio.ensure_future(self._llm.wait_for_failure())
@@ -192,11 +211,7 @@ class _Life:
         await serving
         for task in (ended, asked):
             task.cancel()
-        for number in SIGNALS:  # more of them change nothing
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
-        await self._llm.aclose()
-        return 1 if ended.done() and not ended.cancelled() else 0
+        return ended.done() and not ended.cancelled()
 
     def _take_signal(self) -> None:
         """Drain at the first signal, end at the second one."""
