@@ -18,8 +18,8 @@ from nanovllm.engine.requests.lark import (
 )
 from nanovllm.engine.requests.schema_errors import explained
 from nanovllm.engine.requests.schemas import check_schema, without_neutral
-from nanovllm.engine.requests.structural_tags import tag_grammar
-from nanovllm.engine.requests.tag_formats import schemas_in
+from nanovllm.engine.requests.tags.formats import schemas_in
+from nanovllm.engine.requests.tags.grammar import tag_grammar
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import shorten
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm import StructuredOutputs
 from nanovllm.engine.requests.constraint import Constraint
+from nanovllm.engine.requests.tags import formats, grammar
 from tests.grammar_words import (
     BYTES,
     CALL,
@@ -213,6 +214,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["<o>x</o>", "<o>x<a>1y</o>"], ["<o>", "<o><a></o>", "<o></o></o>"],
     ),
 }  # fmt: skip
+
+
+def test_each_format_is_written_by_a_function_of_its_own() -> None:
+    assert set(grammar.FORMATS) == set(formats.FORMATS)
+    assert len(set(grammar.FORMATS.values())) == len(grammar.FORMATS)
 
 
 @pytest.mark.parametrize("name", CASES)
