@@ -643,6 +643,22 @@ def test_vectors_are_those_of_llm(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> 
     assert completed.token_ids == llm.generate(prompts[3], LONG, use_tqdm=False)[0].token_ids
 
 
+def test_vectors_of_many_prompts_take_few_tasks(model_dir: Path, run: Run[Any]) -> None:
+    """One for each place in the queue, not for each prompt."""
+
+    async def most_tasks() -> int:
+        async with AsyncLLM(model_dir, max_num_seqs=2, max_waiting=2, **OPTIONS) as engine:
+            vectors = asyncio.ensure_future(engine.embed([[1, i] for i in range(60)]))
+            most = 0
+            while not vectors.done():
+                most = max(most, len(asyncio.all_tasks()))
+                await asyncio.sleep(0)
+            assert len(await vectors) == 60
+            return most
+
+    assert 4 < run(most_tasks()) < 12
+
+
 def test_bad_vector_calls_queue_nothing(engine: AsyncLLM, run: Run[Any]) -> None:
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt must have 1 to"):
         run(engine.embed(["a", ""]))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.batch.digests import digest_of
 from nanovllm.batch.envelope import parse_request
+from nanovllm.engine.adapters.requests import Known
 from nanovllm.llm import LLM
 from nanovllm.openai.request import CHAT
 from nanovllm.openai.response import response_body
@@ -61,7 +62,8 @@ def submit(
 def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
     plan = llm.planner.embed(*asked.arguments, **asked.options)
     adapter = llm.named_adapter(asked.model)
-    accepted = [llm.adapted(one, adapter) for one in plan.accepted]
+    known: Known = {}
+    accepted = [llm.adapted(one, adapter, known) for one in plan.accepted]
     ids = [llm.enqueue(one) for one in accepted]
     requests = [llm.unfinished[request_id] for request_id in ids]
 

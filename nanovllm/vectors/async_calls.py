@@ -1,6 +1,5 @@
 """AsyncVectorCalls: the calls of `AsyncLLM` that compute prompts and generate nothing."""
 
-import asyncio
 import functools
 from collections.abc import Callable
 from functools import cached_property
@@ -8,7 +7,6 @@ from typing import Any
 
 from nanovllm.engine.remote.async_engine import AsyncEngine
 from nanovllm.engine.remote.readers import all_size
-from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.lora_request import LoRARequest
@@ -80,16 +78,19 @@ class AsyncVectorCalls(AsyncEngine):
         plan = await self._readers.run(make, size)
         most = self.config.max_num_seqs
         places = min(len(plan.accepted), most + min(most, self.max_waiting))
-        turns = asyncio.Semaphore(places)
+        waiting = iter(enumerate(plan.accepted))
+        requests: dict[int, Request] = {}
 
-        async def compute(accepted: Accepted) -> Request:
-            queued = self._queued(
-                accepted, accepted.params, lora_request=lora_request, is_counted=False
-            )
-            async with turns, queued as call:
-                request = await call.request()
-            check_complete(request)  # if it is not, the others are cancelled
-            return request
+        async def compute() -> None:
+            """Compute one prompt after the other until none waits."""
+            for index, accepted in waiting:
+                queued = self._queued(
+                    accepted, accepted.params, lora_request=lora_request, is_counted=False
+                )
+                async with queued as call:
+                    requests[index] = await call.request()
+                check_complete(requests[index])  # if it is not, the others are cancelled
 
         with self._calls.room(places):
-            return plan.outputs(await all_of(map(compute, plan.accepted)))
+            await all_of(compute() for _ in range(places))
+        return plan.outputs([requests[index] for index in range(len(plan.accepted))])

@@ -1,10 +1,9 @@
 """States: the hidden states that a request asks for beside its tokens."""
 
-from typing import Any
-
+import numpy as np
 import torch
 
-from nanovllm.engine.requests.pool import Pool
+from nanovllm.engine.requests.pool import Array, Pool, array_of
 from nanovllm.engine.sequence import Sequence
 
 
@@ -20,11 +19,11 @@ class States(Pool):
     def __init__(self, num_prompt_tokens: int, keeps_prompt: bool) -> None:
         super().__init__("all", num_prompt_tokens)
         self.wanted = range(num_prompt_tokens - 1 if keeps_prompt else 0)
-        self._drawn: dict[int, torch.Tensor] = {}  # by index in `token_ids`
+        self._drawn: dict[int, Array] = {}  # by index in `token_ids`
 
     def add_drawn(self, index: int, state: torch.Tensor) -> None:
         """Keep a copy of the state [hidden] from which the token at `index` was drawn."""
-        self._drawn[index] = state.to(torch.float32, copy=True)
+        self._drawn[index] = array_of(state)
 
     @property
     def prompt(self) -> torch.Tensor:
@@ -32,20 +31,10 @@ class States(Pool):
         parts = [self._parts[start] for start in sorted(self._parts)]
         if not self.wanted and self.num_tokens in self._drawn:
             parts.append(self._drawn[self.num_tokens][None])
-        return torch.cat(parts) if parts else torch.empty(0, 0)
+        return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, 0)
 
     def generated(self, seq: Sequence) -> torch.Tensor:
         """The states [tokens, hidden] of the generated tokens that are known."""
         indices = range(seq.num_prompt_tokens, seq.num_known_tokens)
         kept = [self._drawn[index] for index in indices]
-        return torch.stack(kept) if kept else torch.empty(0, 0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The states in few tensors: each takes long to pickle."""
-        packed = torch.stack([*self._drawn.values()]) if self._drawn else None
-        return self.__dict__ | {"_drawn": ([*self._drawn], packed)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        indices, packed = state["_drawn"]
-        drawn = () if packed is None else packed.unbind()
-        self.__dict__ |= state | {"_drawn": dict(zip(indices, drawn, strict=True))}
+        return torch.from_numpy(np.stack(kept)) if kept else torch.empty(0, 0)
