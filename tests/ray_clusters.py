@@ -26,6 +26,7 @@ def local_cluster(num_cpus: int) -> Iterator[Path]:
         ) as path,
     ):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # by default 15: other tests would take the cores
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "600")  # a slow machine may need it
         ray.init(
             "local", num_cpus=num_cpus, object_store_memory=1 << 27, include_dashboard=False,

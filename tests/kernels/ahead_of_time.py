@@ -631,11 +631,15 @@ def max_spill(name: str) -> int:
 
 
 def capabilities(name: str) -> tuple[int, ...]:
-    """The GPUs where its kernels are used, and differ from those of another case."""
-    alone = any(
-        part in name
-        for part in ("few_rows", "few_experts", "few_adapted", "hopper", "eager", "many tokens")
-    )
+    """The GPUs where its kernels are used, and differ from those of another case.
+
+    Blocks of 16 FP8 codes, which must be asked for, take the longest: they are for one GPU.
+    """
+    parts = (
+        "few_rows", "few_experts", "few_adapted", "hopper", "eager", "many tokens",
+        "codes, block size 16",
+    )  # fmt: skip
+    alone = any(part in name for part in parts)
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)
