@@ -23,6 +23,7 @@ from nanovllm.engine.remote import mirror
 from nanovllm.engine.remote.loop import read_vocabulary
 from nanovllm.engine.remote.readers import LARGE, MESSAGE, SMALL, prompt_size
 from nanovllm.engine.sequence import Sequence
+from nanovllm.vectors import plans
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -657,6 +658,22 @@ def test_vectors_of_many_prompts_take_few_tasks(model_dir: Path, run: Run[Any]) 
             return most
 
     assert 4 < run(most_tasks()) < 12
+
+
+@pytest.mark.parametrize(("number", "is_beside"), [(300, True), (2, False)])
+def test_many_vectors_are_written_beside_the_event_loop(
+    number: int, is_beside: bool, engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand lists of a thousand numbers take tens of milliseconds."""
+    threads, common_fields = set(), plans.common_fields
+
+    def noted(request: Any) -> Any:
+        threads.add(threading.current_thread())
+        return common_fields(request)
+
+    monkeypatch.setattr(plans, "common_fields", noted)
+    assert len(run(engine.embed(["a"] * number))) == number
+    assert (threading.current_thread() not in threads) == is_beside and len(threads) == 1
 
 
 def test_bad_vector_calls_queue_nothing(engine: AsyncLLM, run: Run[Any]) -> None:

@@ -4,12 +4,11 @@ An unknown field is an error. Values are checked by the calls that they go to. I
 """
 
 import base64
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from nanovllm.openai.request import given_fields, prompts_of
 from nanovllm.utils.checks import check_choice, check_int
@@ -162,7 +161,7 @@ def _text_of(name: str, document: Any) -> str:
 
 def _base64(vector: list[float]) -> str:
     """The numbers as float32, little-endian."""
-    return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def _usage(nums_tokens: Any) -> dict[str, int]:

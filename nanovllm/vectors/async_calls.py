@@ -93,4 +93,5 @@ class AsyncVectorCalls(AsyncEngine):
 
         with self._calls.room(places):
             await all_of(compute() for _ in range(places))
-        return plan.outputs([requests[index] for index in range(len(plan.accepted))])
+        done = [requests[index] for index in range(len(plan.accepted))]
+        return await self._readers.run(functools.partial(plan.outputs, done), size)
