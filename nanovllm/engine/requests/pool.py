@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.transfer import Array
 
-Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Pooling = Literal["last", "cls", "mean", "all"]
 VECTOR_POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean")
 POOLINGS: tuple[Pooling, ...] = (*VECTOR_POOLINGS, "all")
@@ -73,5 +73,4 @@ class Pool:
 
 def array_of(states: torch.Tensor) -> Array:
     """A copy of states on the host, in float32."""
-    copied: Array = states.to(torch.float32, copy=True).numpy()
-    return copied
+    return states.to(torch.float32, copy=True).numpy()

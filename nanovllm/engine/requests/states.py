@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
-from nanovllm.engine.requests.pool import Array, Pool, array_of
+from nanovllm.engine.requests.pool import Pool, array_of
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step.transfer import Array
 
 
 class States(Pool):

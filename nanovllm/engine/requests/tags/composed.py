@@ -12,10 +12,10 @@ from nanovllm.engine.requests.tags.formats import (
     flag_of,
     kind_of,
     listed,
+    text_of,
 )
 from nanovllm.engine.requests.tags.openings import elements_of, heads_of, is_open
 from nanovllm.engine.requests.tags.writer import NOTHING, Ends, Writer, any_of
-from nanovllm.utils.checks import shorten
 
 
 def sequence(writer: Writer, place: str, node: Format, ends: Ends) -> str:
@@ -105,9 +105,8 @@ def tag(writer: Writer, place: str, node: Format, ends: Ends) -> str:
 
 def tags_with_separator(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     """Tags with a text between them."""
-    separator, least = node["separator"], flag_of(place, node, "at_least_one")
-    if not isinstance(separator, str):
-        raise TypeError(f"{place}/separator must be a text, got {shorten(separator)}")
+    least = flag_of(place, node, "at_least_one")
+    separator = text_of(f"{place}/separator", node["separator"])
     one = writer.rule(any_of(writer.format(*item, NOTHING) for item in tags_of(place, node)))
     is_last = flag_of(place, node, "stop_after_first")
     tags = one if is_last else f"{one} ({writer.mark(separator)} {one})*"

@@ -96,6 +96,13 @@ def listed(place: str, values: Any, kind: Any, empty: bool = False) -> list[Any]
     return values
 
 
+def text_of(place: str, value: Any) -> str:
+    """The value, which is a text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{place} must be a text, got {shorten(value)}")
+    return value
+
+
 def texts_of(place: str, node: Format, name: str) -> list[str]:
     """The texts of a field, which may be missing."""
     texts = listed(f"{place}/{name}", node.get(name, []), str, empty=True)

@@ -14,7 +14,7 @@ from nanovllm.engine.requests.tags.formats import older_form
 from nanovllm.engine.requests.tags.writer import Ends, WriteFormat, Writer
 from nanovllm.utils.checks import shorten
 
-FORMATS: dict[str, WriteFormat] = {
+FUNCTIONS: dict[str, WriteFormat] = {
     "const_string": pieces.const_string,
     "json_schema": pieces.json_schema,
     "grammar": pieces.grammar,
@@ -44,7 +44,7 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
         raise TypeError(f"it must be an object, got {shorten(described)}")
     if described.get("type", "structural_tag") != "structural_tag":
         raise ValueError(f"type must be 'structural_tag', got {shorten(described['type'])}")
-    writer = Writer(FORMATS, tokens, eos_token_ids)
+    writer = Writer(FUNCTIONS, tokens, eos_token_ids)
     fields = set(described) - {"type"}
     if fields == {"format"}:
         return _grammar(writer, "format", described["format"])

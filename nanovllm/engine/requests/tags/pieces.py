@@ -4,16 +4,14 @@ import json
 
 from nanovllm.engine.requests.lark import JSON_OPTIONS, lark_of, pattern_literal
 from nanovllm.engine.requests.schemas import check_schema, without_neutral
-from nanovllm.engine.requests.tags.formats import Format, count_of, texts_of
+from nanovllm.engine.requests.tags.formats import Format, count_of, text_of, texts_of
 from nanovllm.engine.requests.tags.writer import Ends, Writer, none_of
 from nanovllm.utils.checks import shorten
 
 
 def const_string(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     """`value` as it is."""
-    value = node["value"]
-    if not isinstance(value, str):
-        raise TypeError(f"{place}/value must be a text, got {shorten(value)}")
+    value = text_of(f"{place}/value", node["value"])
     return f"{writer.mark(value, ends.final and not ends.marks)} {writer.marks(ends)}"
 
 
@@ -33,9 +31,7 @@ def json_schema(writer: Writer, place: str, node: Format, ends: Ends) -> str:
 
 def grammar(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     """A text of the grammar."""
-    text = node["grammar"]
-    if not isinstance(text, str):
-        raise TypeError(f"{place}/grammar must be a text, got {shorten(text)}")
+    text = text_of(f"{place}/grammar", node["grammar"])
     try:
         lark = lark_of(text)
     except ValueError as error:
@@ -46,9 +42,7 @@ def grammar(writer: Writer, place: str, node: Format, ends: Ends) -> str:
 
 def regex(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     """A text that the pattern matches."""
-    pattern = node["pattern"]
-    if not isinstance(pattern, str):
-        raise TypeError(f"{place}/pattern must be a text, got {shorten(pattern)}")
+    pattern = text_of(f"{place}/pattern", node["pattern"])
     try:
         name = writer.rule(pattern_literal(pattern), "TEXT")
     except ValueError as error:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanovllm.engine.requests.tags.composed import tags_of
-from nanovllm.engine.requests.tags.formats import Format, Mark, flag_of, listed, texts_of
+from nanovllm.engine.requests.tags.formats import Format, Mark, flag_of, listed, text_of, texts_of
 from nanovllm.engine.requests.tags.writer import NOTHING, Ends, Writer, any_of
 from nanovllm.utils.checks import shorten
 
@@ -18,9 +18,7 @@ def triggered_tags(writer: Writer, place: str, node: Format, ends: Ends) -> str:
         raise ValueError(f"{place}/triggers must be a list of texts that is not empty, got []")
     behind, ways = Ends(final=ends.final and not ends.marks), []
     for at, tag in tags_of(place, node):
-        begin = tag["begin"]
-        if not isinstance(begin, str):
-            raise TypeError(f"{at}/begin must be a text, got {shorten(begin)}")
+        begin = text_of(f"{at}/begin", tag["begin"])
         # The shortest one: it occurs before longer ones do.
         trigger = min((t for t in triggers if begin.startswith(t)), key=len, default=None)
         if trigger is None:

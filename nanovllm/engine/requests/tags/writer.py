@@ -29,17 +29,17 @@ NOTHING = Ends()
 class Writer:
     """Writes rules. `tokens` are the added tokens by their texts.
 
-    `formats` has a function for each type of format: it takes the writer, the format and its place,
+    `functions` has one for each type of format: it takes the writer, the format and its place,
     and what is behind it, and returns an expression for both.
     """
 
     def __init__(
         self,
-        formats: "Mapping[str, WriteFormat]",
+        functions: "Mapping[str, WriteFormat]",
         tokens: Mapping[str, int],
         eos_token_ids: Collection[int],
     ) -> None:
-        self._formats, self._tokens = formats, tokens
+        self._functions, self._tokens = functions, tokens
         self.eos = frozenset(eos_token_ids)
         self.rules: list[str] = []
         self._num_formats = 0
@@ -51,7 +51,7 @@ class Writer:
         self._num_formats += 1
         if self._num_formats > MOST_FORMATS:
             raise ValueError(f"{place}: there are more than {MOST_FORMATS} formats")
-        return self._formats[kind](self, place, node, ends)
+        return self._functions[kind](self, place, node, ends)
 
     def rule(self, expression: str, kind: str = "part", options: str = "") -> str:
         """The name of a new rule."""

@@ -217,8 +217,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 def test_each_format_is_written_by_a_function_of_its_own() -> None:
-    assert set(grammar.FORMATS) == set(formats.FORMATS)
-    assert len(set(grammar.FORMATS.values())) == len(grammar.FORMATS)
+    assert set(grammar.FUNCTIONS) == set(formats.FORMATS)
+    assert len(set(grammar.FUNCTIONS.values())) == len(grammar.FUNCTIONS)
 
 
 @pytest.mark.parametrize("name", CASES)
