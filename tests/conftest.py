@@ -5,6 +5,7 @@ And where Triton's kernels are tested: on a CUDA device, or interpreted, by the 
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -110,6 +111,16 @@ def handles_ctrl_c() -> Iterator[None]:
     after = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
     assert after is before
+
+
+@pytest.fixture(autouse=True)
+def logger() -> Iterator[logging.Logger]:
+    """The package's logger; a command that a test runs in this process changes it until then."""
+    logger = logging.getLogger("nanovllm")
+    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
+    yield logger
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

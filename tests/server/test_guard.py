@@ -41,9 +41,8 @@ class App:
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
     """What the log has of requests: path, status and reason of each, and tracebacks."""
-    monkeypatch.setattr(logging.getLogger("nanovllm"), "propagate", True)
     caplog.set_level(logging.INFO, "nanovllm.server")
 
     def read() -> tuple[list[tuple[str, int, str | None]], int]:

@@ -1,7 +1,6 @@
 """What a server writes about its engine, which is another process."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,20 +24,10 @@ def test_other_servers_log_warnings_of_their_engine(tmp_path: Path) -> None:
         assert WARNING in server.text and "KV cache in" not in server.text
 
 
-@pytest.fixture
-def ours() -> Iterator[logging.Logger]:
-    """The package's logger, which is as it was at the end."""
-    logger = logging.getLogger("nanovllm")
-    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
-    yield logger
-    logger.handlers, logger.propagate = handlers, propagate
-    logger.setLevel(level)
-
-
 def test_what_the_package_logs_begins_with_its_name(
-    ours: logging.Logger, capsys: pytest.CaptureFixture[str]
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_to_stderr(logging.WARNING)
-    ours.info("not this")
+    logger.info("not this")
     logging.getLogger("nanovllm.engine").warning("but this")
     assert capsys.readouterr().err == "nanovllm: but this\n"
