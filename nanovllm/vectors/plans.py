@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanovllm.engine.requests.intake import Intake
 from nanovllm.engine.requests.pool import POOLINGS, VECTOR_POOLINGS, Pooling
 from nanovllm.engine.requests.request import Request
@@ -134,9 +136,8 @@ def _embedding(request: Request, vector: list[float]) -> EmbeddingRequestOutput:
 
 
 def _states(requests: list[Request]) -> list[PoolingRequestOutput]:
+    datas = (torch.from_numpy(request.seqs[0].pool.result) for request in requests)
     return [
-        PoolingRequestOutput(
-            **common_fields(request), outputs=PoolingOutput(data=request.seqs[0].pool.result)
-        )
-        for request in requests
+        PoolingRequestOutput(**common_fields(request), outputs=PoolingOutput(data=data))
+        for request, data in zip(requests, datas, strict=True)
     ]

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -149,6 +150,6 @@ def vectors_of(requests: list[Request], dimensions: int | None, normalizes: bool
     """The requests' pooled states, cut and then normalized: [requests, dimensions]."""
     if not requests:
         return torch.empty(0, 0)
-    states = torch.cat([request.seqs[0].pool.result for request in requests])
-    vectors = states.view(len(requests), -1)[:, :dimensions]
+    states = np.stack([request.seqs[0].pool.result for request in requests])
+    vectors = torch.from_numpy(states)[:, :dimensions]
     return F.normalize(vectors, dim=-1) if normalizes else vectors

@@ -7,7 +7,6 @@ these tokens is after the prompt.
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.sequence import Sequence
@@ -50,9 +49,9 @@ class Pool:
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
         return range(max(start, self.wanted.start), min(end, self.wanted.stop))
 
-    def add_states(self, tokens: range, states: torch.Tensor) -> None:
-        """Keep a copy of the states of `tokens`, [tokens, hidden], or their sum, [1, hidden]."""
-        self._parts[tokens.start] = array_of(states)
+    def add_states(self, tokens: range, states: Array) -> None:
+        """Keep the states of `tokens`, [tokens, hidden] in float32, or their sum, [1, hidden]."""
+        self._parts[tokens.start] = states
         self.wanted = range(tokens.stop, self.wanted.stop)
 
     def add(self, _seq: Sequence, index: int, entry: list[LikelyToken]) -> None:
@@ -62,15 +61,11 @@ class Pool:
             self.wanted = range(self.num_tokens, self.num_tokens)
 
     @property
-    def result(self) -> torch.Tensor:
+    def result(self) -> Array:
         """The states [hidden] in float32, and [tokens, hidden] of "all"; nothing is wanted."""
         parts = [self._parts[start] for start in sorted(self._parts)]
-        states = torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        if self.pooling == "all":
-            return states
-        return states.sum(dim=0) / self.num_tokens if self.adds_up else states[0]
-
-
-def array_of(states: torch.Tensor) -> Array:
-    """A copy of states on the host, in float32."""
-    return states.to(torch.float32, copy=True).numpy()
+        states = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if self.adds_up:
+            mean: Array = states.sum(axis=0) / np.float32(self.num_tokens)
+            return mean
+        return states if self.pooling == "all" else states[0]

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from nanovllm.engine.requests.pool import Pool, array_of
+from nanovllm.engine.requests.pool import Pool
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step.transfer import Array
 
@@ -22,20 +22,20 @@ class States(Pool):
         self.wanted = range(num_prompt_tokens - 1 if keeps_prompt else 0)
         self._drawn: dict[int, Array] = {}  # by index in `token_ids`
 
-    def add_drawn(self, index: int, state: torch.Tensor) -> None:
-        """Keep a copy of the state [hidden] from which the token at `index` was drawn."""
-        self._drawn[index] = array_of(state)
+    def add_drawn(self, index: int, state: Array) -> None:
+        """Keep the state [1, hidden] in float32 from which the token at `index` was drawn."""
+        self._drawn[index] = state
 
     @property
     def prompt(self) -> torch.Tensor:
         """The states of the prompt's tokens [tokens, hidden], as far as they were computed."""
         parts = [self._parts[start] for start in sorted(self._parts)]
         if not self.wanted and self.num_tokens in self._drawn:
-            parts.append(self._drawn[self.num_tokens][None])
+            parts.append(self._drawn[self.num_tokens])
         return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, 0)
 
     def generated(self, seq: Sequence) -> torch.Tensor:
         """The states [tokens, hidden] of the generated tokens that are known."""
         indices = range(seq.num_prompt_tokens, seq.num_known_tokens)
         kept = [self._drawn[index] for index in indices]
-        return torch.from_numpy(np.stack(kept)) if kept else torch.empty(0, 0)
+        return torch.from_numpy(np.concatenate(kept)) if kept else torch.empty(0, 0)

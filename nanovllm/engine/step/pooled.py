@@ -1,5 +1,6 @@
 """Pooled: hidden states that sequences wait for, and their delivery."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,9 +67,20 @@ def deliver_states(states: InFlight | None) -> None:
     if states is None:
         return
     sizes = [1 if pool.adds_up else len(tokens) for _, pool, tokens in states.pooled]
-    parts = torch.split(states.states, sizes)
-    for (_, pool, tokens), part in zip(states.pooled, parts, strict=True):
+    for (_, pool, tokens), part in zip(states.pooled, _copies(states.states, sizes), strict=True):
         pool.add_states(tokens, part)
+
+
+def _copies(states: torch.Tensor, sizes: list[int]) -> Iterable[Array]:
+    """Copies of the parts of states [N, hidden] in float32: later steps download to this memory.
+
+    Rows become float32 together: PyTorch takes longer to call for each than NumPy to copy it.
+    """
+    if len(states) > len(sizes):
+        parts = torch.split(states, sizes)
+        return (part.to(torch.float32, copy=True).numpy() for part in parts)
+    rows = states.float().numpy()
+    return (rows[index : index + 1].copy() for index in range(len(rows)))
 
 
 class DrawnStates(NamedTuple):
@@ -98,5 +110,6 @@ def drawn_states(
 def deliver_drawn(drawn: DrawnStates | None) -> None:
     """Give the states, which have arrived on the host, to the sequences that keep them."""
     if drawn is not None:
-        for (seq, index), state in zip(drawn.tokens, drawn.states, strict=True):
-            seq.states.add_drawn(index, state)
+        rows = _copies(drawn.states, [1] * len(drawn.tokens))
+        for (seq, index), row in zip(drawn.tokens, rows, strict=True):
+            seq.states.add_drawn(index, row)
