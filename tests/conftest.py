@@ -234,6 +234,12 @@ def with_threads(number: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def need_gpus(number: int) -> None:
+    """Skip a test of more GPUs than there are."""
+    if (there := torch.cuda.device_count()) < number:
+        pytest.skip(f"needs {number} GPUs, and PyTorch finds {there}")
+
+
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let in all that has room right now, so that there are preemptions to be tested."""

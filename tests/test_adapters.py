@@ -14,7 +14,7 @@ import pytest
 import torch
 from adapted import OPTIONS, AdaptedCase, audit_slots, make_adapted_case, make_experts_case
 from adapter_files import EVERY_LINEAR, MOE, make_adapter, peft_logits
-from conftest import make_model
+from conftest import make_model, need_gpus
 from drafts import make_eager
 from heads import make_head
 from reference import HARD, SMALL_POOL, assert_same, audit_at_rest, make_llm
@@ -533,10 +533,12 @@ ON_DEVICE: dict[str, Any] = dict(device="cuda", num_kvcache_blocks=2000)
     [
         {}, dict(enforce_eager=True), dict(max_loras=1), dict(SMALL_POOL, max_loras=2), HARD,
         dict(speculative_config=NGRAMS), dict(scheduling="mixed", max_num_batched_tokens=60),
+        dict(tensor_parallel_size=2),
     ],
 )  # fmt: skip
 def test_greedy_equals_peft_on_a_device(options: dict[str, Any], case: AdaptedCase) -> None:
     """Decode graphs with adapters and without, rows that change slots."""
+    need_gpus(options.get("tensor_parallel_size", 1))
     with adapted_llm(case, **ON_DEVICE | options) as llm:
         check(llm, case)
 

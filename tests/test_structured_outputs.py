@@ -11,7 +11,7 @@ import jsonschema
 import pydantic
 import pytest
 import torch
-from conftest import byte_tokenizer, make_model
+from conftest import byte_tokenizer, make_model, need_gpus
 from drafts import Adversary, speculate, use_graphs
 from llguidance import LLMatcher, LLTokenizer
 from reference import (
@@ -185,12 +185,13 @@ ON_DEVICE = dict(device="cuda", num_kvcache_blocks=2000)
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [
     {}, dict(speculative_config=GRAMMAR), dict(speculative_config=SPECULATION),
-    dict(enforce_eager=True), HARD,
+    dict(enforce_eager=True), HARD, dict(tensor_parallel_size=2),
 ])  # fmt: skip
 def test_greedy_equals_transformers_with_an_oracle_on_a_device(
     options: dict[str, Any], greedy: Greedy, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks are filled while graphs run, and drafts of a grammar are in the device table."""
+    need_gpus(options.get("tensor_parallel_size", 1))
     prompts, params, expected = greedy
     numbers = watch_masked_draws(monkeypatch)
     with make_llm(model_dir, **ON_DEVICE | options) as llm:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import edit_config, make_model
+from conftest import edit_config, make_model, need_gpus
 from reference import (
     SMALL_POOL,
     Case,
@@ -73,11 +73,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
     """Options for kernels whose float32 sums differ from transformers' only by their order."""
-    if device == "cuda" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, there are {torch.cuda.device_count()}")
     options: dict[str, Any] = dict(device=device, tensor_parallel_size=size)
     options |= dict(enable_expert_parallel=True) if "whole experts" in name else {}
     if device == "cuda":
+        need_gpus(size)
         options |= dict(attention_backend="torch", num_kvcache_blocks=2000)
     return options
 
@@ -104,7 +103,7 @@ def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
     with make_llm(case.path, **parallel_options(device, size, name) | HARD) as llm:
         outputs = generate(llm, case)
         assert_same(outputs, case.expected)
-        assert llm.scheduler.num_preemptions >= 10
+        assert llm.scheduler.num_preemptions >= 5  # fewer where blocks behind a window are freed
         assert sum(out["num_cached_tokens"] for out in outputs) > 0
         audit_at_rest(llm)
 

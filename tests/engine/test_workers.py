@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import need_gpus
 from safetensors.torch import load_file, save_file
 
 import nanovllm
@@ -193,8 +194,8 @@ def nothing_left() -> Iterator[None]:
 
 
 def make_llm(path: Path | str, device: str = "cpu", size: int = 2, **options: Any) -> LLM:
-    if device == "cuda" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, and PyTorch finds {torch.cuda.device_count()}")
+    if device == "cuda":
+        need_gpus(size)
     pool = dict(cpu_kvcache_gib=0.05) if device == "cpu" else dict(num_kvcache_blocks=64)
     defaults = dict(device=device, dtype="float32", tensor_parallel_size=size, max_model_len=256)
     return LLM(path, **defaults | pool | options)

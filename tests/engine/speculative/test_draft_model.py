@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import edit_config, make_model
+from conftest import edit_config, make_model, need_gpus
 from drafts import make_eager, speculator_of, use_graphs
 from reference import (
     HARD,
@@ -554,8 +554,7 @@ def ends_of(outputs: list[RequestOutput]) -> list[Any]:
 )  # fmt: skip
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near_dir: Path) -> None:
     """Guesses are a part of the decode graphs."""
-    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
-        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    need_gpus(options.get("tensor_parallel_size", 1))
     gpu: dict[str, Any] = options | dict(
         device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import edit_config, make_model
+from conftest import edit_config, make_model, need_gpus
 from drafts import make_eager, speculator_of, use_graphs
 from heads import make_head
 from reference import (
@@ -266,8 +266,7 @@ def test_a_row_that_another_sequence_had_guesses_as_a_new_one() -> None:
 )  # fmt: skip
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, head_dir: Path) -> None:
     """Guesses are part of decode graphs."""
-    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
-        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    need_gpus(options.get("tensor_parallel_size", 1))
     gpu: dict[str, Any] = dict(max_num_seqs=4) | options  # with more, few drafts pay
     gpu |= dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
     params = sampled_params()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, need_gpus
 from drafts import Adversary, speculate, speculate_in_table, use_graphs
 from reference import (
     HARD,
@@ -542,8 +542,7 @@ def test_texts_that_the_device_guessed_are_found_in_the_cache(
      dict(attention_backend="torch"), dict(tensor_parallel_size=2)],
 )  # fmt: skip
 def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> None:
-    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
-        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    need_gpus(options.get("tensor_parallel_size", 1))
     gpu: dict[str, Any] = dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
     gpu |= dict(options, speculative_config=ROWS["speculative_config"])
     params = sampled_params(PARAMS + READERS)
@@ -575,8 +574,7 @@ def test_ngrams_on_a_gpu(options: dict[str, Any], model_dir: Path) -> None:
 
     Few tokens are allowed, or one is very likely, so that many drafts are right.
     """
-    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
-        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    need_gpus(options.get("tensor_parallel_size", 1))
     gpu: dict[str, Any] = dict(device="cuda", gpu_memory_utilization=0.05, kvcache_block_size=16)
     gpu |= options
     choices: list[dict[str, Any]] = [

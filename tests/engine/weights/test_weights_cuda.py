@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from adapter_files import make_adapter
+from conftest import make_model, need_gpus
 from safetensors.torch import load_file
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
 from nanovllm.engine.virtual_memory import CHUNK, VirtualMemory
 from nanovllm.engine.weights.tensors import weights_of
@@ -27,8 +28,7 @@ MOE = dict(
 
 
 def make_llm(path: Path | str, size: int = 1, **options: Any) -> LLM:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, and PyTorch finds {torch.cuda.device_count()}")
+    need_gpus(size)
     defaults = dict(device="cuda", dtype="bfloat16", num_kvcache_blocks=64, max_model_len=128)
     return LLM(path, **defaults | dict(tensor_parallel_size=size, enable_sleep_mode=True) | options)
 
@@ -188,12 +188,35 @@ def test_the_embedded_model_adds_after_sleep(level: int, options: dict[str, Any]
             assert solve() == before
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True)])
+def test_adapters_are_used_again_after_sleep(
+    options: dict[str, Any], size: int, models: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    """Their slots sleep, too; decode graphs go on to read them."""
+    adapter = LoRARequest("mine", make_adapter(models("plain", 0), tmp_path / "adapter"))
+    with make_llm(models("plain", 0), size, enable_lora=True, **options) as llm:
+
+        def answers() -> list[list[int]]:
+            outputs = llm.generate(IDS, GREEDY, False, [None, adapter, adapter])
+            return [output["token_ids"] for output in outputs]
+
+        before = answers()
+        assert before[0] == generate(llm)[0] and before[1:] != generate(llm)[1:]
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert answers() == before
+
+
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_returns_the_memory(level: int) -> None:
+@pytest.mark.parametrize("options", [{}, dict(enable_lora=True, max_lora_rank=512)])
+def test_sleep_returns_the_memory(options: dict[str, Any], level: int) -> None:
     """The driver counts. A few hundred MiB of kernels and workspaces stay."""
     torch.empty(1, device="cuda")
     start = used_bytes()
-    with make_llm(EMBEDDED_MODEL, num_kvcache_blocks=None, gpu_memory_utilization=0.6) as llm:
+    options = options | dict(num_kvcache_blocks=None, gpu_memory_utilization=0.6)
+    with make_llm(EMBEDDED_MODEL, **options) as llm:
         full = used_bytes() - start
         assert full > 10 * GIB
         llm.sleep(level)
