@@ -608,7 +608,6 @@ SPILLS = {
     "decode_attention, head_dim 64, block size 16": 16,
     "decode_attention, Qwen3-0.6B, eager": 16,
     "decode_attention, Mistral's window": 16,
-    "decode_attention, head_dim 80, block size 64": 16,  # on an RTX 50
     # Many queries of a key head: outside of the loop over copied tiles.
     "decode_attention, Qwen3-0.6B, 5 queries": 16,
     "decode_attention, Qwen3-8B, 5 queries": 48,
@@ -630,16 +629,19 @@ def max_spill(name: str) -> int:
     return max((n for prefix, n in SPILLS.items() if name.startswith(prefix)), default=0)
 
 
-def capabilities(name: str) -> tuple[int, ...]:
-    """The GPUs where its kernels are used, and differ from those of another case.
+# Attention takes the longest to compile: these cases of it are for all GPUs.
+COMMON_ATTENTION = ("Qwen3-8B", "head_dim 256", "window")
 
-    Blocks of 16 FP8 codes, which must be asked for, take the longest: they are for one GPU.
-    """
+
+def capabilities(name: str) -> tuple[int, ...]:
+    """The GPUs where its kernels are used, and differ enough from those of another case."""
     parts = (
         "few_rows", "few_experts", "few_adapted", "hopper", "eager", "many tokens",
-        "codes, block size 16",
+        "codes, block size 16",  # which must be asked for
     )  # fmt: skip
     alone = any(part in name for part in parts)
+    alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
+    alone |= name.startswith("quantized_rows") and name.endswith((" 16 rows", " 32 rows"))
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)
