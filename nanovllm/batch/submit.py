@@ -10,7 +10,7 @@ from nanovllm.engine.adapters.requests import Known
 from nanovllm.llm import LLM
 from nanovllm.openai.request import CHAT
 from nanovllm.openai.response import response_body
-from nanovllm.openai.vectors import VectorRequest, embeddings_body
+from nanovllm.openai.vectors import VectorRequest, embedding_entry, embeddings_body
 from nanovllm.outputs import RequestOutput
 
 
@@ -68,6 +68,8 @@ def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
     requests = [llm.unfinished[request_id] for request_id in ids]
 
     def body(_: str, __: list[RequestOutput]) -> dict[str, Any]:
-        return embeddings_body(asked, plan.outputs(requests), llm.config.model)
+        outputs = plan.outputs(requests)
+        data = [embedding_entry(asked, *entry) for entry in enumerate(outputs)]
+        return embeddings_body(asked, outputs, llm.config.model, data)
 
     return Submitted(ids, 1, body)

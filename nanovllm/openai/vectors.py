@@ -87,23 +87,24 @@ def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
 
 
 def embeddings_body(
-    request: VectorRequest, outputs: Sequence[EmbeddingRequestOutput], model: str
+    request: VectorRequest, outputs: Sequence[EmbeddingRequestOutput], model: str, data: list[Any]
 ) -> dict[str, Any]:
-    """The body that answers /v1/embeddings."""
-    is_coded = request.encoding_format == "base64"
+    """The body that answers /v1/embeddings; `data` has an `embedding_entry` for each output."""
     return {
         "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _base64(output.embedding) if is_coded else output.embedding,
-            }
-            for index, output in enumerate(outputs)
-        ],
+        "data": data,
         "model": request.model or model,
         "usage": _usage(output.num_prompt_tokens for output in outputs),
     }
+
+
+def embedding_entry(
+    request: VectorRequest, index: int, output: EmbeddingRequestOutput
+) -> dict[str, Any]:
+    """An input's entry in the body that answers /v1/embeddings."""
+    vector = output.embedding
+    written = _base64(vector) if request.encoding_format == "base64" else vector
+    return {"object": "embedding", "index": index, "embedding": written}
 
 
 def score_body(

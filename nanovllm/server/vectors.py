@@ -1,8 +1,10 @@
 """Answering /v1/embeddings, /score and /rerank: vectors of prompts, and scores of documents."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,6 +13,7 @@ from nanovllm.openai.vectors import (
     EMBEDDINGS,
     RERANK,
     VectorRequest,
+    embedding_entry,
     embeddings_body,
     parse_embeddings,
     parse_rerank,
@@ -21,6 +24,7 @@ from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import answered
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
+from nanovllm.vectors.outputs import EmbeddingRequestOutput
 
 
 class Vectors:
@@ -39,7 +43,8 @@ class Vectors:
         if line.url == EMBEDDINGS:
             asked = parse_embeddings(body)
             vectors = await self._llm.embed(*asked.arguments, **self._settings(asked))
-            answer = embeddings_body(asked, vectors, model)
+            data = await _embedding_entries(asked, vectors)
+            answer = embeddings_body(asked, vectors, model, data)
         else:
             asked = parse_rerank(body) if line.url in RERANK else parse_score(body)
             scores = await self._llm.score(*asked.arguments, **self._settings(asked))
@@ -59,6 +64,17 @@ class Vectors:
             raise ValueError(
                 f"a request must have at most {most} inputs (max_inputs), got {number}"
             )
+
+
+async def _embedding_entries(
+    asked: VectorRequest, vectors: Sequence[EmbeddingRequestOutput]
+) -> list[orjson.Fragment]:
+    """The entries of an answer as JSON. Other tasks run between them: thousands take long."""
+    entries = []
+    for index, vector in enumerate(vectors):
+        entries.append(orjson.Fragment(orjson.dumps(embedding_entry(asked, index, vector))))
+        await asyncio.sleep(0)
+    return entries
 
 
 def _number(texts: Any) -> int:

@@ -1,12 +1,18 @@
 """How answers are written."""
 
+import asyncio
 import json
 import math
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from nanovllm.openai.vectors import parse_embeddings
 from nanovllm.outputs import TokenLogprob
 from nanovllm.server.answering import _sse, json_response
+from nanovllm.server.vectors import _embedding_entries
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -18,3 +24,28 @@ def test_a_number_that_is_not_finite_is_null(number: float) -> None:
     written = {"a": [{"token_id": 1, "text": "é", "logprob": None, "rank": 1}]}
     assert json.loads(bytes(whole.body)) == written
     assert _sse(value) == b"data: " + bytes(whole.body) + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"), [("float", [1.0, None]), ("base64", "AACAPwAAgH8=")], ids=str
+)
+def test_other_tasks_run_while_vectors_are_written(kind: str, written: Any) -> None:
+    asked = parse_embeddings(dict(input=["a"] * 50, encoding_format=kind))
+    vectors: list[Any] = [SimpleNamespace(embedding=[1.0, math.inf])] * 50
+    turns = count()
+
+    async def take_turns() -> None:
+        while next(turns) < 1000:
+            await asyncio.sleep(0)
+
+    async def write() -> bytes:
+        others = asyncio.create_task(take_turns())
+        entries = await _embedding_entries(asked, vectors)
+        others.cancel()
+        return bytes(json_response(entries).body)
+
+    found = json.loads(asyncio.run(write()))
+    assert found == [
+        {"object": "embedding", "index": index, "embedding": written} for index in range(50)
+    ]
+    assert next(turns) >= 50
