@@ -121,7 +121,7 @@ def _check_others(call: Callable[..., Any], others: Mapping[str, Any]) -> None:
 def _embeddings(
     requests: list[Request], dimensions: int | None, normalizes: bool
 ) -> list[EmbeddingRequestOutput]:
-    vectors = vectors_of(requests, dimensions, normalizes).numpy()
+    vectors = vectors_of(requests, dimensions, normalizes)
     # One list after the other, between which other threads run; NumPy makes them faster.
     return [
         _embedding(request, vector.tolist())

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.pool import Pooling, Wanted
 from nanovllm.engine.requests.request import Request, check_no_error
+from nanovllm.engine.step.transfer import Array
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -146,10 +145,15 @@ def text_of(name: str, value: Any) -> str:
     return source
 
 
-def vectors_of(requests: list[Request], dimensions: int | None, normalizes: bool) -> torch.Tensor:
-    """The requests' pooled states, cut and then normalized: [requests, dimensions]."""
+def vectors_of(requests: list[Request], dimensions: int | None, normalizes: bool) -> Array:
+    """The requests' pooled states, cut and then normalized: [requests, dimensions].
+
+    By NumPy: PyTorch takes milliseconds to wake its threads.
+    """
     if not requests:
-        return torch.empty(0, 0)
-    states = np.stack([request.seqs[0].pool.result for request in requests])
-    vectors = torch.from_numpy(states)[:, :dimensions]
-    return F.normalize(vectors, dim=-1) if normalizes else vectors
+        return np.empty((0, 0), np.float32)
+    vectors = np.stack([request.seqs[0].pool.result for request in requests])[:, :dimensions]
+    if normalizes:
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors /= np.maximum(lengths, 1e-12, dtype=np.float32)
+    return vectors

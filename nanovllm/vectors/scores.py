@@ -120,12 +120,12 @@ def _cosines(requests: list[Request], num_queries: int) -> list[ScoringRequestOu
     """The cosines of the first requests, or the first one, with the others."""
     vectors = vectors_of(requests, None, True)
     queries, documents = requests[:num_queries], requests[num_queries:]
-    cosines = (vectors[:num_queries] * vectors[num_queries:]).sum(dim=-1)
+    cosines = (vectors[:num_queries] * vectors[num_queries:]).sum(axis=-1)
     if num_queries == 1:
         queries = queries * len(documents)
     scored = []
     for query, document, score in zip(
-        queries, documents, cosines.clamp(-1, 1).tolist(), strict=True  # they may round to more
+        queries, documents, cosines.clip(-1, 1).tolist(), strict=True  # they may round to more
     ):  # fmt: skip
         output, seq = _scored(document, score), query.seqs[0]
         output["prompt_token_ids"] = (
