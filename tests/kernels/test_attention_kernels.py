@@ -24,7 +24,7 @@ from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain.kv_codes import dequantize, quantize
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SETTINGS = kernel_settings(25)
+SETTINGS = kernel_settings(16)
 TILE = 64  # where a context's length matters to the kernels
 
 

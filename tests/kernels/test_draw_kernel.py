@@ -46,7 +46,7 @@ def kernels(lanes: int) -> Kernels:
 
 
 @pytest.mark.slow
-@kernel_settings(40)
+@kernel_settings(24)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, distinct=st.lists(VALUES, max_size=6),
        spread=st.sampled_from([0.0, 0.1, 1.0, 4.0]), lanes=LANES,
        seed=st.integers(0, 2**31))  # fmt: skip
@@ -69,7 +69,7 @@ def test_the_kernel_draws_its_twins_tokens(
 
 
 @pytest.mark.slow
-@kernel_settings(10)
+@kernel_settings(6)
 @given(rows=ROWS, dtype=DTYPES, num_values=st.sampled_from([0, 3, 50]), seed=st.integers(0, 2**31))
 def test_a_kernels_draw_does_not_depend_on_its_neighbours(
     kernel_device: str, rows: list[dict[str, Any]], dtype: torch.dtype, num_values: int, seed: int

@@ -100,7 +100,7 @@ def test_a_bitmap_has_a_bit_for_each_token() -> None:
     assert logits[0, 34] == 34.0
 
 
-@kernel_settings(25)
+@kernel_settings(15)
 @given(st.sampled_from(SIZES), st.booleans(), st.integers(0, 2**31))
 def test_a_mask_equals_its_definition(
     kernels: Kernels, device: str, vocab_size: int, strided: bool, seed: int
@@ -119,7 +119,7 @@ def test_a_mask_equals_its_definition(
         assert not wide[:, :3].any(), "what is beside the rows changed"
 
 
-@kernel_settings(25)
+@kernel_settings(15)
 @given(
     st.sampled_from(SIZES),
     st.sampled_from(DTYPES),

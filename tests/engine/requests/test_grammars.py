@@ -174,7 +174,7 @@ def test_walks_through_random_schemas_are_valid(schema: Any, seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, **SETTINGS)
+@settings(max_examples=1200, **SETTINGS)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_walks_through_many_random_schemas_are_valid(schema: Any, seed: int) -> None:
     check_walks(schema, seed)
