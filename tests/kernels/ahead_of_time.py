@@ -641,7 +641,8 @@ def capabilities(name: str) -> tuple[int, ...]:
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
-    alone |= name.startswith("quantized_rows") and name.endswith((" 16 rows", " 32 rows"))
+    some = (" 16 rows", " 32 rows", "float32")
+    alone |= name.startswith("quantized_rows") and name.endswith(some)
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)
