@@ -136,8 +136,10 @@ def _embedding(request: Request, vector: list[float]) -> EmbeddingRequestOutput:
 
 
 def _states(requests: list[Request]) -> list[PoolingRequestOutput]:
-    datas = (torch.from_numpy(request.seqs[0].pool.result) for request in requests)
     return [
-        PoolingRequestOutput(**common_fields(request), outputs=PoolingOutput(data=data))
-        for request, data in zip(requests, datas, strict=True)
+        PoolingRequestOutput(
+            **common_fields(request),
+            outputs=PoolingOutput(data=torch.from_numpy(request.seqs[0].pool.result)),
+        )
+        for request in requests
     ]

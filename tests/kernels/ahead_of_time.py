@@ -631,6 +631,8 @@ def max_spill(name: str) -> int:
 
 # Attention takes the longest to compile: these cases of it are for all GPUs.
 COMMON_ATTENTION = ("Qwen3-8B", "head_dim 256", "window")
+# Of quantized layers these are for one GPU: all have 1 and 64 rows, and float16.
+RARER_ROWS = (" 16 rows", " 32 rows", "float32")
 
 
 def capabilities(name: str) -> tuple[int, ...]:
@@ -641,8 +643,7 @@ def capabilities(name: str) -> tuple[int, ...]:
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
-    some = (" 16 rows", " 32 rows", "float32")
-    alone |= name.startswith("quantized_rows") and name.endswith(some)
+    alone |= name.startswith("quantized_rows") and name.endswith(RARER_ROWS)
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)
     return (HOPPER,) if alone else tuple(CAPABILITIES)
