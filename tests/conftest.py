@@ -32,6 +32,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import transformers
+import zygote
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -46,6 +47,8 @@ from nanovllm.engine.step.transfer import upload, upload_all
 from nanovllm.kernels.cpu.library import library
 from nanovllm.layers.filters import Filters
 from nanovllm.outputs import RequestOutput
+
+pytest_plugins = ["costs", "selection"]
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -69,6 +72,13 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return None  # pytest-xdist reads it
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return 0 if torch.cuda.is_available() else min(cores, 8)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests start processes of Python from a warm one, where tests run and there is no GPU."""
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and not torch.cuda.is_available() and "NANOVLLM_TESTS_COLD" not in os.environ:
+        zygote.install()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -101,6 +111,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def cold_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `cold` start processes without a zygote."""
+    with zygote.cold() if "cold" in request.keywords else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import zygote
+
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--cpu-kvcache-gib", "0.05")
 START_SECONDS = 120
 LOG_SECONDS = 60
@@ -49,9 +51,7 @@ class Server:
 
     def children(self) -> list[int]:
         """The processes that it has started: the engine's."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        found = ((task / "children").read_text() for task in tasks)
-        return [int(pid) for pids in found for pid in pids.split()]
+        return zygote.children(self.process.pid)
 
     def end(self) -> int:
         """Ask it to end; returns its status."""

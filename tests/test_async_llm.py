@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
+import zygote
 from reference import make_llm, make_prompts
 
 from nanovllm import LLM, RankError, SamplingParams
@@ -457,9 +458,8 @@ def test_a_killed_rank_is_an_error_of_every_call(model_dir: Path, run: Run[Any])
         engine = AsyncLLM(model_dir, tensor_parallel_size=2, **OPTIONS)
         call = asyncio.create_task(engine.complete([1], LONG))
         await asyncio.sleep(0.2)
-        parent = engine._connection.process.pid
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        (worker,) = zygote.children(engine._connection.process.pid)
+        os.kill(worker, signal.SIGKILL)
         (result,) = await asyncio.gather(call, return_exceptions=True)
         engine.close()
         return result

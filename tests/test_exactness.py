@@ -173,6 +173,7 @@ def test_the_reference_itself_is_what_transformers_generates(standard: Case) -> 
         assert out[0, len(prompt) :].tolist() == tokens
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_greedy_equals_transformers_with(name: str, standard: Case) -> None:
     with make_llm(standard.path, **SCENARIOS[name]) as llm:
@@ -180,6 +181,7 @@ def test_greedy_equals_transformers_with(name: str, standard: Case) -> None:
         audit_at_rest(llm)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CROWDED)
 def test_hundreds_of_preemptions_keep_the_output_with(name: str, crowd: Case) -> None:
@@ -333,12 +335,14 @@ def test_float32_logits_on_the_device_equal_transformers(
 # Every variant of the model, with the defaults and with the hardest options
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_logits_of_a_variant_equal_transformers(backend: str, variant: Case) -> None:
     check_logits(variant, attention_backend=backend)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 def test_a_variant_equals_transformers_with_chunks_and_preemptions(variant: Case) -> None:
     with make_llm(variant.path, **HARD) as llm:
@@ -413,6 +417,7 @@ def roped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_case(make_model(path, seed=2, **overrides[request.param]), make_prompts())
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_rope_is_read_in_the_spelling_of(spelling: str, roped: Case, tmp_path: Path) -> None:
     path = shutil.copytree(roped.path, tmp_path / "copy")

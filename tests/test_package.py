@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import zygote
 
 import nanovllm
 
@@ -75,9 +76,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 def loaded_by(statement: str) -> set[str]:
     """The top-level modules that a fresh interpreter has loaded after `statement`."""
     script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
-    )
+    with zygote.cold():
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        )
     assert done.stderr == ""
     return set(done.stdout.split())
 

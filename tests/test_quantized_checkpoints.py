@@ -86,6 +86,7 @@ def matrices(variant: Variant, **model: Any) -> Iterator[tuple[str, Kind, Codes]
 # By definition
 
 
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_float_weights_are_near_those_that_were_quantized(name: str, tmp_path: Path) -> None:
     """And exactly those of the matrices that the config leaves alone."""
@@ -196,6 +197,7 @@ def test_a_zero_point_of_zero_borrows_from_the_next_one() -> None:
 # compressed-tensors
 
 
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", COMPRESSED_TENSORS)
 def test_compressed_tensors_reads_the_same_weights(name: str, model: str, tmp_path: Path) -> None:

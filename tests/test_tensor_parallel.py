@@ -81,6 +81,7 @@ def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
     return options
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
@@ -91,6 +92,7 @@ def test_logits_of_ranks_equal_transformers(
     check_logits(cases[name], **parallel_options(device, size, name))
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
@@ -108,6 +110,7 @@ def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
         audit_at_rest(llm)
 
 
+@pytest.mark.sampled(share=0.7)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
@@ -122,6 +125,7 @@ def test_pending_tokens_reach_every_rank(
         audit_at_rest(llm)
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -> None:
@@ -133,6 +137,7 @@ def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -
         assert llm.scheduler.num_preemptions >= 200
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) -> None:
@@ -159,6 +164,7 @@ def test_ranks_agree_after_aborted_requests(cases: dict[str, Case]) -> None:
         assert_same(generate(llm, case), case.expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])

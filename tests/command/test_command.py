@@ -50,6 +50,7 @@ def in_process(capsys: Any, *argv: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
+@pytest.mark.cold
 def test_help_does_not_import_torch() -> None:
     """That would take seconds for a page of text."""
     for argv in (

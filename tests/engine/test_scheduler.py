@@ -82,6 +82,7 @@ def drain(scheduler: Scheduler, limit: int = 1000) -> None:
     raise AssertionError(f"not finished after {limit} steps")
 
 
+@pytest.mark.cold
 def test_the_scheduler_side_does_not_import_torch() -> None:
     """A simulation of the scheduler need not wait seconds for PyTorch."""
     code = "import sys, nanovllm.engine.scheduler; sys.exit('torch' in sys.modules)"

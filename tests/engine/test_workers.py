@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+import zygote
 from conftest import need_gpus
 from safetensors.torch import load_file, save_file
 
@@ -118,8 +119,7 @@ def is_gone(pid: int) -> bool:
 
 def children() -> set[int]:
     """This process's children, zombies among them."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    return {pid for pid in pids if state(pid)[1] == os.getpid()}
+    return set(zygote.children(os.getpid()))
 
 
 def open_files(pid: int | str = "self") -> set[str]:

@@ -6,7 +6,8 @@ constants, alignment hints and options are those of the call. Only the tensors' 
 alignment matter; they stay empty and on the CPU.
 
 It runs in a process of its own, as Triton must be imported without TRITON_INTERPRET; one line of
-JSON for each kernel: `python tests/kernels/ahead_of_time.py [part of a case's name]`.
+JSON for each kernel: `python tests/kernels/ahead_of_time.py [part of a case's name]`. With
+`--serve` it reads a case and a capability from each line, and writes a line with a list of kernels.
 """
 
 import json
@@ -737,7 +738,18 @@ def compile_all(names: list[str]) -> Iterator[dict[str, Any]]:
                 yield {"case": name, "capability": capability, "error": repr(error)}
 
 
+def serve() -> None:
+    """Compile what each line of stdin asks for, until there are no more."""
+    for line in sys.stdin:
+        name, capability = json.loads(line)
+        sys.stdout.write(json.dumps(compile_case(name, capability)) + "\n")
+        sys.stdout.flush()
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+        sys.exit()
     part = " ".join(sys.argv[1:])
     for line in compile_all([name for name in CASES if part in name]):
         sys.stdout.write(json.dumps(line) + "\n")

@@ -346,6 +346,7 @@ DRAFTS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("programs", [1, 3, 13])
 @pytest.mark.parametrize("shape", DRAFTS, ids=str)
 def test_several_queries_of_a_sequence_equal_their_twin(
@@ -370,6 +371,7 @@ def test_any_number_of_queries_equals_its_twin(
     assert_decodes_as_its_twin(replace(shape, used=used), kernel_device)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("shape", DRAFTS, ids=str)
 def test_queries_of_a_sequence_equal_sequences_of_one_query(
     kernel_device: str, shape: Shape
@@ -419,6 +421,7 @@ def test_decode_of_codes_of_many_sizes_equals_its_twin(
     assert_decodes_as_its_twin(shape, kernel_device, OfManySizes)
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
@@ -433,6 +436,7 @@ def test_decode_sees_only_its_window(kernel_device: str, window: int, block_size
 LARGE_HEADS: dict[str, Any] = dict(kv_heads=3, head_dim=128, dtype=BF16)
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [64, 256])
 @pytest.mark.parametrize("window", [None, 100])
@@ -460,6 +464,7 @@ def test_short_steps_do_not_copy_tiles(kernel_device: str) -> None:
     assert copied == [can_copy_tiles(ends.device), False]
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
@@ -470,6 +475,7 @@ def test_prefill_sees_only_its_window(kernel_device: str, window: int, use_cache
     assert_prefills_as_its_twin(Shape(contexts, queries, window=window), use_cache, kernel_device)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [32, 128])
 @pytest.mark.parametrize("programs", [1, 3, 13])
@@ -770,6 +776,7 @@ def test_a_graph_decodes_several_queries_of_a_sequence(
     )  # fmt: skip
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("block_size", [16, 256])
@@ -792,6 +799,7 @@ LARGE_PREFILLS = {
 }
 
 
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.cuda
 @REAL_HEADS
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -156,6 +156,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.cuda
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("name", BATCHES)

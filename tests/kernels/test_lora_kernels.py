@@ -225,6 +225,7 @@ def test_a_division_of_many_inputs_changes_nothing_but_rounding(rows: int) -> No
     check(triton_kernels(), Shape(rows, groups=2, size_in=3100, sizes=(33,), max_rank=5), DEVICE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_groups", [1, 2, 8, 15, 16])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 100, 512])
 def test_few_rows_are_grouped_as_many_are(

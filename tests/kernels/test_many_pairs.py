@@ -138,6 +138,7 @@ def test_many_pairs_of_quantized_experts_have_other_kernels(kernel_device: str) 
     assert_near(out, (x, dequantize(gate_up), dequantize(down), ids, shares, e))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 5, 300, 700])
 @pytest.mark.parametrize("num_experts", [3, 62, 63])  # with two more, a power of two or not
 @pytest.mark.parametrize("favourites", [False, True])

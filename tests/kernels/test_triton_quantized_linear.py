@@ -39,6 +39,7 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, bound: float) -> None
     assert float(((out.float() - expected.float()).abs() / size).max()) <= bound
 
 
+@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("size", SIZES[:2])
 def test_weights_are_those_of_the_definition(
@@ -54,6 +55,7 @@ def test_weights_are_those_of_the_definition(
     assert torch.equal(dequantize(arrange(stack), bf16), expected)
 
 
+@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("size", SIZES[1:])
 @pytest.mark.parametrize("num_rows", [1, 17, 70])
@@ -71,6 +73,7 @@ def test_a_product_is_that_of_the_definition(
     assert not bool(arranged.arrivals.any())
 
 
+@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_of_narrow_types_are_not_rounded(
@@ -175,6 +178,7 @@ def test_rows_of_a_larger_matrix_are_read_as_they_are(kernel_device: str) -> Non
 TILES = [(8, 32, 1), (8, 64, 8), (16, 64, 4), (32, 64, 2), (64, 64, 4), (64, 32, 1), (128, 64, 2)]
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("form", [FORMATS[0], FORMATS[6], FORMATS[9], FORMATS[11]], ids=form_id)
 def test_every_tile_gives_the_same_sums(
@@ -210,6 +214,7 @@ def scaled_of(x: torch.Tensor, parts: int) -> Scaled:
 FUSED = [FORMATS[0], FORMATS[6], FORMATS[8], FORMATS[9]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FUSED, ids=form_id)
 @pytest.mark.parametrize("num_rows", [1, 16, 33])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -261,6 +266,7 @@ def test_layers_that_few_rows_cannot_compute_are_refused(kernel_device: str) -> 
     assert few_rows_for([good, other.float()]) is None
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize("scale", [None, 0.01])
@@ -283,6 +289,7 @@ def test_rounded_rows_equal_their_twin(
         assert torch.equal(rows.codes.view(torch.int8), in_word_order(whole))
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize("scale", [None, 0.01])
@@ -321,6 +328,7 @@ def rounded(x: torch.Tensor, form: Format, scale: torch.Tensor | None) -> torch.
     return codes.float() * scales.repeat_interleave(width, dim=1)[:, : x.shape[1]]
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("form", ROUNDED, ids=form_id)
 @pytest.mark.parametrize("static", [False, True])
 def test_products_of_rounded_rows(form: Format, static: bool, kernel_device: str) -> None:
@@ -344,6 +352,7 @@ def test_products_of_rounded_rows(form: Format, static: bool, kernel_device: str
     assert_near(quantized_linear(x[:32], arranged), x[:32].float() @ weight.T, 2.0**-8)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize(
     "tile", [(64, 64, 4, 1), (64, 64, 3, 2), (64, 128, 1, 1), (128, 128, 2, 1)]
 )

@@ -77,6 +77,7 @@ def weights(model: CausalLM) -> dict[str, torch.Tensor]:
     return {name: dense(weight, held.num_columns) for name, weight, held in matrices(model)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_weights_are_those_that_the_checkpoint_stands_for(
@@ -97,6 +98,7 @@ def rounds_inputs(config: dict[str, Any], bits: int) -> bool:
     return config["quant_method"] == "fp8" or any(group["input_activations"] for group in of_bits)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_inputs_are_rounded_where_the_config_says_it(name: str, tmp_path: Path) -> None:
     """With the largest static scale of a fused layer's projections."""
@@ -132,6 +134,7 @@ def test_inputs_are_rounded_for_weights_quantized_to_fp8(online: str, tmp_path: 
     assert found == [online == "fp8"] * len(found) and len(found) > 16
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "size"), [("Qwen3", 4), ("experts", 2), ("fused", 2)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_hold_parts_of_the_same_weights(
@@ -315,6 +318,7 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return (path / "config.json").read_text()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", VARIANTS)
 def test_random_weights_need_only_the_config(name: str, model_config: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(model_config)
@@ -325,6 +329,7 @@ def test_random_weights_need_only_the_config(name: str, model_config: str, tmp_p
     assert all(math.isfinite(step[0]["logprob"]) for step in out["logprobs"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", VARIANTS)
 def test_random_weights_are_as_large_as_plain_ones(
     name: str, model_config: str, tmp_path: Path

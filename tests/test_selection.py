@@ -1,0 +1,66 @@
+"""Which tests a run has, and what it says of their costs."""
+
+import itertools
+import random
+
+import costs
+import pytest
+import selection
+
+
+@pytest.fixture(params=["one commit", "another"])
+def seed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(selection, "SEED", request.param)
+    monkeypatch.setattr(selection, "everything", False)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_every_value_or_pair_is_covered_by_few_combinations(pairs: bool) -> None:
+    combinations = [
+        dict(zip("abcd", values, strict=True))
+        for values in itertools.product(range(4), range(3), range(3), range(2))
+        if values[:2] != (3, 2)  # one that was left out
+    ]
+    kept = [combinations[i] for i in selection.covering(combinations, pairs, random.Random(1))]
+    for names in itertools.combinations("abcd", 2 if pairs else 1):
+        for some in (combinations, kept):
+            found = {tuple(c[name] for name in names) for c in some}
+            assert found == {tuple(c[name] for name in names) for c in combinations}
+    assert len(kept) <= (20 if pairs else 6) < len(combinations)
+
+
+def test_a_sample_follows_from_the_seed_and_keeps_the_order(seed: str) -> None:
+    kept = selection.sample(range(100), 0.1, "group")
+    assert kept == sorted(kept) == selection.sample(range(100), 0.1, "group")
+    assert len(kept) == 10 != kept != selection.sample(range(100), 0.1, "another group")
+    assert len(selection.sample("abc", 0.01, "group")) == 1
+
+
+def test_another_commit_has_another_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "everything", False)
+    samples = set()
+    for number in range(20):
+        monkeypatch.setattr(selection, "SEED", str(number))
+        samples |= set(selection.sample(range(10), 0.2, "group"))
+    assert samples == set(range(10)), "all are run in the end"
+
+
+def test_one_of_each_kind_is_kept_unless_all_are_wanted(
+    seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["ant", "bee", "auk", "bat", "asp"]
+    kept = selection.one_of_each(words, lambda word: word[0], "group")
+    assert [word[0] for word in kept] == ["a", "b"]
+    monkeypatch.setattr(selection, "everything", True)
+    assert sorted(selection.one_of_each(words, lambda word: word[0], "group")) == sorted(words)
+
+
+def test_files_that_grew_are_named_whatever_the_machines_speed() -> None:
+    recorded = {f"{n}.py": float(n) for n in range(5, 40)}
+    twice_as_slow = {file: 2 * cost for file, cost in recorded.items()}
+    assert costs.growth(twice_as_slow, recorded) == []
+    changed = twice_as_slow | {"20.py": 55.0, "new.py": 12.0, "cheap.py": 9.0}
+    lines = costs.growth(changed, recorded)
+    assert lines == ["grew by 15 s: 20.py (55 s)", "grew by 12 s: new.py (12 s)"]
+    assert costs.growth({"new.py": 99.0}, {}) == []
