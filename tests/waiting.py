@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LIMIT = 300.0  # seconds after which a thread, a process or a test is taken to hang
+LIMIT = 600.0  # seconds after which a thread, a process or a test is taken to hang
 FOREVER = 10 * LIMIT  # seconds of what a test must end, or not wait for
 
 

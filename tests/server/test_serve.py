@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from servers import OPTIONS, serving
+from waiting import LIMIT
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
@@ -65,7 +66,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(bare_model: 
     (bare_model / "model.safetensors").write_bytes(b"")  # which loading would find
     done = subprocess.run(
         [sys.executable, "-m", "nanovllm", "serve", *OPTIONS, str(bare_model), "--port", "0"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     message = f"nanovllm: error: {bare_model} {NO_TOKENIZER}; --tokenizer names one\n"
     assert (done.returncode, done.stderr) == (1, message)
