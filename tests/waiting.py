@@ -19,7 +19,7 @@ def wait_until(what: str, condition: Callable[[], T]) -> T:
     end = time.monotonic() + LIMIT
     while not (found := condition()):
         assert time.monotonic() < end, what
-        time.sleep(0.01)
+        time.sleep(0.005)
     return found
 
 
