@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from waiting import LIMIT
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60.0
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
@@ -58,7 +59,7 @@ class Chromium:
             message["sessionId"] = self._session
         self._out.write(json.dumps(message).encode() + b"\0")
         self._out.flush()
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + LIMIT
         while (found := self._read(deadline)).get("id") != number:
             self.events.append(found)
         assert "error" not in found, (method, found["error"])
@@ -111,9 +112,9 @@ class Chromium:
         assert "exceptionDetails" not in result, (expression, result["exceptionDetails"])
         return result["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 20.0) -> Any:
+    def wait_for(self, expression: str) -> Any:
         """Wait until an expression is true; returns its value."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + LIMIT
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < deadline, (
                 expression,

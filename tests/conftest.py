@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
 
 import transformers
 import zygote
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -57,6 +57,12 @@ SHAPE: dict[str, Any] = dict(
     eos_token_id=257, pad_token_id=256,
 )  # fmt: skip
 
+
+# How long an example takes, or is drawn, fails no test: a busy machine may be slow.
+settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("busy machine")
 
 # The fixtures of these files take long to make: one worker runs all tests of a file.
 FOR_ONE_WORKER = (

@@ -2,8 +2,7 @@
 
 import contextlib
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,11 +57,3 @@ def has_ended(pid: int) -> bool:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return True
-
-
-def wait_until(what: str, holds: Callable[[], bool], seconds: float = 120) -> None:
-    """Wait until something holds; fails with `what` after some time."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)

@@ -6,15 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import zygote
+from waiting import LIMIT, wait_until
 
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--cpu-kvcache-gib", "0.05")
-START_SECONDS = 120
-LOG_SECONDS = 60
 
 
 class Server:
@@ -29,10 +27,13 @@ class Server:
         self.url = self._wait_for_address()
 
     def _wait_for_address(self) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while not (found := re.search(r" at (\S+)\n", self.text)):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.text
-            time.sleep(0.05)
+        def address() -> re.Match[str] | None:
+            text = self.text
+            assert self.process.poll() is None, text
+            return re.search(r" at (\S+)\n", text)
+
+        found = wait_until("the server does not start", address)
+        assert found is not None
         return found[1]
 
     @property
@@ -42,11 +43,10 @@ class Server:
 
     def line_with(self, words: str) -> str:
         """The only line that has these words. It is written after the response."""
-        deadline = time.monotonic() + LOG_SECONDS
-        while not (lines := [one for one in self.text.splitlines() if words in one]):
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.01)
-        (line,) = lines
+        (line,) = wait_until(
+            f"the log has no line with {words!r}",
+            lambda: [one for one in self.text.splitlines() if words in one],
+        )
         return line
 
     def children(self) -> list[int]:
@@ -56,7 +56,7 @@ class Server:
     def end(self) -> int:
         """Ask it to end; returns its status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(LIMIT)
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def serving(log: Path, *arguments: str) -> Iterator[Server]:
     finally:
         if server.process.poll() is None and server.end() != 0:
             raise AssertionError(server.text)
-        deadline = time.monotonic() + 10
-        while any(Path(f"/proc/{pid}").exists() for pid in children):
-            assert time.monotonic() < deadline, "the engine's process is left"
-            time.sleep(0.02)
+        wait_until(
+            "the engine's process is left",
+            lambda: not any(Path(f"/proc/{pid}").exists() for pid in children),
+        )

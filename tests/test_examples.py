@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +21,7 @@ def test_without_ray_the_example_says_what_to_install(
     (tmp_path / "ray.py").write_text("raise ImportError(\"No module named 'ray'\")")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     argv = [sys.executable, str(ROOT / "examples" / example), "in.jsonl", "out"]
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(
         f"{example}: error: nanovllm.ray needs nanovllm[{extra}]: No module"

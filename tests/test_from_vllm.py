@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from adapter_files import make_adapter
+from waiting import LIMIT
 
 from nanovllm.embedded import EMBEDDED_MODEL
 
@@ -33,7 +34,7 @@ def run(script: str, folder: Path, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, str(folder / script), EMBEDDED_MODEL, *arguments],
         capture_output=True, text=True,
-        timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=LIMIT, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

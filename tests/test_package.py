@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zygote
+from waiting import LIMIT
 
 import nanovllm
 
@@ -78,7 +79,11 @@ def loaded_by(statement: str) -> set[str]:
     script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
     with zygote.cold():
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=LIMIT,
         )
     assert done.stderr == ""
     return set(done.stdout.split())
@@ -244,7 +249,7 @@ def test_batch_jobs_of_ray_need_no_web_server() -> None:
 def test_servers_of_ray_need_no_arrow() -> None:
     pytest.importorskip("ray.serve")
     script = "import sys; sys.modules['pyarrow'] = None; from nanovllm.ray import serving_app"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)
 
 
 def test_the_rules_name_existing_modules() -> None:
@@ -314,7 +319,7 @@ def test_git_ignores_no_file_of_the_package() -> None:
     try:
         done = subprocess.run(
             ["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(files),
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=LIMIT,
         )  # fmt: skip
     except FileNotFoundError:
         pytest.skip("needs git")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from ray_clusters import local_cluster
 from reference import make_llm
+from waiting import LIMIT
 
 from nanovllm.batch.job import Job
 from nanovllm.batch.journal import Journal
@@ -398,7 +399,7 @@ def test_a_cluster_without_cores_is_refused() -> None:
 
 def test_without_ray_the_error_names_the_extra() -> None:
     script = "import sys; sys.modules['ray'] = None; from nanovllm.ray import answer"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT)
     assert b"ImportError: nanovllm.ray needs nanovllm[ray]: import of ray halted" in done.stderr
 
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from conftest import make_model
-from ray_clusters import has_ended, local_cluster, processes_under, wait_until
+from ray_clusters import has_ended, local_cluster, processes_under
 from reference import make_llm
+from waiting import LIMIT, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
@@ -69,7 +70,7 @@ class Cluster(NamedTuple):
         return len(re.findall(r"/v1/completions \w+ 499 ", "".join(self.logs())))
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, headers=KEYS, timeout=60)
+        return httpx.post(f"{self.url}{path}", json=body, headers=KEYS, timeout=LIMIT)
 
     def answers(self, number: int) -> bool:
         """Whether requests are answered, each at the third try at the latest, as clients retry."""
@@ -94,7 +95,7 @@ class Cluster(NamedTuple):
     def stream(self, **body: Any) -> Iterator[Iterator[Any]]:
         """A request's events."""
         with httpx.stream(
-            "POST", f"{self.url}/v1/completions", json=body, headers=KEYS, timeout=60
+            "POST", f"{self.url}/v1/completions", json=body, headers=KEYS, timeout=LIMIT
         ) as response:
             assert response.status_code == 200, response.read()
             yield (json.loads(event) for event in _data(response.iter_lines()))
@@ -152,7 +153,7 @@ def cluster(example: Any, model: Path) -> Iterator[Cluster]:
         ours = processes("ray::") | cluster.engines()
         serve.shutdown()
         wait_until("replicas are left", lambda: not cluster.replicas())
-        wait_until("engines are left", lambda: not cluster.engines(), 10)
+        wait_until("engines are left", lambda: not cluster.engines())
         ours |= processes("raylet") | processes("ray::")
     wait_until("processes are left", lambda: all(map(has_ended, ours)))
 
@@ -218,7 +219,7 @@ def test_clients_that_leave_end_their_requests(cluster: Cluster) -> None:
     """Ray tells the application that they have left, or cancels it."""
     before = cluster.num_left()
     body = {**LONG, "max_tokens": 16000}
-    timeout = httpx.Timeout(60, read=1)
+    timeout = httpx.Timeout(LIMIT, read=1)
     for _ in range(4):
         with cluster.stream(**body) as events:
             next(events)
@@ -257,7 +258,7 @@ def test_a_killed_replica_is_replaced_and_disturbs_no_other(
         streams = []
         for _ in range(4):  # one after the other, so that each replica gets some
             streams.append(threads.submit(stream_all, cluster, 4000, begun))
-            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=LIMIT)
         killed = min(replicas if what == "replica" else engines)
         os.kill(killed, signal.SIGKILL)
         if what == "replica":  # requests do not wait for the new one
@@ -270,7 +271,7 @@ def test_a_killed_replica_is_replaced_and_disturbs_no_other(
     wait_until("the replica has not ended", lambda: len(replicas & cluster.replicas()) == 1)
     cluster.wait_for_replicas()
     (gone,) = engines - cluster.engines()
-    wait_until("the engine of a killed replica is left", lambda: has_ended(gone), 10)
+    wait_until("the engine of a killed replica is left", lambda: has_ended(gone))
     assert cluster.answers(20)
 
 
@@ -281,11 +282,11 @@ def test_running_requests_finish_when_the_application_is_deleted(cluster: Cluste
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(1) as threads:
         stream = threads.submit(stream_all, cluster, 2000, begun)
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=LIMIT)
         engines = cluster.engines()
         serve.delete("default")
         assert len(stream.result()) > 0
-    wait_until("engines are left", lambda: all(map(has_ended, engines)), 10)
+    wait_until("engines are left", lambda: all(map(has_ended, engines)))
 
 
 @pytest.mark.slow
@@ -316,10 +317,8 @@ def test_load_adds_a_replica(cluster: Cluster, model: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask) for _ in range(4)]
         try:
-            wait_until("no replica is added", lambda: len(cluster.engines()) == 2, 150)
-            wait_until(
-                "requests do not reach both", lambda: scaled.answers(2) and num_asked() == 2, 150
-            )
+            wait_until("no replica is added", lambda: len(cluster.engines()) == 2)
+            wait_until("requests do not reach both", lambda: scaled.answers(2) and num_asked() == 2)
         finally:
             over.set()
         for future in asking:
@@ -350,7 +349,7 @@ def test_a_replica_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None
         assert not Path(f"/proc/{pid}").exists()
 
     for kills in (False, True):
-        asyncio.run(asyncio.wait_for(live(kills), 60))
+        asyncio.run(asyncio.wait_for(live(kills), LIMIT))
         assert statuses == [1] * kills
 
 
@@ -359,7 +358,7 @@ def test_a_replica_whose_engine_hangs_is_not_healthy() -> None:
     async def live() -> None:
         engine = dict(model=EMBEDDED_MODEL, **OPTIONS)
         before = processes("nanovllm.engine.remote")
-        replica = ServerReplica(engine, ServerOptions(health_seconds=1), {})
+        replica = ServerReplica(engine, ServerOptions(health_seconds=0.2), {})
         await replica.__serve_build_asgi_app__()
         (pid,) = processes("nanovllm.engine.remote") - before
         os.kill(pid, signal.SIGSTOP)
@@ -368,7 +367,7 @@ def test_a_replica_whose_engine_hangs_is_not_healthy() -> None:
         os.kill(pid, signal.SIGCONT)
         replica.__del__()
 
-    asyncio.run(asyncio.wait_for(live(), 60))
+    asyncio.run(asyncio.wait_for(live(), LIMIT))
 
 
 def options_of_app(app: Any) -> tuple[Any, dict[str, Any]]:
@@ -516,5 +515,5 @@ def test_the_example_scales(example: Any) -> None:
 
 def test_without_ray_serve_the_error_names_the_extra() -> None:
     script = "import sys; sys.modules['ray.serve'] = None; from nanovllm.ray import serving_app"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT)
     assert b"ImportError: nanovllm.ray needs nanovllm[ray-serve]: " in done.stderr

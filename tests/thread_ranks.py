@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from waiting import LIMIT
 
 from nanovllm.layers.ranks import Ranks
 
@@ -16,7 +17,7 @@ class Meeting:
     """Where threads leave tensors for each other."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=LIMIT)
         self.left: list[torch.Tensor] = [torch.empty(0)] * size
 
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 CHECK_SECONDS = 1.0  # between checks that the parent is still the caller
+END_SECONDS = 30.0  # for a process to be gone after its line: a driver frees the GPU's memory first
 HOME = str(Path(__file__).resolve().parents[2])  # the directory of this package
 
 # What Python runs in a new process: the caller's own nanovllm, with the caller's module path.
@@ -67,10 +68,10 @@ def _watch_parent(caller: int) -> None:
     os._exit(0)
 
 
-def ending(process: "subprocess.Popen[bytes]", seconds: float) -> str:
-    """How a process ended, in a line."""
+def ending(process: "subprocess.Popen[bytes]") -> str:
+    """How a process that has cut its line ended, in a line."""
     try:
-        code = process.wait(seconds)
+        code = process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         return "does not answer"
     return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"

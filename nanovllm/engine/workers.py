@@ -40,7 +40,7 @@ from nanovllm.utils.interrupts import holding_interrupts
 
 # One rank's death makes others fail: collect reports this long, then blame the earliest.
 SETTLE_SECONDS = 0.2
-BLAME_SECONDS = 5.0  # how long rank 0 waits, after a failed exchange, for the rank to blame
+BLAME_SECONDS = 30.0  # how long rank 0 waits, after a failed exchange, for the rank to blame
 END_SECONDS = 5.0  # for the processes to end by themselves
 MIN_ROOM = 64  # bytes in the ring, for the last message
 
@@ -91,7 +91,7 @@ class Worker:
         """How the process ended, in a line."""
         if self.report is not None:
             return f"raised {self.report.error}"
-        return ending(self.process, END_SECONDS)
+        return ending(self.process)
 
     def cut(self) -> None:
         """Cut the line, including copies that others inherited: that ends the process."""

@@ -17,6 +17,7 @@ import torch
 from conftest import edit_config, make_model
 from quantization_variants import VARIANTS
 from transformers import AutoConfig, AutoModelForCausalLM
+from waiting import LIMIT
 
 from nanovllm import LLM
 from nanovllm.bench import machine, measure, roofline, trace
@@ -65,7 +66,7 @@ def draw(vocab_size: int = 151_936, **lengths: int) -> tuple[list[list[int]], li
 
 def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=300
+        [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=LIMIT
     )
 
 
@@ -632,8 +633,8 @@ def test_the_benchmark_runs_outside_the_checkout(command: tuple[str, ...], tmp_p
         options.append(f"--model={EMBEDDED_MODEL}")
     env = {**os.environ, "PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command, *options], capture_output=True, text=True, timeout=300, env=env,
-        cwd=tmp_path,
+        [sys.executable, *command, *options], capture_output=True, text=True, timeout=LIMIT,
+        env=env, cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout.splitlines()[-1])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu_steps.py"
 
@@ -15,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu_steps.py"
 def test_each_number_of_requests_is_measured(busy: int) -> None:
     options = ("--shape=qwen3-42m", "--num-seqs", "1", "3", "--steps=4", f"--busy={busy}")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host.py"
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
@@ -73,7 +74,7 @@ class ModelRunner:
 def run(*options: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--num-seqs", "1", "40", "--num-steps=4", *options],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert not done.stderr

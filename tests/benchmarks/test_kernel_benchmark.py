@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import LIMIT
 
 pytest.importorskip("triton")
 
@@ -25,7 +26,7 @@ KERNELS = {
 def run_cli(*options: str, interpret: bool = True) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=300,
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=LIMIT,
         env=env | ({"TRITON_INTERPRET": "1"} if interpret else {}),
     )  # fmt: skip
 

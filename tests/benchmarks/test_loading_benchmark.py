@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loading.py"
 
 
 def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=300,
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=LIMIT,
         env=os.environ | {"TMPDIR": str(folder)},
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import LIMIT
 
 from benchmarks.quality import compare, ranges
 from nanovllm.bench.machine import machine_name
@@ -18,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "quality.py"
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=300
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=LIMIT
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "quantized_linear.py"
 
@@ -15,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "quantized_linear.py"
 def test_a_small_run_measures_every_format() -> None:
     options = ("--shapes=100x64", "--rows=1,70", "--rounds=2", "--megabytes=1", "--threads=1")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout.splitlines()[-1])["points"]

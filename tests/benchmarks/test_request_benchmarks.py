@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--shape", "qwen3-42m", "--rounds", "1")
@@ -15,7 +16,7 @@ SMALL = ("--shape", "qwen3-42m", "--rounds", "1")
 def run(script: str, *argv: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, f"benchmarks/{script}", *SMALL, *argv],
-        cwd=ROOT, capture_output=True, text=True, timeout=500,
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

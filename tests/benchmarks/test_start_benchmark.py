@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,7 +16,7 @@ def test_a_start_is_measured_beside_another_checkout() -> None:
     command = [sys.executable, "benchmarks/start.py", "--shape", "qwen3-42m", "--rounds", "1"]
     done = subprocess.run(
         [*command, "--against", str(ROOT), "--max-model-len", "64"],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=300,
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=LIMIT,
     )  # fmt: skip
     *lines, last = done.stdout.splitlines()
     names = ["first start here", "first start there", "second start here", "second start there"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT, wait_until
 
 from nanovllm import SamplingParams, __version__
 from nanovllm.command import generate, options
@@ -30,7 +31,6 @@ from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.option_names import OTHER_NAMES, option_name
 from nanovllm.utils.option import options_of
 
-LIMIT = 60
 COMMAND = [sys.executable, "-m", "nanovllm"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 
@@ -383,6 +383,11 @@ class Terminal:
         seen, self.text = self.text[: found.end()], self.text[found.end() :]
         return seen
 
+    def wait_until_asleep(self) -> None:
+        """Wait until the command waits for something."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        wait_until("the command is busy", lambda: ") S " in stat.read_text())
+
     def status(self) -> int:
         """The exit status; `text` has the rest of the output."""
         with contextlib.suppress(OSError):
@@ -424,7 +429,7 @@ def test_a_chat_in_a_terminal(
     terminal.wait_for(r" \.\.\.\r\n>>> ")
     terminal.write("abc")
     terminal.wait_for("abc")
-    time.sleep(0.2)  # Python's `input` misses a signal just before it starts to wait
+    terminal.wait_until_asleep()  # Python's `input` misses a signal just before it starts to wait
     terminal.write("\x03")
     terminal.wait_for(r"\n>>> ")
     terminal.write("/reset\n")

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT, wait_until
 
 from nanovllm.command.main import main
 from nanovllm.embedded import sample_problems
 
 NUM_REQUESTS = int(os.environ.get("NANOVLLM_KILL_REQUESTS", "300"))
 NUM_KILLS = int(os.environ.get("NANOVLLM_KILLS", "10"))
-LIMIT = 60.0
 # Few sequences, so that a job runs long enough to be killed; float32, so that all batches round
 # the same.
 OPTIONS = ["--max-num-seqs", "8", "--max-model-len", "64", "--dtype", "float32", "--device", "cpu"]
@@ -101,10 +101,8 @@ def size(path: Path) -> int:
 
 def wait_for_growth(path: Path, growth: int, process: Any) -> None:
     """Wait until the job has written `growth` bytes."""
-    goal, end = size(path) + growth, time.monotonic() + LIMIT
-    while size(path) < goal and process.is_alive():
-        assert time.monotonic() < end, "the job writes nothing"
-        time.sleep(0.0005)
+    goal = size(path) + growth
+    wait_until("the job writes nothing", lambda: size(path) >= goal or not process.is_alive())
 
 
 @pytest.mark.slow

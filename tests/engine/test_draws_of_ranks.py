@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import startup
@@ -33,7 +34,7 @@ class Meeting:
     """Where threads leave tensors for each other. Counts the exchanges of each kind."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(SIZE, timeout=30)
+        self.barrier = threading.Barrier(SIZE, timeout=LIMIT)
         self.left: list[torch.Tensor] = [torch.empty(0)] * SIZE
         self.counts: dict[str, int] = {}
 
@@ -126,7 +127,7 @@ class ThreadWorkers:
 
     def close(self) -> None:
         self.messages.put(b"")
-        self.thread.join(30)
+        self.thread.join(LIMIT)
 
 
 def drawn(path: Path, params: list[SamplingParams], together: bool) -> tuple[Any, dict[str, int]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
@@ -133,7 +134,7 @@ for end in (lambda: sys.exit(3), lambda: os._exit(4), drop, use):
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, cwd=root,
         env=environment,
     )  # fmt: skip
     assert done.stdout.split() == ["46", "3", "46", "4", "46", "5", "46", "1", "46"], done.stderr

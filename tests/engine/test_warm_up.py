@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
+from waiting import LIMIT
 
 from nanovllm import LLM
 from nanovllm.config import Config
@@ -120,6 +121,6 @@ def test_a_first_start_compiles_everything_ahead(path: Path, tmp_path: Path) -> 
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", START, str(path)],
-        env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=300,
+        env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT,
     )  # fmt: skip
     assert done.stdout.split() == ["1"]

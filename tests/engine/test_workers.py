@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 import zygote
 from conftest import need_gpus
 from safetensors.torch import load_file, save_file
+from waiting import FOREVER, LIMIT, wait_until
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -34,8 +36,9 @@ from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.engine import startup
 from nanovllm.engine import workers as workers_module
+from nanovllm.engine.ranks import nccl_ranks
 from nanovllm.engine.ranks.codec import encode
-from nanovllm.engine.ranks.nccl_ranks import CONNECT_TIMEOUT, NcclRanks
+from nanovllm.engine.ranks.nccl_ranks import NcclRanks
 from nanovllm.engine.ranks.shared_ranks import SharedRanks
 from nanovllm.engine.step.inputs import StepInputs
 from nanovllm.engine.workers import RankError, Worker, Workers
@@ -44,12 +47,12 @@ from nanovllm.utils.heap import trim_heap
 
 pytestmark = pytest.mark.usefixtures("one_thread", "deadline")
 
-DEADLINE = 240.0  # seconds after which a test is taken to hang
-SOON = 10.0  # seconds in which a failure shows, and in which processes end
+DEADLINE = 2 * LIMIT  # seconds after which a test is taken to hang
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 IDS = [[3, 14, 15, 92, 65], [35, 89, 79]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TRACEBACK = "Traceback (most recent call last)"
+SLEEP = f"time.sleep({FOREVER})"  # of a script whose processes are to end sooner
 LOST_TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 # The beginning of scripts. `solve` prints whether an engine adds correctly.
@@ -154,24 +157,6 @@ def listeners(pid: int | str = "self") -> list[str]:
     return [row[1] for row in rows if row[3] == "0A" and row[9] in sockets]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = SOON) -> bool:
-    """Whether the condition becomes true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-@contextlib.contextmanager
-def within(seconds: float = SOON) -> Iterator[None]:
-    """The block must be left in time."""
-    start = time.monotonic()
-    yield
-    assert (took := time.monotonic() - start) < seconds, f"it took {took:.1f} s"
-
-
 @functools.cache
 def warm_up(device: str, path: Path) -> None:
     """Make one engine first: PyTorch opens files that stay open until the process ends."""
@@ -186,8 +171,7 @@ def nothing_left() -> Iterator[None]:
     before, processes = belongings(), children()
     yield
     assert children() <= processes, "a process is left"
-    wait_until(lambda: belongings() <= before, 2.0)
-    assert belongings() - before == set()
+    wait_until("something is left", lambda: belongings() <= before)
 
 
 # Engines
@@ -237,13 +221,13 @@ def between_layers(llm: LLM, act: Callable[[], object]) -> None:
 def stop_and_kill(process: "subprocess.Popen[bytes]") -> None:
     """Stop a rank now, and kill it while the others wait for it."""
     process.send_signal(signal.SIGSTOP)
-    threading.Timer(0.5, process.kill).start()
+    threading.Timer(0.1, process.kill).start()
 
 
 def assert_closed(llm: LLM, reason: str) -> None:
     """Every call raises an error that says that the engine is closed, and why."""
     for call in (lambda: generate(llm), lambda: llm.add_request([1, 2]), llm.step):
-        with within(1.0), pytest.raises(RuntimeError, match=f"closed.*{reason}") as caught:
+        with pytest.raises(RuntimeError, match=f"closed.*{reason}") as caught:
             call()
         assert not isinstance(caught.value, RankError)
 
@@ -313,7 +297,7 @@ def test_a_killed_rank_raises_rank_error(
 ) -> None:  # fmt: skip
     """In a step, where rank 0 waits for a message of the dead rank.
 
-    In an exchange of a decode step, rank 0 has waited for half a second when the rank dies.
+    In an exchange of a decode step, rank 0 has waited for a moment when the rank dies.
     """
     warm_up(device, model_dir)
     with nothing_left():
@@ -326,7 +310,7 @@ def test_a_killed_rank_raises_rank_error(
             at_forward(llm, False, lambda: stop_and_kill(processes[rank - 1]))
         else:
             at_forward(llm, moment == "prefill", kill)
-        with within(), pytest.raises(RankError) as caught:
+        with pytest.raises(RankError) as caught:
             generate(llm)
         reason = f"rank {rank} of {size} was killed by SIGKILL"
         assert str(caught.value) == reason
@@ -342,12 +326,12 @@ def test_a_killed_rank_raises_rank_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("pause", [0.0, 0.5])
+@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, 40])
 def test_the_next_call_reports_a_rank_killed_while_idle(
-    device: str, pause: float, number: int, model_dir: Path
+    device: str, is_known: bool, number: int, model_dir: Path
 ) -> None:
-    """Killed just before the call, or half a second before. 40 is a signal without a name."""
+    """Killed just before the call, or so long before that it is known. 40 has no name."""
     warm_up(device, model_dir)
     name = "SIGKILL" if number == signal.SIGKILL else "signal 40"
     reason = f"rank 1 of 2 was killed by {name}"
@@ -355,8 +339,9 @@ def test_the_next_call_reports_a_rank_killed_while_idle(
         llm = make_llm(model_dir, device)
         generate(llm)
         processes_of(llm)[0].send_signal(number)
-        time.sleep(pause)
-        with within(), pytest.raises(RankError, match=reason):
+        if is_known:
+            wait_until("its end is not seen", lambda: llm.model_runner.workers.failure)
+        with pytest.raises(RankError, match=reason):
             generate(llm)
         assert_closed(llm, reason)
 
@@ -364,7 +349,7 @@ def test_the_next_call_reports_a_rank_killed_while_idle(
 @pytest.mark.slow
 def test_a_stopped_rank_ends_with_the_caller() -> None:
     """A stopped process handles no signal except SIGKILL."""
-    with running("llm = make()\nreport_pids(llm.model_runner.workers)\ntime.sleep(100)") as process:
+    with running(f"llm = make()\nreport_pids(llm.model_runner.workers)\n{SLEEP}") as process:
         pids = read_pids(process)
         os.kill(pids[0], signal.SIGSTOP)
         process.kill()
@@ -384,7 +369,7 @@ def test_ranks_import_the_callers_nanovllm(tmp_path: Path) -> None:
     )
     code += "solve(make())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/"
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, cwd="/"
     )
     assert sorted(done.stdout.split("\n")) == ["", "True", "the copy", "the copy"], done.stderr
 
@@ -399,7 +384,7 @@ def test_a_rank_killed_after_its_last_message_is_reported(model_dir: Path) -> No
         return draw(*arguments)
 
     llm.model_runner.shard.draw = killing  # type: ignore[method-assign]
-    with within(), pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         generate(llm)
 
 
@@ -411,13 +396,16 @@ def test_a_message_longer_than_the_ring_does_not_wait_for_a_dead_rank(model_dir:
         llm = make_llm(model_dir)
         process = processes_of(llm)[0]
         process.send_signal(signal.SIGSTOP)
-        killer = threading.Timer(1.0, process.kill)
-        killer.start()
         workers = llm.model_runner.workers
-        with within(), pytest.raises(RankError, match="by SIGKILL"), workers.together():
+
+        def kill_and_check() -> None:  # the writer waits
+            process.kill()
+            workers.check()
+
+        workers._writer.check = kill_and_check
+        with pytest.raises(RankError, match="by SIGKILL"), workers.together():
             workers._writer.send(bytes(1 << 24))
-        killer.join()
-        with within(1.0), pytest.raises(RankError, match="by SIGKILL"):
+        with pytest.raises(RankError, match="by SIGKILL"):
             generate(llm)
         assert_closed(llm, "rank 1 of 2 was killed")
 
@@ -427,11 +415,10 @@ def test_a_rank_killed_while_loading_raises_rank_error(
     model_dir: Path, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm_up("cpu", model_dir)
-    connect, killed = Workers.connect, []
+    connect = Workers.connect
 
     def kill(workers: Workers) -> None:
         with loading(endless_model):
-            killed.append(time.monotonic())
             workers._workers[0].process.kill()
 
     def connect_and_be_killed(self: Workers) -> None:
@@ -444,10 +431,9 @@ def test_a_rank_killed_while_loading_raises_rank_error(
 
     send_others(monkeypatch, endless_model)
     monkeypatch.setattr(Workers, "connect", connect_and_be_killed)
-    with nothing_left():
-        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-            make_llm(model_dir)
-        assert time.monotonic() - killed[0] < SOON
+    death = "rank 1 of 2 was killed by SIGKILL"
+    with nothing_left(), pytest.raises(RankError, match=death):
+        make_llm(model_dir)
 
 
 @pytest.mark.slow
@@ -466,7 +452,7 @@ def test_a_rank_killed_at_once_raises_rank_error(
 
     monkeypatch.setattr(workers_module, "Worker", Killed)
     death = r"rank \d of 4 was killed by SIGKILL"
-    with nothing_left(), within(), pytest.raises(RankError, match=death):
+    with nothing_left(), pytest.raises(RankError, match=death):
         make_llm(model_dir, size=4)
 
 
@@ -485,7 +471,7 @@ def test_a_rank_that_cannot_load_reports_why(
     del tensors[LOST_TENSOR]
     save_file(tensors, broken / "model.safetensors")
     send_others(monkeypatch, broken)
-    with nothing_left(), within():
+    with nothing_left():
         with pytest.raises(RankError, match="rank 1 of 2 raised ValueError") as caught:
             make_llm(model_dir)
         assert TRACEBACK in str(caught.value) and LOST_TENSOR in str(caught.value)
@@ -514,7 +500,7 @@ def test_a_rank_killed_while_ranks_connect_raises_rank_error(
     monkeypatch.setattr(kind, "connect", alone)
 
     before = children()
-    with within(), pytest.raises(RankError, match="was killed by SIGKILL"):
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
         generate(make_llm(model_dir, device))
     assert children() <= before
 
@@ -526,12 +512,22 @@ def test_ranks_may_load_at_different_speeds(
 ) -> None:
     """A rank on a cold file system may take longer than the timeout for connecting."""
     warm_up(device, model_dir)
-    load = startup.load_shard
+    load, start, started = startup.load_shard, Workers.start, list[Workers]()
+    monkeypatch.setattr(nccl_ranks, "CONNECT_TIMEOUT", timedelta(seconds=5))  # rank 0's
+
+    def noted(self: Workers, *arguments: Any) -> None:
+        started.append(self)
+        start(self, *arguments)
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(CONNECT_TIMEOUT.total_seconds() + 1.0)
+        """Load when the other rank has long been ready."""
+        others = started[0]._workers
+        wait_until("a rank does not load", lambda: all(other.ready for other in others))
+        if device == "cuda":
+            time.sleep(6.0)
         return load(*arguments)
 
+    monkeypatch.setattr(Workers, "start", noted)
     monkeypatch.setattr(startup, "load_shard", slow)  # rank 0's
     with make_llm(model_dir, device) as llm:
         generate(llm)
@@ -560,7 +556,7 @@ def test_a_rank_that_raises_in_a_step_raises_rank_error(
 
         monkeypatch.setattr("nanovllm.engine.workers.encode", corrupt)
         reason = rf"rank \d of {size} raised {error}"
-        with within(), pytest.raises(RankError, match=reason) as caught:
+        with pytest.raises(RankError, match=reason) as caught:
             generate(llm)
         assert TRACEBACK in str(caught.value) and f"in {place}" in str(caught.value)
         assert_one_error(caught.value)
@@ -578,7 +574,7 @@ def test_an_error_of_rank_0_ends_the_others(device: str, moment: str, model_dir:
     def fail() -> None:
         raise error
 
-    with nothing_left(), within():
+    with nothing_left():
         llm = make_llm(model_dir, device)
         if moment == "between layers":
             between_layers(llm, fail)
@@ -605,7 +601,7 @@ def test_a_refusal_is_the_same_with_two_ranks(options: dict[str, Any], model_dir
     warm_up("cpu", model_dir)
     refusals = []
     for size in (1, 2):
-        with nothing_left(), within():
+        with nothing_left():
             with pytest.raises((ValueError, RuntimeError)) as caught:
                 make_llm(model_dir, size=size, **options)
             message = re.sub(r"[\d.]+ MiB", "some MiB", str(caught.value))  # a rank's, not all
@@ -620,7 +616,7 @@ def test_a_checkpoint_that_no_rank_can_load_raises_rank_0s_error(
     warm_up("cpu", model_dir)
     broken = copy_of_model()
     (broken / "model.safetensors").write_bytes(b"no tensors")
-    with nothing_left(), within(), pytest.raises(OSError, match="truncated or damaged"):
+    with nothing_left(), pytest.raises(OSError, match="truncated or damaged"):
         make_llm(broken)
 
 
@@ -629,17 +625,22 @@ def test_a_checkpoint_that_no_rank_can_load_raises_rank_0s_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_close_leaves_nothing(device: str, model_dir: Path) -> None:
-    """A second close is harmless; a call after it raises an error that says so."""
+def test_close_leaves_nothing(
+    device: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second close is harmless; a call after it raises an error that says so.
+
+    The ranks end by themselves: that they are killed after some time would take forever here.
+    """
     warm_up(device, model_dir)
+    monkeypatch.setattr(workers_module, "END_SECONDS", FOREVER)
     with nothing_left():
         llm = make_llm(model_dir, device)
         expected = generate(llm)
         llm.add_request([1, 2, 3])
         llm.step()
-        with within(5.0):
-            llm.close()
-            llm.close()
+        llm.close()
+        llm.close()
         with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
             generate(llm)
     with make_llm(model_dir, device) as llm:
@@ -764,21 +765,22 @@ def read_pids(process: "subprocess.Popen[str]") -> list[int]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """All of them end in time; those that do not are killed."""
-    gone = wait_until(lambda: all(map(is_gone, pids)))
-    left = [pid for pid in pids if not is_gone(pid)]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert gone, f"{len(left)} of {len(pids)} processes are left"
+    """All of them end; those that do not are killed."""
+    try:
+        wait_until("a process is left", lambda: all(map(is_gone, pids)))
+    finally:
+        for pid in pids:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
     [
-        "time.sleep(100)",
+        SLEEP,
         "while True: generate(llm, 20)",
-        "if (child := os.fork()) == 0: time.sleep(100)\nprint(child, flush=True)\ntime.sleep(100)",
+        f"if (child := os.fork()) == 0: {SLEEP}\nprint(child, flush=True)\n{SLEEP}",
     ],
     ids=["idle", "generating", "forked"],
 )
@@ -824,32 +826,37 @@ def test_close_ends_the_ranks_when_the_device_has_failed(
 @pytest.mark.slow
 def test_a_forked_process_cannot_use_or_block_the_engine() -> None:
     """It has copies of all sockets; closing still ends the ranks, and using them is an error."""
-    with running("""
+    with running(
+        """
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+from nanovllm.engine import workers
 llm = make()
 solve(llm)
+tried, its_end = os.pipe()
 if (child := os.fork()) == 0:
     try:
         generate(llm)
     except RuntimeError as error:
         print(error, flush=True)
-    time.sleep(100)
-time.sleep(1.0)
+    os.write(its_end, b"x")
+    FOREVER
+os.read(tried, 1)
 solve(llm)
-start = time.monotonic()
+workers.END_SECONDS = 1e4  # ranks that do not end by themselves would hang
 llm.close()
-print(time.monotonic() - start < 3.0, flush=True)
+print("closed", flush=True)
 faulthandler.cancel_dump_traceback_later()  # its thread is not there after a fork
 if (other := os.fork()) == 0:
     sys.exit(0)
 print(os.waitpid(other, 0)[1], flush=True)
 os.kill(child, signal.SIGKILL)
-""") as process:
-        out, err = process.communicate(timeout=60)
+""".replace("FOREVER", SLEEP)
+    ) as process:
+        out, err = process.communicate(timeout=LIMIT)
         refused, refusal, *rest = out.splitlines()
         assert refusal.startswith("an LLM cannot be used in a process forked from the one")
-        assert [refused, *rest] == ["True", "True", "True", "0"]
+        assert [refused, *rest] == ["True", "True", "closed", "0"]
         assert err == ""
 
 
@@ -895,8 +902,7 @@ for turn in range(3):
                 pass
             assert line == "interrupted\n"
             assert process.stdout.readline() == "True\n"
-        with within():
-            rest, errors = process.communicate()
+        rest, errors = process.communicate()
         assert all(map(is_gone, pids))
     assert rest == "" and process.returncode == -signal.SIGINT
     assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
@@ -907,7 +913,7 @@ def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
     """Rank 0 waits for ranks that load."""
     with running(f"load_other({str(endless_model)!r})\nmake()") as process:
         pids = read_pids(process)
-        with loading(endless_model), within():
+        with loading(endless_model):
             os.killpg(process.pid, signal.SIGINT)
             _, errors = process.communicate()
         assert_gone(pids)
@@ -924,11 +930,10 @@ def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(code)
     arguments = dict(file=[str(file)], command=["-c", code], stdin=["-"])[how]
-    with within(60.0):
-        done = subprocess.run(
-            [sys.executable, *arguments], input=code if how == "stdin" else "", text=True,
-            capture_output=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *arguments], input=code if how == "stdin" else "", text=True,
+        capture_output=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     begin, right, pids = done.stdout.splitlines()
     assert (begin, right, len(pids.split())) == ("begin", "True", 1)
@@ -961,8 +966,7 @@ llm.step()
 """) as process:
         pids = read_pids(process)
         assert process.stdout is not None and process.stdout.readline() == "True\n"
-        with within():
-            rest, errors = process.communicate()
+        rest, errors = process.communicate()
         assert all(map(is_gone, pids)), "a process outlives its parent"
     assert rest == ""
     if "raise" in end:

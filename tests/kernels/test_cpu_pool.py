@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
 from nanovllm.kernels.cpu import library as cpu_library
 from nanovllm.kernels.cpu.library import SOURCE, library
@@ -59,7 +60,7 @@ def test_several_threads_take_part_and_all_calls_have_returned(run: Run) -> None
         def work(
             index: int, callers: list[int] = callers, all_there: threading.Barrier = all_there
         ) -> None:
-            all_there.wait(30)
+            all_there.wait(LIMIT)
             callers.append(threading.get_ident())
 
         run(4, 4, work)
@@ -114,5 +115,5 @@ def test_a_forked_process_has_no_threads_and_still_ends_its_jobs(run: Run) -> No
     run(4, 4, lambda index: None)
     child = multiprocessing.get_context("fork").Process(target=_count_in_child, args=(run,))
     child.start()
-    child.join(30)
+    child.join(LIMIT)
     assert child.exitcode == 0

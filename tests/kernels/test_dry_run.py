@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import LIMIT
 
 triton = pytest.importorskip("triton")
 from nanovllm.kernels.triton.dry_run import Compilers, dry_run  # noqa: E402
@@ -94,7 +95,7 @@ def test_kernels_are_compiled_once_in_threads_that_end(tmp_path: Path) -> None:
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=env, stdout=subprocess.PIPE, check=True, timeout=120
+        [sys.executable, str(SCRIPT)], env=env, stdout=subprocess.PIPE, check=True, timeout=LIMIT
     )
     found = json.loads(done.stdout)
     assert found.pop("error").endswith("it is broken")

@@ -16,6 +16,7 @@ import torch
 from conftest import SHAPE, edit_config, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.layer import Layer
@@ -697,7 +698,7 @@ def test_tensors_are_read_in_parallel(model_dir: Path, monkeypatch: pytest.Monke
     """So that the disk does not wait for copies."""
     expected = load(model_dir)
     num_reads = len(tensors(model_dir))
-    pairs = threading.Barrier(2, timeout=30)
+    pairs = threading.Barrier(2, timeout=LIMIT)
     last = iter([True] * (num_reads % 2))  # of an odd number, one read has no partner
     slow_down(monkeypatch, lambda: next(last, False) or pairs.wait())
     for param, other in zip(load(model_dir).parameters(), expected.parameters(), strict=True):

@@ -11,6 +11,7 @@ import pytest
 from adapted import OPTIONS, AdaptedCase, make_adapted_case
 from reference import make_llm
 from servers import serving
+from waiting import LIMIT
 
 from nanovllm import AsyncLLM, LoRARequest, SamplingParams
 from nanovllm.batch.submit import submit
@@ -44,7 +45,7 @@ def test_a_server_offers_adapters(
     names = ("--served-model-name", "tiny")
     with (
         serving(tmp_path / "log", str(case.path), *LORA, *options, *names) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx.Client(base_url=server.url, timeout=LIMIT) as client,
     ):
 
         def text(model: str) -> str:

@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import re
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from waiting import FOREVER
 
+from nanovllm.server.answering import Answering
 from nanovllm.server.app import Server, make_app
 from nanovllm.server.guard import Guard
 from nanovllm.server.options import ServerOptions
@@ -16,7 +19,7 @@ from nanovllm.server.options import ServerOptions
 SITE = "https://a.example"
 JSON = "application/json; charset=utf-8"
 URL = "http://127.0.0.1:8000"
-LINE = re.compile(r"(\S+) ([0-9a-f]{32}) (\d+) [\d.]+ ms(?: (.*))?")
+LINE = re.compile(r"(\S+) ([0-9a-f]{32}) (\d+)(?: first [\d.]+ ms,)? [\d.]+ ms(?: (.*))?")
 
 
 class App:
@@ -189,6 +192,31 @@ def test_a_body_that_breaks_off_is_a_client_that_left(lines: Any) -> None:
     asyncio.run(app.app(scope, receive, send))
     reason = "the client left before the end of the body"
     assert lines() == ([("/v1/completions", 499, reason)], 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_has_one_line(
+    stream: bool, lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine never ends; of a stream, the first event has been sent by then."""
+
+    async def body(*_: Any) -> Any:
+        await asyncio.sleep(FOREVER)
+
+    async def chunks(*_: Any) -> AsyncIterator[tuple[bytes, bool]]:
+        yield b"data: {}\n\n", False
+        await asyncio.sleep(FOREVER)
+
+    monkeypatch.setattr(Answering, "_body", body)
+    monkeypatch.setattr(Answering, "_chunks", chunks)
+    asked = {"prompt": "a", "stream": stream}
+    response = App(timeout=0.05).ask("POST", "/v1/completions", json=asked)
+    assert '"code":"timeout"' in response.text
+    if stream:
+        assert response.status_code == 200 and response.text.startswith("data: {}\n\n")
+    else:
+        assert response.status_code == 408 and response.headers["x-should-retry"] == "false"
+    assert lines() == ([("/v1/completions", 408, "timeout")], 0)
 
 
 def test_requests_that_are_cancelled_count_no_longer(lines: Any) -> None:

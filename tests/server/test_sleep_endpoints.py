@@ -10,6 +10,7 @@ import pytest
 from servers import serving
 from starlette.requests import Request
 from starlette.types import Message
+from waiting import LIMIT
 
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.errors import NotReadyError
@@ -25,7 +26,7 @@ def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
     options = ("--served-model-name", "adder", "--sleep-endpoints", "--enable-sleep-mode")
     with (
         serving(tmp_path / "log", EMBEDDED_MODEL, *options) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx.Client(base_url=server.url, timeout=LIMIT) as client,
     ):
 
         def is_sleeping() -> bool:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its bindings have no types
 
 LOOPBACK = "127.0.0.1"
-CONNECT_TIMEOUT = timedelta(seconds=5)  # ranks connect when all have loaded: in milliseconds
+# Ranks connect when all have loaded: in milliseconds, but for the machine's other work.
+CONNECT_TIMEOUT = timedelta(minutes=2)
+LEAVE_TIMEOUT = timedelta(seconds=5)  # after which NCCL's end is not awaited any more
 CHECK_SECONDS = 0.01  # between rank 0's checks that all ranks live, while they connect
 # A stopped process may continue. A dead one is noticed by its life line, not by this timeout.
 EXCHANGE_TIMEOUT = timedelta(days=7)
@@ -137,7 +139,7 @@ class NcclRanks(ProcessRanks):
         if self._peers is not None and not together:
             self._peers.end()
         if self._group is not None:
-            _call_within(CONNECT_TIMEOUT, self._group.shutdown if together else self._group.abort)
+            _call_within(LEAVE_TIMEOUT, self._group.shutdown if together else self._group.abort)
         self._group = None
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from nanovllm.layers.ranks import Ranks
 
 logger = logging.getLogger("nanovllm")
 
-PATIENCE_SECONDS = 20.0  # for the first sum: every rank compiles a kernel
+PATIENCE_SECONDS = 120.0  # for the first sum: every rank compiles a kernel
 POLL_SECONDS = 1e-3
 TRIES = 20
 LEAST_BYTES = 1 << 16  # if NCCL sums so few faster, kernels are not worth their memory

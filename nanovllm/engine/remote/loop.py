@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.request import Request
 
 COMPILERS = 2  # threads that compile constraints, while steps go on
-REPORT_SECONDS = 1.0  # for the last message to leave
+REPORT_SECONDS = 10.0  # for the last message to leave
 RETRY_SECONDS = 0.001  # until what a slow caller had no room for is sent again
 
 

@@ -54,7 +54,7 @@ class EngineProcess:
 
     def failure(self) -> RankError:
         """Why the process ended without a message."""
-        return RankError(f"rank 0, the engine's process, {ending(self._process, END_SECONDS)}")
+        return RankError(f"rank 0, the engine's process, {ending(self._process)}")
 
     def close(self) -> None:
         """End the process, after its step, and free what it used. Idempotent."""

@@ -31,8 +31,10 @@ FLAGS = (
     "-fno-trapping-math",
 )  # fmt: skip
 X86_FLAGS = ("-mprefer-vector-width=512",)  # ignored by processors without such vectors
-MAX_SECONDS = 30  # for one run of a compiler
-OLD_SECONDS = 3600  # after which no process compiles in its folder any more
+# For one run of a compiler, which takes ten seconds of a core: a busy machine may take minutes.
+MAX_SECONDS = 600
+# After which no process compiles in its folder any more: it runs each compiler at most twice.
+OLD_SECONDS = 3 * len(COMPILERS) * MAX_SECONDS
 ELF_HEADER = struct.Struct("<4s 36x Q 10x H H 2x")  # section headers: offset, size, number
 
 

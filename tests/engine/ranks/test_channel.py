@@ -5,16 +5,18 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import FOREVER, LIMIT, wait_until
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.ranks import channel
@@ -64,7 +66,7 @@ def test_every_reader_gets_every_message_once(lengths: list[int], num_readers: i
         for message in messages:
             writer.send(message)
         for future in got:
-            assert future.result(timeout=20) == messages
+            assert future.result(timeout=LIMIT) == messages
 
 
 def test_the_writer_waits_for_the_slowest_reader() -> None:
@@ -78,7 +80,7 @@ def test_the_writer_waits_for_the_slowest_reader() -> None:
         assert sender.is_alive(), "it has overwritten what one reader has not read"
         assert slow.receive() == pattern(200, 0)
         assert fast.receive() == slow.receive() == pattern(200, 1)
-        sender.join(10)
+        sender.join(LIMIT)
         assert not sender.is_alive()
 
 
@@ -94,27 +96,23 @@ def test_a_writer_that_waits_checks_for_dead_readers() -> None:
 
 
 def test_a_sleeping_reader_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "NAP_SECONDS", 30.0)
+    monkeypatch.setattr(channel, "NAP_SECONDS", FOREVER)
     with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
         for number in range(20):
             got = pool.submit(reader.receive)
-            while not reader.asleep[0]:
-                time.sleep(1e-4)
+            wait_until("the reader does not sleep", lambda: reader.asleep[0])
             writer.send(bytes([number]))
-            assert got.result(timeout=5) == bytes([number])
+            assert got.result(timeout=LIMIT) == bytes([number])
 
 
 def test_a_reader_wakes_up_without_its_bell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory order may let both sides miss each other; then the nap ends by itself."""
     with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
         got = pool.submit(reader.receive)
-        while not reader.asleep[0]:
-            time.sleep(1e-4)
+        wait_until("the reader does not sleep", lambda: reader.asleep[0])
         monkeypatch.setattr(writer, "_wake", no_check)
-        start = time.perf_counter()
         writer.send(b"x")
-        assert got.result(timeout=5) == b"x"
-        assert time.perf_counter() - start < 1.0
+        assert got.result(timeout=LIMIT) == b"x"
 
 
 def test_a_full_bell_does_not_block_the_writer() -> None:
@@ -148,14 +146,25 @@ def test_readers_that_fall_asleep_all_the_time_do_not_stop_the_writer(
     writer.close()
 
 
-def test_waiting_takes_little_cpu_time() -> None:
+def test_waiting_takes_little_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader polls for a moment; then it looks once after each nap."""
+    done: list[float | str] = []
     with connected(1) as (writer, (reader,)), ThreadPoolExecutor(1) as pool:
-        before = time.process_time()
+        poll = reader._poll.poll
+
+        def nap(milliseconds: float) -> Any:
+            done.append(milliseconds)
+            return poll(milliseconds)
+
+        monkeypatch.setattr(reader, "_poll", SimpleNamespace(poll=nap))
+        monkeypatch.setattr(os, "sched_yield", lambda: done.append("look"))
         got = pool.submit(reader.receive)
-        time.sleep(1.0)
-        assert time.process_time() - before < 0.2
+        naps = wait_until("the reader never sleeps", lambda: [n for n in done if n != "look"][3:])
+        first = next(index for index, one in enumerate(done) if one != "look")
+        assert done[first : first + 6] == [naps[0], "look"] * 3
+        assert naps[0] == channel.NAP_SECONDS * 1e3 >= 10
         writer.send(b"x")
-        got.result(timeout=5)
+        got.result(timeout=LIMIT)
 
 
 def test_no_file_or_descriptor_is_left_behind() -> None:
@@ -211,7 +220,7 @@ def test_long_prompts_arrive_whole(
     writer.send(message)
     writer.send(pickle.dumps("end"))
     for process in processes:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=LIMIT)
         digest = xxhash.xxh64_hexdigest(prefill.input_ids)
         assert out == f"{digest} {num_prompts * length} end\n"
     writer.close()

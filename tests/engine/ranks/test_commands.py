@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from nanovllm.engine.step.inputs import StepInputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SOON = 10.0  # seconds in which a dead rank shows
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -177,12 +175,10 @@ def test_a_command_runs_between_steps(llm: LLM) -> None:
 
 def test_a_rank_that_dies_in_a_command_raises_rank_error(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
-        start = time.monotonic()
         with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
             llm.model_runner.everywhere(
                 Call(lambda shard: shard.ranks.rank and os.kill(os.getpid(), signal.SIGKILL))
             )
-        assert time.monotonic() - start < SOON
         with pytest.raises(RankError):
             llm.model_runner.everywhere(Data(b""))
 
@@ -192,30 +188,28 @@ def test_ranks_that_lost_step_are_ended(
     rank: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank raises; the other waits for it in an exchange."""
-    monkeypatch.setattr(answers, "LOST_SECONDS", 0.5)
+    monkeypatch.setattr(answers, "LOST_SECONDS", 0.05)
 
     def exchange(shard: Shard) -> None:
         if shard.ranks.rank == rank:
             raise ValueError("alone")
         shard.ranks.all_reduce(torch.ones(1))
 
-    with make_llm(model_dir) as llm:
-        start = time.monotonic()
-        with pytest.raises(RankError, match=f"rank {rank}.* raised ValueError in a command"):
-            llm.model_runner.everywhere(Call(exchange))
-        assert time.monotonic() - start < SOON
+    message = f"rank {rank}.* raised ValueError in a command"
+    with make_llm(model_dir) as llm, pytest.raises(RankError, match=message):
+        llm.model_runner.everywhere(Call(exchange))
 
 
 def test_ctrl_c_waits_for_the_end_of_a_command(llm: LLM) -> None:
     before = generate(llm)
 
-    def slow(shard: Shard) -> None:
+    def interrupted(shard: Shard) -> None:
         if shard.ranks.rank == 0:
             signal.raise_signal(signal.SIGINT)
-        time.sleep(0.2)
+        shard.ranks.all_reduce(torch.ones(1))  # for which the other rank waits
 
     with pytest.raises(KeyboardInterrupt):
-        llm.model_runner.everywhere(Call(slow))
+        llm.model_runner.everywhere(Call(interrupted))
     assert generate(llm) == before
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from reference import make_llm
+from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.ranks.errors import RankError
@@ -20,7 +21,6 @@ from nanovllm.engine.remote.messages import Answer, Ask, Drop, Ended, Quit, Subm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SECONDS = 60.0  # more than anything here takes
 PROMPT = array("i", [1, 2]).tobytes()
 PLAIN = SamplingParams(max_tokens=20, ignore_eos=True)
 CONSTRAINED = SamplingParams(max_tokens=20, structured_outputs=dict(regex="[a-f]{3}"))
@@ -31,7 +31,7 @@ class Running:
 
     def __init__(self, llm: LLM) -> None:
         self.ours, self._its = socket.socketpair()
-        self.ours.settimeout(SECONDS)
+        self.ours.settimeout(LIMIT)
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.loop = EngineLoop(llm, self.commands, Outbox(self._its))
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
@@ -52,7 +52,7 @@ class Running:
 
     def end(self) -> None:
         self.commands.put(Quit())
-        self._thread.join(SECONDS)
+        self._thread.join(LIMIT)
         assert not self._thread.is_alive()
         self.ours.close()
         self._its.close()
@@ -81,7 +81,7 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
     def slow(prompt: Any, params: SamplingParams, *_: Any) -> Any:
         if params.structured_outputs is not None:
             compiling.release()
-            assert let_go.wait(SECONDS)
+            assert let_go.wait(LIMIT)
         return accept(prompt, params)
 
     monkeypatch.setattr(llm, "accept", slow)
@@ -89,7 +89,7 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
     try:
         for number in (0, 1):
             running.commands.put(Submit(number, PROMPT, CONSTRAINED))
-            assert compiling.acquire(timeout=SECONDS)
+            assert compiling.acquire(timeout=LIMIT)
         running.commands.put(Submit(2, PROMPT, PLAIN))
         assert _numbers(running.until(Ended, 2)) == {2}
         running.commands.put(Drop(0))
@@ -116,7 +116,7 @@ def test_a_rank_that_ends_beside_the_steps_ends_the_loop(
     with ours, its, monkeypatch.context() as patch:
         patch.setattr(llm.model_runner, "check", check)
         commands.put(Ask(1, "no_such_method", beside=True))
-        end = threading.Timer(SECONDS, commands.put, [Quit()])
+        end = threading.Timer(LIMIT, commands.put, [Quit()])
         end.daemon = True
         end.start()
         with pytest.raises(RankError, match="rank 1 was killed"):

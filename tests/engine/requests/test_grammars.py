@@ -3,8 +3,10 @@
 import contextlib
 import itertools
 import json
+import queue
 import random
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
+from waiting import little_work
 
 from nanovllm import StructuredOutputs
 from nanovllm.engine.requests.compiled import CompiledGrammars
@@ -439,23 +442,31 @@ def test_threads_compile_at_the_same_time() -> None:
 
 
 def test_other_threads_go_on_while_one_compiles() -> None:
-    """An engine's step waits for 50 ms at most, but for a machine's other work."""
+    """An engine's step waits for a small part of the work at most, as the lock is not held."""
     grammars = words_grammars()
     constrain(grammars, choice=["a"])  # reads the vocabulary
-    shares = []  # of the time, in waits that were longer
+    clocks: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def compile_one() -> None:
+        clocks.put(time.pthread_getcpuclockid(threading.get_ident()))
+        begin.wait()
+        constrain(grammars, regex="(a{1000}){40}")
+        compiled.set()
+        end.wait()  # the clock ends with its thread
+
+    begin, compiled, end = threading.Event(), threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        for number in range(300, 305):
-            times = [time.perf_counter()]
-            compiling = pool.submit(constrain, grammars, regex=f"(a{{1000}}){{{number}}}")
-            while not compiling.done():
-                times.append(time.perf_counter())
-                time.sleep(0.001)
-            assert len(times) > 20
-            waits = [after - before for before, after in itertools.pairwise(times)]
-            shares.append(sum(wait for wait in waits if wait > 0.05) / sum(waits))
-            if shares[-1] < 0.2:
-                return
-    raise AssertionError(shares)
+        compiling = pool.submit(compile_one)
+        clock = clocks.get()
+        work = [time.clock_gettime(clock)]  # of the compiling thread, at each turn of this one
+        begin.set()
+        while not compiled.wait(0.001):
+            work.append(time.clock_gettime(clock))
+        work.append(time.clock_gettime(clock))
+        end.set()
+        compiling.result()
+    parts = [after - before for before, after in itertools.pairwise(work)]
+    assert max(parts) < 0.2 * sum(parts), sorted(parts)[-5:]
 
 
 def test_a_tokenizer_without_a_backend_is_refused() -> None:
@@ -551,10 +562,8 @@ def test_what_needs_too_many_states_is_refused_at_once(asked: dict[str, Any]) ->
     """And sooner the second time."""
     with pytest.raises(ValueError, match="it is too complex: lexer error: too many expressions"):
         constrain(GRAMMARS, **asked)
-    start = time.thread_time()
-    with pytest.raises(ValueError, match="it is too complex"):
+    with little_work(0.1), pytest.raises(ValueError, match="it is too complex"):
         constrain(GRAMMARS, **asked)
-    assert time.thread_time() - start < 0.1
 
 
 def test_the_trial_of_a_grammar_leaves_no_trace() -> None:
@@ -573,10 +582,8 @@ def test_the_trial_of_a_grammar_leaves_no_trace() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_refused_or_compile_in_time(name: str) -> None:
-    start = time.perf_counter()
-    with contextlib.suppress(ValueError):
+    with little_work(100), contextlib.suppress(ValueError):
         allowed(constrain(GRAMMARS, **BOMBS[name]))
-    assert time.perf_counter() - start < 20
 
 
 def broken(rng: random.Random) -> dict[str, Any]:
@@ -600,10 +607,8 @@ def test_broken_input_is_refused_or_compiles() -> None:
     rng = random.Random(5)
     for _ in range(200):
         asked = broken(rng)
-        start = time.thread_time()
-        with contextlib.suppress(TypeError, ValueError):
+        with little_work(2), contextlib.suppress(TypeError, ValueError):
             allowed(constrain(GRAMMARS, **asked))
-        assert time.thread_time() - start < 2, asked
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Unigram"])

@@ -105,7 +105,7 @@ def test_a_step_takes_microseconds_in_a_long_text() -> None:
     times = []
     for _ in range(300):
         seq.token_ids.append(rng.randrange(1000))
-        start = time.perf_counter()
+        start = time.thread_time()
         proposer.propose([seq], [4])
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert sorted(times)[150] < 1e-3

@@ -10,6 +10,7 @@ import torch
 from adapter_files import make_adapter
 from conftest import make_model, need_gpus
 from safetensors.torch import load_file
+from waiting import LIMIT
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
@@ -240,7 +241,7 @@ def _send(path: str, queue: Any, done: Any) -> None:
 
     tensors = {name: tensor.cuda() for name, tensor in load_file(path).items()}
     queue.put({name: reduce_tensor(tensor) for name, tensor in tensors.items()})
-    done.wait(120)
+    done.wait(LIMIT)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -255,10 +256,10 @@ def test_handles_of_another_process_are_opened(
     process = context.Process(target=_send, args=(path, queue, done))
     process.start()
     try:
-        handles = queue.get(timeout=120)
+        handles = queue.get(timeout=LIMIT)
         with make_llm(models("plain", 0), size) as llm:
             llm.update_weights(handles)
             assert generate(llm) == expected
     finally:
         done.set()
-        process.join(60)
+        process.join(LIMIT)

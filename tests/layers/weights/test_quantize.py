@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from waiting import LIMIT
 
 from nanovllm import LLM
 from nanovllm.layers.ranks import Ranks
@@ -295,7 +296,7 @@ def test_loading_takes_the_memory_of_the_codes(online: str, bits: float, tmp_pat
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(tmp_path), online],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     num_weights = sum(p.numel() for p in params.values())
