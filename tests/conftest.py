@@ -31,6 +31,7 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules, "TRITON_INTERPRET is set too late"
     os.environ["TRITON_INTERPRET"] = "1"
 
+import selection
 import transformers
 import zygote
 from hypothesis import HealthCheck, settings
@@ -60,7 +61,7 @@ SHAPE: dict[str, Any] = dict(
 
 # How long an example takes, or is drawn, fails no test: a busy machine may be slow.
 settings.register_profile(
-    "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "busy machine", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("busy machine")
 
@@ -270,9 +271,12 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_settings(max_examples: int) -> settings:
-    """For tests of Triton's kernels: interpreted, a shape takes no time; compiled, a second."""
-    fewer = max(5, max_examples // 8) if torch.cuda.is_available() else max_examples
-    return settings(max_examples=fewer, deadline=None, derandomize=True)
+    """For tests of Triton's kernels: interpreted, a shape takes little time; compiled, a second.
+
+    Without `--all` half of the examples are tried: others for each commit.
+    """
+    divisor = 8 if torch.cuda.is_available() else 1 if selection.everything else 2
+    return settings(max_examples=max(5, max_examples // divisor), deadline=None)
 
 
 @pytest.fixture(scope="session")

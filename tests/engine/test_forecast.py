@@ -51,7 +51,7 @@ def steps_until_full(
     return float("inf")
 
 
-@settings(deadline=None, max_examples=500, derandomize=True)
+@settings(deadline=None, max_examples=500)
 @given(
     st.lists(st.tuples(st.integers(2, 60), st.integers(1, 60)), min_size=1, max_size=12),
     st.tuples(st.integers(2, 60), st.integers(1, 60)),

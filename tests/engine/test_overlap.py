@@ -104,7 +104,6 @@ def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOu
 @settings(
     deadline=None,
     max_examples=120,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -700,7 +700,6 @@ def walk(
 
 SETTINGS = settings(
     deadline=None,
-    derandomize=True,
     max_examples=200,
     stateful_step_count=40,
     report_multiple_bugs=False,

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HUGE = 1e30
 GONE = 2**31 - 1  # no block has this number: to read it is an error
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
-SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=80, deadline=None)
 
 
 @dataclass(frozen=True)

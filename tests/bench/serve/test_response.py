@@ -21,7 +21,7 @@ def read(data: bytes, cuts: list[int]) -> tuple[ResponseReader, bytes]:
     return reader, body
 
 
-@settings(derandomize=True, deadline=None)
+@settings(deadline=None)
 @given(CUTS)
 @example(EVERYWHERE)
 def test_a_chunked_body_can_be_cut_anywhere(cuts: list[int]) -> None:
@@ -32,7 +32,7 @@ def test_a_chunked_body_can_be_cut_anywhere(cuts: list[int]) -> None:
     assert reader.head.headers["content-type"] == "text/event-stream; charset=utf-8"
 
 
-@settings(derandomize=True, deadline=None)
+@settings(deadline=None)
 @given(CUTS)
 @example(EVERYWHERE)
 def test_trailers_end_a_chunked_body(cuts: list[int]) -> None:
@@ -41,7 +41,7 @@ def test_trailers_end_a_chunked_body(cuts: list[int]) -> None:
     assert (body, reader.is_done) == (b"one", True)
 
 
-@settings(derandomize=True, deadline=None)
+@settings(deadline=None)
 @given(CUTS)
 @example(EVERYWHERE)
 def test_an_interim_response_is_skipped(cuts: list[int]) -> None:
@@ -123,7 +123,7 @@ def test_a_connection_that_ends_early_is_an_error(data: bytes, words: str) -> No
         reader.end()
 
 
-@settings(derandomize=True, deadline=None)
+@settings(deadline=None)
 @given(CUTS, st.sampled_from([b"\n", b"\r\n"]))
 @example(EVERYWHERE, b"\r\n")
 def test_events_can_be_cut_anywhere(cuts: list[int], line_end: bytes) -> None:

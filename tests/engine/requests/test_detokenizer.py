@@ -111,7 +111,7 @@ BYTE_LEVEL = ["bytes", "merged bytes", "cleaned bytes"]
 BYTE_FALLBACK = ["llama", "gemma", "unigram with bytes", "cleaned unigram"]
 make = cache(lambda name: MAKERS[name]())
 every_tokenizer = pytest.mark.parametrize("name", MAKERS)
-fuzz = settings(max_examples=120, deadline=None, derandomize=True)
+fuzz = settings(max_examples=120, deadline=None)
 
 
 @cache
