@@ -4,17 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check test lint types bench clean
+# The tests that most changes would break: who runs, what the core computes, a model, a server.
+NEAREST := tests/engine/test_scheduler.py tests/test_llm.py
+
+.PHONY: demo check test test-all lint types nearest bench clean
 
 demo: $(VENV)/.installed  ## set up, and run the example on the embedded model
 	$(BIN)/python example.py
 
-check: lint types  ## what to run after each change: lint, types and the fast tests
-	$(BIN)/python -m pytest -n auto -m "not slow"
+check: $(VENV)/.testing  ## what to run after each change: lint, types and some tests, in two minutes
+	$(MAKE) --no-print-directory --output-sync=target -j lint types nearest
 
-test: $(VENV)/.testing  ## set up, and run all tests
+nearest: $(VENV)/.testing  ## the tests of `make check`
+	$(BIN)/python -m pytest -n auto -q $(NEAREST)
+
+test: $(VENV)/.testing  ## set up, and run all test files
 	$(BIN)/python -m pytest -n auto --ignore tests/test_ray_serve.py
 	$(BIN)/python -m pytest tests/test_ray_serve.py  # its processes need the machine for themselves
+
+test-all: $(VENV)/.testing  ## all combinations, every process started cold, and the mutants
+	NANOVLLM_TESTS_COLD=1 $(BIN)/python -m pytest -n auto --all
+	$(BIN)/python tools/mutants.py
 
 lint: $(VENV)/.testing  ## ruff: rules and format
 	$(BIN)/ruff check .
