@@ -31,10 +31,12 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules, "TRITON_INTERPRET is set too late"
     os.environ["TRITON_INTERPRET"] = "1"
 
+import costs
 import selection
 import transformers
 import zygote
 from hypothesis import HealthCheck, settings
+from selection import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -48,8 +50,6 @@ from nanovllm.engine.step.transfer import upload, upload_all
 from nanovllm.kernels.cpu.library import library
 from nanovllm.layers.filters import Filters
 from nanovllm.outputs import RequestOutput
-
-pytest_plugins = ["costs", "selection"]
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -79,6 +79,12 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return None  # pytest-xdist reads it
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return 0 if torch.cuda.is_available() else min(cores, 8)
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the plugins that stand beside this file, with their options."""
+    for plugin in (costs, selection):
+        pluginmanager.register(plugin)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -273,10 +279,10 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernel_settings(max_examples: int) -> settings:
     """For tests of Triton's kernels: interpreted, a shape takes little time; compiled, a second.
 
-    Without `--all` half of the examples are tried: others for each commit.
+    Each commit tries others.
     """
-    divisor = 8 if torch.cuda.is_available() else 1 if selection.everything else 2
-    return settings(max_examples=max(5, max_examples // divisor), deadline=None)
+    fewer = max(5, max_examples // 8) if torch.cuda.is_available() else examples(max_examples)
+    return settings(max_examples=fewer, deadline=None)
 
 
 @pytest.fixture(scope="session")

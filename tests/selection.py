@@ -34,6 +34,7 @@ def commit() -> str:
 
 SEED = os.environ.setdefault("NANOVLLM_TESTS_SEED", "") or commit()
 os.environ["NANOVLLM_TESTS_SEED"] = SEED  # of pytest-xdist's workers, too
+NUMBER = random.Random(SEED).getrandbits(30)  # where seeds of random walks begin
 everything = False  # set before test modules are imported
 
 
@@ -56,6 +57,11 @@ def one_of_each(values: Iterable[T], kind: Callable[[T], Any], group: str) -> li
     return [
         value for same in kinds.values() for value in (same if everything else [rng.choice(same)])
     ]
+
+
+def examples(number: int) -> int:
+    """How many examples hypothesis tries: a third of them without `--all`, as others follow."""
+    return number if everything else max(5, -(-number // 3))
 
 
 def covering(combinations: Sequence[dict[str, int]], pairs: bool, rng: random.Random) -> list[int]:
@@ -84,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global everything
     everything = bool(config.getoption("--all"))
-    hypothesis.core.global_force_seed = random.Random(SEED).getrandbits(32)  # type: ignore[attr-defined]
+    hypothesis.core.global_force_seed = NUMBER  # type: ignore[attr-defined]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -162,7 +162,7 @@ class BlockManager:
         if has_tail:
             sibling.block_table.append(self._take_free())
         sibling.block_hashes = list(seq.block_hashes)
-        sibling.num_published_blocks = num_full
+        sibling.num_published_blocks = max(num_full, seq.num_published_blocks)
         return True
 
     def append_block(self, seq: Sequence) -> None:

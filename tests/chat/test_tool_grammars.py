@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.chat.tool_formats.base import ToolFormat
 from nanovllm.chat.tool_formats.lark import quoted
@@ -165,7 +166,7 @@ TOOLS = st.lists(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(tools=TOOLS, several=st.booleans(), seed=st.integers(0, 2**32))
 def test_what_a_grammar_makes_is_read(
     name: str, tools: list[Tool], several: bool, seed: int

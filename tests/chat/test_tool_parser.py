@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.chat.tool_formats.parser import ToolParser, join, parse
 from nanovllm.chat.tool_formats.table import FORMATS
@@ -101,7 +102,7 @@ TOKENS = [
 WELL_FORMED = [text for _, text, _ in CALLS]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(list(FORMATS)),
     st.lists(st.sampled_from([*TOKENS, *WELL_FORMED]), max_size=12).map("".join),
@@ -209,7 +210,7 @@ def test_the_schema_says_how_a_value_is_written(written: str, value: object) -> 
     assert (content, json.loads(call.arguments)) == ("", value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(list(FORMATS)),
     st.lists(st.sampled_from([*TOKENS, *WELL_FORMED]), max_size=12),
@@ -237,6 +238,7 @@ def seconds(name: str, pieces: list[str]) -> float:
     return min(times)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_time_is_linear_in_the_length(name: str) -> None:

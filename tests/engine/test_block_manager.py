@@ -500,6 +500,21 @@ def test_a_fork_shares_full_blocks_and_owns_its_tail(
     assert manager.num_free_blocks == 8
 
 
+def test_a_fork_publishes_no_block_that_its_sequence_must_not_publish() -> None:
+    """The cache was emptied while the prompt's only block was in use, by new weights perhaps."""
+    manager = BlockManager(8, 4)
+    seq = run(manager, [1, 2, 3])
+    manager.clear()
+    seq.num_published_blocks = 1  # by `Scheduler.clear_cache`
+    sibling = Sequence([1, 2, 3], SamplingParams())
+    assert manager.fork(seq, sibling)
+    for token_id in range(4, 9):
+        sibling.token_ids.append(token_id)
+    assert manager.grow(sibling, 8) == 8
+    compute(manager, sibling)
+    assert num_hits(manager, list(range(1, 9))) == 0
+
+
 def test_a_fork_without_room_changes_nothing() -> None:
     manager = BlockManager(2, 4)
     seq = admit(manager, list(range(6)))

@@ -5,6 +5,7 @@ import sys
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.engine import forecast
 from nanovllm.engine.forecast import Forecast, Lengths
@@ -51,7 +52,7 @@ def steps_until_full(
     return float("inf")
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(
     st.lists(st.tuples(st.integers(2, 60), st.integers(1, 60)), min_size=1, max_size=12),
     st.tuples(st.integers(2, 60), st.integers(1, 60)),

@@ -11,6 +11,7 @@ from conftest import make_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import HARD, SMALL_POOL, audit_at_rest, make_llm
+from selection import examples
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
@@ -103,7 +104,7 @@ def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOu
 @pytest.mark.slow
 @settings(
     deadline=None,
-    max_examples=120,
+    max_examples=examples(120),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import selection
 from drafts import Eager, RandomProposer
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -700,7 +701,7 @@ def walk(
 
 SETTINGS = settings(
     deadline=None,
-    max_examples=200,
+    max_examples=selection.examples(200),
     stateful_step_count=40,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -729,10 +730,12 @@ def test_state_machine_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(0, 400, 100))
-def test_random_walks(first_seed: int) -> None:
+@pytest.mark.sampled(share=0.5)
+@pytest.mark.parametrize("hundred", range(4))
+def test_random_walks(hundred: int) -> None:
     """The same checks over hundreds of steps in full pools."""
-    simulations = [walk(seed) for seed in range(first_seed, first_seed + 100)]
+    first = selection.NUMBER + 100 * hundred
+    simulations = [walk(seed) for seed in range(first, first + 100)]
     # A walk that never meets pressure or a hit would prove nothing.
     assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100
     forced = [s.scheduler.speculator for s in simulations if s.forces]
@@ -742,5 +745,5 @@ def test_random_walks(first_seed: int) -> None:
 def test_random_walks_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hit that is right only as long as no two hashes are equal."""
     weaken_hashes(monkeypatch)
-    for seed in range(100):
+    for seed in range(selection.NUMBER, selection.NUMBER + selection.examples(100)):
         walk(seed)

@@ -17,6 +17,7 @@ import torch
 from conftest import kernel_settings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
@@ -618,7 +619,7 @@ def test_prefill_from_codes_equals_its_twin(kernel_device: str, shape: Shape) ->
     assert_prefills_as_its_twin(shape, True, kernel_device)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 64))
 def test_every_query_is_in_one_tile(kernel_device: str, queries: list[int], tile: int) -> None:
     """Surplus programs do nothing."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from selection import examples
 from test_attention_kernels import (
     BF16,
     FP32,
@@ -23,7 +24,7 @@ from nanovllm.kernels.cpu.prefill_attention import plan_prefill, prefill_attenti
 
 pytestmark = pytest.mark.usefixtures("one_thread", "compiler")
 
-SETTINGS = settings(max_examples=80, deadline=None)
+SETTINGS = settings(max_examples=examples(80), deadline=None)
 
 
 class Compiled(Paged):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.kernels.cpu.sample import sample
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
@@ -29,7 +30,7 @@ def make(
     return wide.to(dtype)[:, 3:]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     st.lists(st.sampled_from(TEMPERATURES), min_size=1, max_size=8),
     st.sampled_from([1, 5, 63, 511, 512, 513, 4097, PIECE, PIECE + 1, 40000]),

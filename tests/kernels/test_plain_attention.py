@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HUGE = 1e30
 GONE = 2**31 - 1  # no block has this number: to read it is an error
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
-SETTINGS = settings(max_examples=80, deadline=None)
+SETTINGS = settings(max_examples=examples(80), deadline=None)
 
 
 @dataclass(frozen=True)

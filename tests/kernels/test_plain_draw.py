@@ -9,6 +9,7 @@ import torch
 from conftest import sampler_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from torch.profiler import ProfilerActivity
 
 from nanovllm import SamplingParams
@@ -95,7 +96,7 @@ def some_logits(
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, distinct=st.lists(VALUES, max_size=6),
        spread=st.sampled_from([0.0, 0.1, 1.0, 4.0]), seed=st.integers(0, 2**31))  # fmt: skip
 def test_a_draw_equals_its_twin(
@@ -125,7 +126,7 @@ def test_rounding_decides_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differ <= 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rows=ROWS, size=SIZES, dtype=DTYPES, num_values=st.sampled_from([0, 3, 50]),
        chunk=st.sampled_from([1, 700, 10_000]), seed=st.integers(0, 2**31))  # fmt: skip
 def test_a_draw_does_not_depend_on_its_neighbours(

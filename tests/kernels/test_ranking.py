@@ -5,13 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.kernels.plain.ranking import most_likely
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     size=st.sampled_from([5, 64, 640, 5000]), number=st.sampled_from([1, 3, 20, 64, 4999, 9999]),
     distinct=st.integers(1, 50), seed=st.integers(0, 10**6),

@@ -9,6 +9,7 @@ import torch
 from conftest import SamplerInputs, sampler_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
@@ -216,7 +217,7 @@ ROW = st.tuples(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=6), data=st.data())
 def test_filters_equal_their_twin(rows: list[Any], data: st.DataObject) -> None:
     """Mixed batches, ties and infinities; 200 tokens are no whole number of blocks."""
@@ -251,7 +252,7 @@ DRAFTED = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(DRAFTED, min_size=1, max_size=4))
 def test_a_draw_after_drafts_is_as_if_they_had_come(rows: list[Any]) -> None:
     """Each draft is followed by a draw of its own. The sequences do not change."""

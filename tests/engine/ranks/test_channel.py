@@ -16,6 +16,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from waiting import FOREVER, LIMIT, wait_until
 
 from nanovllm.engine.batch import Batch
@@ -53,7 +54,7 @@ def pattern(length: int, seed: int) -> bytes:
     return np.random.default_rng(seed).bytes(length)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 7, 100, 247, 248, 249, 256, 600, 2000]), max_size=12),
     num_readers=st.integers(1, 3),

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.ranks.codec import FLAGS, decode, encode
@@ -39,7 +40,7 @@ def make_seq(num_tokens: int, block_table: list[int], num_scheduled: int = 1) ->
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
     """Batches grow, shrink and stay; tables change a little or completely."""
     ledger = Ledger(TableLayout(10, 20, 16))

@@ -9,6 +9,7 @@ import pytest
 from conftest import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
@@ -111,7 +112,7 @@ BYTE_LEVEL = ["bytes", "merged bytes", "cleaned bytes"]
 BYTE_FALLBACK = ["llama", "gemma", "unigram with bytes", "cleaned unigram"]
 make = cache(lambda name: MAKERS[name]())
 every_tokenizer = pytest.mark.parametrize("name", MAKERS)
-fuzz = settings(max_examples=120, deadline=None)
+fuzz = settings(max_examples=examples(120), deadline=None)
 
 
 @cache

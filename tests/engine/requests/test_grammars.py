@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from selection import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 from waiting import little_work
@@ -170,14 +171,14 @@ SETTINGS: dict[str, Any] = dict(
 )
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=examples(60), **SETTINGS)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_walks_through_random_schemas_are_valid(schema: Any, seed: int) -> None:
     check_walks(schema, seed)
 
 
 @pytest.mark.slow
-@settings(max_examples=1200, **SETTINGS)
+@settings(max_examples=examples(1200), **SETTINGS)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_walks_through_many_random_schemas_are_valid(schema: Any, seed: int) -> None:
     check_walks(schema, seed)
@@ -197,7 +198,7 @@ REGEXES = st.recursive(  # \\d and \\w follow Unicode's newest version, Python's
 )
 
 
-@settings(max_examples=200, **SETTINGS)
+@settings(max_examples=examples(200), **SETTINGS)
 @given(pattern=REGEXES, seed=st.integers(0, 2**32))
 @example(pattern="(..)+", seed=0)  # takes "</think>", of eight characters
 def test_walks_through_random_patterns_match(pattern: str, seed: int) -> None:
@@ -207,7 +208,7 @@ def test_walks_through_random_patterns_match(pattern: str, seed: int) -> None:
             assert re.fullmatch(pattern, text.decode()), (pattern, text)
 
 
-@settings(max_examples=100, **SETTINGS)
+@settings(max_examples=examples(100), **SETTINGS)
 @given(
     texts=st.lists(
         st.lists(st.sampled_from(["a", "ab", "é", "日本", "\n", '"', "\\", "\x7f", "😀", "/", " "]),

@@ -8,6 +8,7 @@ import pytest
 from conftest import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.output_text import OutputText
@@ -56,7 +57,7 @@ def by_character(full: str, stops: list[str]) -> tuple[str, str] | None:
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     pieces=st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=30),
     stops=st.lists(st.text("ab ", min_size=1, max_size=4), max_size=4),
@@ -127,7 +128,7 @@ def certain_by_length(text: str, stops: list[str]) -> int:
     return len(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     pieces=st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=30),
     stops=st.lists(st.text("ab ", min_size=1, max_size=6), max_size=5),

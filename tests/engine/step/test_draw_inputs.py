@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
@@ -27,7 +28,7 @@ def as_lists(entries: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[int], lis
     return entries[0].tolist(), entries[1].tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     given_params=st.lists(
         st.fixed_dictionaries(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from selection import examples
 
 from nanovllm import StructuredOutputs
 from nanovllm.engine.requests.constraint import Constraint
@@ -410,7 +411,7 @@ def _walk(constraint: Constraint, seed: int, most: int = 60) -> str | None:
     return None
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pair=PAIRS, seed=st.integers(0, 2**32))
 def test_walks_through_random_formats_match(pair: Pair, seed: int) -> None:
     node, pattern = pair
