@@ -193,7 +193,7 @@ def test_replicas_answer_as_the_library_does(cluster: Cluster, llm: LLM) -> None
 @pytest.mark.slow
 def test_all_of_the_server_is_behind_the_proxy(cluster: Cluster) -> None:
     def get(path: str, **headers: str) -> httpx.Response:
-        return httpx.get(f"{cluster.url}{path}", headers=headers)
+        return httpx.get(f"{cluster.url}{path}", headers=headers, timeout=LIMIT)
 
     assert get("/health").status_code == 200
     assert "<title>" in get("/").text and "vllm:num_requests_running" in get("/metrics").text

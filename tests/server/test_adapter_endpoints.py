@@ -86,7 +86,9 @@ def test_clients_may_change_adapters_only_with_the_option(
 ) -> None:
     with serving(tmp_path / "log", str(case.path), *LORA) as server:
         for path in (LOAD, UNLOAD):
-            answer = httpx.post(server.url + path, json=dict(lora_name="x", lora_path="/none"))
+            answer = httpx.post(
+                server.url + path, json=dict(lora_name="x", lora_path="/none"), timeout=LIMIT
+            )
             assert answer.status_code == 403
             assert "--allow-lora-updates" in answer.json()["error"]["message"]
 

@@ -178,7 +178,7 @@ def test_stop_ends_an_answer_and_its_request(page: Chromium, server: Server, how
 
 
 def is_at_rest(server: Server) -> bool:
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=LIMIT).text
     return re.search(r"^vllm:num_requests_running\S* 0.0$", text, re.MULTILINE) is not None
 
 

@@ -385,7 +385,7 @@ def test_bad_requests_get_their_status(
     "data", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "a", "prompt": "b"}', b"[" * 10**5, b"NaN"]
 )
 def test_bodies_that_are_no_objects(server: Server, data: bytes) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=data)
+    response = httpx.post(f"{server.url}/v1/completions", content=data, timeout=LIMIT)
     assert response.status_code == 400 and "the body" in response.json()["error"]["message"]
 
 
@@ -439,10 +439,10 @@ def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> Non
     assert client.models.retrieve("t").id == "t"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("x")
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    assert "version" in httpx.get(f"{server.url}/version").json()
-    assert "html" in httpx.get(server.url).headers["content-type"]
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    assert httpx.get(f"{server.url}/health", timeout=LIMIT).status_code == 200
+    assert "version" in httpx.get(f"{server.url}/version", timeout=LIMIT).json()
+    assert "html" in httpx.get(server.url, timeout=LIMIT).headers["content-type"]
+    assert httpx.get(f"{server.url}/v1/completions", timeout=LIMIT).status_code == 405
     tokens = post(server, "/tokenize", prompt="abc", return_token_strs=True).json()
     assert (tokens["count"], tokens["tokens"]) == (3, [ord(c) - 33 for c in "abc"])
     assert post(server, "/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "abc"}
@@ -452,7 +452,7 @@ def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> Non
     assert found.json() == {"prompt": "abc"}
     chat = post(server, "/tokenize", messages=HI, prompt=None).json()
     assert chat["count"] == len("user:Hi;<tool_call>")
-    metrics = httpx.get(f"{server.url}/metrics")
+    metrics = httpx.get(f"{server.url}/metrics", timeout=LIMIT)
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:time_to_first_token_seconds_bucket{" in metrics.text
     assert 'vllm:num_requests_running{model_name="tiny"} ' in metrics.text  # the served name
@@ -563,12 +563,14 @@ def test_keys_limits_and_proxies(long_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log", str(long_model), *arguments) as server:
         url = f"{server.url}/v1/completions"
         for headers in ({}, {"Authorization": "Bearer k"}, {"Authorization": "k1"}):
-            refused = httpx.post(url, json={"prompt": "a"}, headers={**headers, **ORIGIN})
+            refused = httpx.post(
+                url, json={"prompt": "a"}, headers={**headers, **ORIGIN}, timeout=LIMIT
+            )
             assert refused.status_code == 401 and refused.json()["error"]["code"]
             assert refused.headers["access-control-allow-origin"] == ORIGIN["Origin"]
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=LIMIT).status_code == 200
         headers = {"Authorization": "Bearer k2", **ORIGIN}
-        answer = httpx.post(url, json={"prompt": "a"}, headers=headers)
+        answer = httpx.post(url, json={"prompt": "a"}, headers=headers, timeout=LIMIT)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == ORIGIN["Origin"]
         slow = LONG | {"max_tokens": 15_000, "stream": True}
@@ -724,7 +726,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     with serving(tmp_path / "log", "--uds", str(place)) as server:
         assert server.url == f"unix:{place}"
         transport = httpx.HTTPTransport(uds=str(place))
-        with httpx.Client(transport=transport) as client:
+        with httpx.Client(transport=transport, timeout=LIMIT) as client:
             asked = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
             answer = client.post("http://x/v1/chat/completions", json=asked).json()
         assert answer["choices"][0]["message"]["content"] == "46"

@@ -82,7 +82,7 @@ def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
 
 def test_without_the_option_there_are_none(tmp_path: Path) -> None:
     with serving(tmp_path / "log", EMBEDDED_MODEL) as server:
-        assert {httpx.post(server.url + path).status_code for path in PATHS} == {404}
+        assert {httpx.post(server.url + path, timeout=LIMIT).status_code for path in PATHS} == {404}
 
 
 async def no_body() -> Message:

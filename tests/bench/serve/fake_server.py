@@ -1,6 +1,6 @@
 """A server with OpenAI's API on a plain socket, which answers as a test says.
 
-An answer is a list of steps: bytes to send, or seconds to wait.
+An answer is a list of steps: bytes to send, seconds to wait, or what to wait for.
 """
 
 import asyncio
@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-Step = bytes | float
+from waiting import LIMIT
+
+Step = bytes | float | Callable[[], bool]
 Answer = Callable[[dict[str, Any]], Sequence[Step]]
 END = b"0\r\n\r\n"  # of a chunked body
 
@@ -80,12 +82,12 @@ class FakeServer:
 
     def __enter__(self) -> "FakeServer":
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(LIMIT)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(LIMIT)
 
     def _run(self) -> None:
         serving = asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1000)
@@ -135,6 +137,9 @@ class FakeServer:
         for step in steps:
             if isinstance(step, bytes):
                 writer.write(step)
+            elif callable(step):
+                while not step():
+                    await asyncio.sleep(0.001)
             elif step:
                 await asyncio.sleep(step)
         self.num_in_flight -= 1
