@@ -59,6 +59,8 @@ SHAPE: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+
 # How long an example takes, or is drawn, fails no test: a busy machine may be slow.
 settings.register_profile(
     "busy machine", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -172,7 +174,8 @@ def make_model(
 ) -> Path:
     """Save a random model with its tokenizer, as transformers itself saves it."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**SHAPE | overrides)
+    experts = EXPERTS if family == "Qwen3Moe" else {}
+    config = getattr(transformers, f"{family}Config")(**SHAPE | experts | overrides)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32)
     for name, param in model.named_parameters():
         if param.dim() > 1:  # larger than training would start with: peaked, varied outputs

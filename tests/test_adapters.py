@@ -77,6 +77,7 @@ def check(llm: LLM, case: AdaptedCase) -> None:
     audit_slots(llm)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS],

@@ -156,6 +156,7 @@ def test_samples_of_a_prompt_copy_codes_and_scales(backend: str, standard: Case)
         audit_at_rest(llm)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [HARD, HARD | TORCH])
 @pytest.mark.parametrize("name", VARIANTS)

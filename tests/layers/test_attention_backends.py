@@ -317,6 +317,7 @@ def test_the_embedded_model_adds_on_triton(kernel_device: str) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -337,6 +338,7 @@ def test_scheduling_does_not_change_triton_outputs(
     assert run(model_dir, "triton", kernel_device, prompts, params, **options) == expected
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",

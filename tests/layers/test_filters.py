@@ -286,6 +286,7 @@ def draw(seqs: list[Sequence], logits: torch.Tensor) -> list[int]:
     return tokens
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "expected"),

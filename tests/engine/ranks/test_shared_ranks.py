@@ -227,6 +227,7 @@ def exchange_at_random(ranks: SharedRanks) -> None:
         assert ranks.minimum(turn + ranks.rank) == turn
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_thousands_of_exchanges_between_processes(size: int) -> None:

@@ -284,6 +284,7 @@ print((peak - before) << 10)
 """
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("online", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4.3)])
