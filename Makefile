@@ -4,8 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The tests that most changes would break: who runs, what the core computes, a model, a server.
-NEAREST := tests/engine/test_scheduler.py tests/test_llm.py
+# The tests that most changes would break: who runs, the twins of kernels, a model, a server, rules.
+NEAREST := $(wildcard tests/engine/test_*.py tests/kernels/test_cpu_*.py tests/kernels/test_plain_*.py) \
+	$(addprefix tests/,engine/requests engine/step layers kernels/test_drafts.py) \
+	$(addprefix tests/models/test_,loader.py model_config.py) \
+	$(addprefix tests/server/test_,answering.py serve.py) \
+	$(addprefix tests/test_,config.py docs.py exactness.py llm.py logprobs.py outputs.py package.py \
+	samples.py sampling.py sampling_params.py selection.py stats.py stream.py structured_outputs.py)
 
 .PHONY: demo check test test-all lint types nearest bench clean
 
@@ -16,7 +21,7 @@ check: $(VENV)/.testing  ## what to run after each change: lint, types and some 
 	$(MAKE) --no-print-directory --output-sync=target -j lint types nearest
 
 nearest: $(VENV)/.testing  ## the tests of `make check`
-	$(BIN)/python -m pytest -n auto -q $(NEAREST)
+	$(BIN)/python -m pytest -n auto -q -m "not slow" $(NEAREST)
 
 test: $(VENV)/.testing  ## set up, and run all test files
 	$(BIN)/python -m pytest -n auto --ignore tests/test_ray_serve.py

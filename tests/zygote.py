@@ -277,10 +277,15 @@ def run(argv: list[str], path: list[str]) -> None:
         exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main.__dict__)
 
 
+def moved(link: socket.socket) -> socket.socket:
+    """The socket under a number that no process expects."""
+    with link:
+        return socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, FIRST_FD))
+
+
 def main() -> None:
     """Import what all processes need, and fork until nobody can ask any more."""
-    link = socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD, FIRST_FD))
-    os.close(int(sys.argv[1]))
+    link = moved(socket.socket(fileno=int(sys.argv[1])))
     path = sys.path[1:]
     environment = early_environment(os.environ)
     for name in PRELOADED:
@@ -298,11 +303,10 @@ def main() -> None:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():
             its.close()
-            _connect(ours, environment)
+            _connect(moved(ours), environment)
             break
-        link = socket.socket(fileno=fcntl.fcntl(its.fileno(), fcntl.F_DUPFD, FIRST_FD))
-        its.detach()
-        ours.detach()
+        ours.close()
+        link = moved(its)
         os.closerange(0, FIRST_FD)
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)

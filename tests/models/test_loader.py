@@ -18,7 +18,7 @@ import torch
 from conftest import SHAPE, edit_config, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.layer import Layer
@@ -753,7 +753,10 @@ def test_ctrl_c_ends_loading_and_its_threads(
     with pytest.raises(KeyboardInterrupt):
         load(model_dir)
     assert 5 < next(reads) <= 5 + NUM_THREADS < len(tensors(model_dir))
-    assert not [t for t in threading.enumerate() if t.name.startswith("nanovllm-load")]
+    wait_until(
+        "threads are left",
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("nanovllm-load")],
+    )
 
 
 # Random weights, and memory
