@@ -96,6 +96,16 @@ def test_stops_before_min_tokens_do_not_count() -> None:
     assert (text.text, count) == ("a", 2)
 
 
+@pytest.mark.parametrize(("min_tokens", "left"), [(2, "a\ufffd"), (1, "a")])
+def test_text_held_back_to_the_end_stops_nothing_before_min_tokens(
+    min_tokens: int, left: str
+) -> None:
+    """The last token is the first byte of a character; no other byte comes."""
+    ids = TOKENIZER.encode("aé", add_special_tokens=False)[:2]
+    text, seq, _ = follow(TOKENIZER, ids, stop="\ufffd", min_tokens=min_tokens)
+    assert text.finish(seq) == left
+
+
 def test_a_token_taken_back_leaves_the_text() -> None:
     """After an interrupt the last token, which may have completed a stop, is sampled again."""
     params = SamplingParams(stop="b")
