@@ -131,6 +131,18 @@ def test_openais_client_streams(server: Server, client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_offsets_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    """Where each token's text begins; a chunk begins where the one before has ended."""
+    asked: Any = dict(model="t", prompt="abc", max_tokens=6, seed=3, logprobs=0)
+    whole = client.completions.create(**asked).choices[0].logprobs
+    chunks = [
+        chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)
+    ]
+    assert whole is not None and whole.text_offset is not None and whole.text_offset[-1] >= 5
+    offsets = [offset for part in chunks if part for offset in part.text_offset or ()]
+    assert offsets == whole.text_offset
+
+
 def test_usage_has_the_cached_tokens(client: openai.OpenAI) -> None:
     """Of whole answers, and of streams: 9 blocks of 32 tokens."""
     asked: Any = dict(model="t", prompt="Hi" * 150, max_tokens=1)
