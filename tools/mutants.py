@@ -142,6 +142,7 @@ class Job:
     pid: int = 0
     start: float = 0.0
     mutant: Mutant | None = None
+    text: str = ""  # of the mutant's file without it
     tests: list[str] = field(default_factory=list)
 
     @property
@@ -165,7 +166,8 @@ class Job:
         """Start a process that runs the tests: until one fails, if there is a mutant."""
         self.mutant, self.tests, self.start = mutant, tests, time.time()
         if mutant is not None:
-            self._write(mutant.plant((ROOT / mutant.file).read_text(encoding="utf-8")))
+            self.text = (self.tree / mutant.file).read_text(encoding="utf-8")
+            self._write(mutant.plant(self.text))
         self.failed.unlink(missing_ok=True)
         self.pid = os.fork()
         if self.pid == 0:
@@ -188,7 +190,7 @@ class Job:
             self.mutant, self.tests, self.seconds, failed, None if is_late else status, log
         )
         if self.mutant is not None:
-            self._write((ROOT / self.mutant.file).read_text(encoding="utf-8"))
+            self._write(self.text)
         shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
         return ended
 

@@ -302,6 +302,15 @@ def test_a_chunk_is_shared_as_soon_as_it_is_computed() -> None:
     assert b.num_hit_tokens == 12
 
 
+def test_of_equal_prompts_that_arrive_together_one_is_computed() -> None:
+    """The second one waits for a step, and computes its last token."""
+    scheduler = make_scheduler()
+    prompt = fresh(9)
+    a, b = add(scheduler, prompt), add(scheduler, prompt)
+    assert step(scheduler) == [(a, 9)]
+    assert step(scheduler) == [(b, 1)]
+
+
 def test_blocks_filled_by_decode_are_shared() -> None:
     """The next turn of a conversation need not compute the answer again."""
     scheduler = make_scheduler()
