@@ -173,6 +173,12 @@ def test_a_call_is_reported_with_its_last_character() -> None:
         assert join(parser.feed(tail[-1]))[1][0].name == "f", name
 
 
+def test_a_call_keeps_the_id_that_the_model_wrote() -> None:
+    text = '[TOOL_CALLS]f[CALL_ID]abc123xyz[ARGS]{"a": 1}'
+    _, (call,) = parse(FORMATS["mistral_args"], TOOLS, text)
+    assert call.call_id == "abc123xyz"
+
+
 def test_the_deltas_of_one_piece_are_joined() -> None:
     parser = ToolParser(FORMATS["pythonic"], TOOLS)
     deltas = parser.feed("[f(a=[1, 2, {'x': None}]), g()]")

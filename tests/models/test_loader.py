@@ -399,6 +399,11 @@ def test_an_expert_too_many_is_refused(tmp_path: Path, expert: int) -> None:
     assert f"unexpected tensor {name!r}" in message
 
 
+def test_integers_are_no_weights(copy_of_model: Copy) -> None:
+    path = rewrite(copy_of_model(), model__norm__weight=torch.ones(64, dtype=torch.int32))
+    assert "'model.norm.weight' has type I32, a model needs one of F64" in refused(path)
+
+
 def test_a_tensor_both_whole_and_in_parts_is_refused(copy_of_model: Copy) -> None:
     """Else the last one read would win."""
     path = copy_of_model()
