@@ -36,6 +36,9 @@ class ThreadRanks(Ranks):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.exchange(x)).sum(0)
 
+    def minimum(self, number: int) -> int:
+        return min(int(x) for x in self.exchange(torch.tensor([number])))
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         everyones = self.exchange(x)
         return torch.cat(everyones, dim=-1) if self.rank == 0 else x

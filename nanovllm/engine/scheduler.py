@@ -227,7 +227,7 @@ class Scheduler:
     def _publish(self, batch: Batch) -> None:
         block_size = self.block_size
         for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
-            if (batch.is_prefill or end % block_size == 0) and seq.block_table:
+            if end % block_size == 0 and seq.block_table:  # `advance` publishes those of prompts
                 self.block_manager.publish(seq, end)
 
     def preempt(self) -> None:

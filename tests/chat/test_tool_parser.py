@@ -53,6 +53,7 @@ CONTENT = [
     ("hermes", "<tool_call>no</tool_call>"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f"}</tool_call> \n'),
     ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     ("llama3_json", '{"name": "Bob", "age": 3}'),
@@ -173,6 +174,12 @@ def test_a_call_is_reported_with_its_last_character() -> None:
         assert join(parser.feed(tail[-1]))[1][0].name == "f", name
 
 
+def test_a_call_keeps_the_id_that_the_model_wrote() -> None:
+    text = '[TOOL_CALLS]f[CALL_ID]abc123xyz[ARGS]{"a": 1}'
+    _, (call,) = parse(FORMATS["mistral_args"], TOOLS, text)
+    assert call.call_id == "abc123xyz"
+
+
 def test_the_deltas_of_one_piece_are_joined() -> None:
     parser = ToolParser(FORMATS["pythonic"], TOOLS)
     deltas = parser.feed("[f(a=[1, 2, {'x': None}]), g()]")
@@ -199,10 +206,13 @@ def test_the_deltas_of_one_piece_are_joined() -> None:
         ("<parameter=e>\n[1]\n</parameter>", {"e": "[1]"}),
         ("<parameter=other>\n1\n</parameter>", {"other": "1"}),
         ("<parameter=a>1</parameter><parameter=b>2</parameter>", {"a": 1, "b": "2"}),
+        ("<parameter=g>\n5\n</parameter>", {"g": 5}),
     ],
 )
 def test_the_schema_says_how_a_value_is_written(written: str, value: object) -> None:
+    number_or_text = {"type": ["number", "string"]}
     properties = {**SCHEMA["properties"], "d": {"$ref": "#/$defs/some"}, "e": {}}
+    properties["g"] = number_or_text
     some = {"anyOf": [{"type": "object"}, {"type": "null"}]}
     tool = Tool("f", {"properties": properties, "$defs": {"some": some}})
     text = f"<tool_call>\n<function=f>\n{written}\n</function>\n</tool_call>"

@@ -225,6 +225,16 @@ def test_the_store_keeps_no_more_than_it_has_room_for() -> None:
     store.close()
 
 
+def test_the_store_keeps_what_is_wanted() -> None:
+    """An adapter that the scheduler waits for stays, although another one was used later."""
+    store = AdapterStore(lambda path, number: path, 2)
+    wanted, other = (store.accept(LoRARequest("a", f"/none/{i}")) for i in range(2))
+    store.want([wanted])
+    store.accept(LoRARequest("a", "/none/2"))
+    assert wanted.number in store.tensors and other.number not in store.tensors
+    store.close()
+
+
 def test_nothing_is_read_while_there_is_a_reason() -> None:
     """An adapter that waits is read when it is asked for again, afterwards."""
     reads: list[Path] = []

@@ -53,6 +53,18 @@ def snapshot(manager: BlockManager) -> str:
     return repr(vars(manager))
 
 
+@pytest.mark.parametrize(("num_tokens", "left"), [(12, 3), (9, 3), (8, 2), (1, 1), (0, 0)])
+def test_shrinking_keeps_the_blocks_of_the_first_tokens(num_tokens: int, left: int) -> None:
+    """The rest are free, and the table is another list."""
+    manager = BlockManager(num_blocks=4, block_size=4)
+    seq = admit(manager, list(range(12)))
+    table = seq.block_table
+    manager.shrink(seq, num_tokens)
+    assert seq.block_table == table[:left] and (seq.block_table is table) == (left == 3)
+    assert manager.num_free_blocks == 4 - left
+    manager.audit([seq.block_table])
+
+
 # Hashes
 
 

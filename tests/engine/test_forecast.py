@@ -122,6 +122,7 @@ def test_lengths_are_learnt_from_ended_sequences() -> None:
     for length in [10] * 8 + [30] * 8:
         ended = make(7, 1000, known=False)
         ended.token_ids += [1] * length
+        assert lengths.steps_left(new) == 1, "too few have ended"
         lengths.learn(ended)
     assert lengths.steps_left(new) == 20
     new.token_ids += [1] * 10
@@ -129,7 +130,9 @@ def test_lengths_are_learnt_from_ended_sequences() -> None:
     new.token_ids += [1] * 22
     assert lengths.steps_left(new) == 16
     assert lengths.steps_left(make(10, 12, known=False)) == 12, "longer than it may get"
-    lengths.learn(make(7, 5))  # its length was known before
+    known = make(7, 50)
+    known.token_ids += [1] * 50
+    lengths.learn(known)  # that it gets so long was no news
     assert lengths.steps_left(make(10, 1000, known=False)) == 20
 
 

@@ -11,10 +11,13 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import byte_tokenizer
 from drafts import Eager, RandomProposer
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.forecast import MIN_ENDED
+from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.speculative.speculator import Speculator
@@ -218,6 +221,16 @@ def test_max_num_seqs_bounds_all_running_sequences() -> None:
     drain(scheduler)
 
 
+def test_samples_take_places_before_they_are_forked() -> None:
+    """3 places are full with a request of 3 samples, although only one of them runs yet."""
+    scheduler = make_scheduler(max_num_seqs=3)
+    parent, other = add(scheduler, fresh(3), max_tokens=2), add(scheduler, fresh(3))
+    parent.siblings = [Sequence(parent.token_ids, parent.params, index=i) for i in (1, 2)]
+    assert step(scheduler, 51, 52, 53) == [(parent, 3)]
+    assert list(scheduler.waiting) == [other]
+    drain(scheduler)
+
+
 def test_sequences_that_end_in_flight_leave_their_places() -> None:
     """The next step begins with others, and need not wait until the host has read these."""
     scheduler = make_scheduler(max_num_seqs=2)
@@ -288,6 +301,15 @@ def test_a_chunk_is_shared_as_soon_as_it_is_computed() -> None:
     b = add(scheduler, prompt)
     assert step(scheduler) == [(a, 4), (b, 2)]
     assert b.num_hit_tokens == 12
+
+
+def test_of_equal_prompts_that_arrive_together_one_is_computed() -> None:
+    """The second one waits for a step, and computes its last token."""
+    scheduler = make_scheduler()
+    prompt = fresh(9)
+    a, b = add(scheduler, prompt), add(scheduler, prompt)
+    assert step(scheduler) == [(a, 9)]
+    assert step(scheduler) == [(b, 1)]
 
 
 def test_blocks_filled_by_decode_are_shared() -> None:
@@ -603,6 +625,31 @@ def test_aborting_one_of_two_that_share_a_prefix() -> None:
     drain(scheduler)
 
 
+def test_no_length_is_learnt_from_aborted_requests() -> None:
+    """They would have gone on: only those that ended by themselves tell how long others get."""
+    scheduler = make_scheduler()
+    seqs = [add(scheduler, fresh(3)) for _ in range(MIN_ENDED)]
+    for _ in range(5):
+        step(scheduler)
+    scheduler.abort(*seqs)
+    assert scheduler.lengths.steps_left(add(scheduler, fresh(3))) == 1, "no length is known"
+
+
+def test_a_cleared_cache_gets_no_block_of_running_sequences() -> None:
+    """A part of it was computed before, maybe with other weights."""
+    scheduler = make_scheduler()
+    seq = add(scheduler, prompt := fresh(3))
+    step(scheduler)
+    scheduler.clear_cache()
+    for _ in range(6):
+        step(scheduler)
+    assert len(seq.block_table) == 3
+    later = add(scheduler, [*prompt, *seq.output_token_ids])
+    assert step(scheduler) == [(later, 10)]
+    assert later.num_hit_tokens == 0
+    drain(scheduler)
+
+
 # A step that was scheduled but not postprocessed
 
 
@@ -699,6 +746,22 @@ def test_aborting_everything_after_an_interrupted_step(num_steps: int) -> None:
     assert scheduler.block_manager.num_free_blocks == 6
     again = add(scheduler, fresh(5))
     assert step(scheduler) == [(again, 5)]
+
+
+def test_a_token_that_completes_a_stop_is_sampled_again_after_an_interrupt() -> None:
+    """It was appended, but did not end its sequence: else that would get one more token."""
+    scheduler = make_scheduler()
+    seq = add(scheduler, fresh(3), stop="b")
+    tokenizer = byte_tokenizer()
+    seq.followers = (OutputText(tokenizer, seq.params),)
+    a, b = tokenizer.encode("ab")
+    step(scheduler, a)
+    interrupt(scheduler)
+    seq.token_ids.append(b)
+    scheduler.restart([seq])
+    assert seq.output_token_ids == [a]
+    step(scheduler, b)
+    assert (seq.output_token_ids, seq.finish_reason, seq.stop_reason) == ([a, b], "stop", "b")
 
 
 class Interrupter:

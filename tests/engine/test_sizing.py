@@ -1,16 +1,20 @@
 """How much device memory the KV cache gets; a CPU stands for the device."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
+from thread_ranks import on_ranks
 
 from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine import sizing
 from nanovllm.engine.shard import Shard
+from nanovllm.layers.ranks import Ranks
+from nanovllm.utils.sizes import MIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,6 +50,24 @@ def test_memory_is_left_for_the_copies_of_the_cache(
             found = sizing._free_device_bytes(llm.model_runner.shard, config)
         left = TOTAL * config.gpu_memory_utilization - OTHERS
     assert found == int(left * LAYERS / (LAYERS + copied_layers * copies))
+
+
+def test_all_ranks_have_the_blocks_of_the_smallest_pool() -> None:
+    """The ranks share the host's memory. Blocks of 16 and 8 MiB in 512 MiB each: 32 and 64 fit."""
+    config = Config("m", cpu_kvcache_gib=1)
+
+    def fit(ranks: Ranks) -> int:
+        pool = SimpleNamespace(block_bytes=16 * MIB >> ranks.rank)
+        shard: Any = SimpleNamespace(pool=pool, device=torch.device("cpu"), ranks=ranks)
+        return sizing.fit_kv_blocks(shard, config)
+
+    assert on_ranks(2, fit) == [32, 32]
+
+
+def test_no_sequence_may_be_longer_than_the_pool(path: Path) -> None:
+    """It could never end."""
+    with LLM(path, device="cpu", num_kvcache_blocks=4, kvcache_block_size=16) as llm:
+        assert llm.config.max_model_len == 64
 
 
 def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,17 @@ def _moved(device: str, x: torch.Tensor) -> torch.Tensor:
     return wide[:, -x.shape[1] :].copy_(x)
 
 
+def test_a_masked_row_draws_with_its_own_key() -> None:
+    """And with its own temperature: those of the rows before it are of others."""
+    logits, keys = torch.zeros(8, 64), torch.arange(8) << 40
+    temperatures = torch.tensor([0.0] * 4 + [1.0] * 4)
+    rows, bitmaps = torch.tensor([3, 5, 6]), torch.full((3, 2), -1, dtype=torch.int32)
+    tokens = torch.full((8,), -1)
+    PLAIN.sample_masked(logits, temperatures, keys, rows, bitmaps, tokens)
+    expected = PLAIN.sample(logits, temperatures, keys)
+    assert tokens[rows].tolist() == expected[rows].tolist() != expected[:3].tolist()
+
+
 def test_a_bitmap_has_a_bit_for_each_token() -> None:
     """By hand: token 0 is the lowest bit of the first word, token 31 its sign, 32 the next word."""
     logits = torch.arange(35.0)[None].repeat(2, 1)

@@ -28,6 +28,12 @@ def test_keys_are_xxh64(seed: int, num_tokens: int) -> None:
     assert keys.tolist() == [digest - (1 << 63)]
 
 
+@pytest.mark.parametrize("bit", [0, 31, 32, 62])
+def test_every_part_of_a_key_counts(bit: int) -> None:
+    one, other = noise.log_exponential(torch.tensor([0, 1 << bit]), torch.arange(100).int())
+    assert bool((one != other).sum() > 90)
+
+
 @pytest.mark.parametrize("u", [0.0, 2.0**31])
 def test_all_exponential_numbers_are_finite(u: float) -> None:
     """At the ends of the hash's range, in float32."""

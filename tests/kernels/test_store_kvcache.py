@@ -265,8 +265,12 @@ def test_codes_are_the_nearest_and_scales_the_least(
         assert float(below) * 448 < largest <= float(scale.double()) * 448 * (1 + 2.0**-24)
 
 
+@pytest.mark.parametrize("fixed", [None, (2.0**-6, 2.0**-6)])
 @pytest.mark.parametrize("room", ["plain", "triton"])
-def test_nan_and_infinity_stay_in_their_head(room: str, request: pytest.FixtureRequest) -> None:
+def test_nan_and_infinity_stay_in_their_head(
+    room: str, fixed: tuple[float, float] | None, request: pytest.FixtureRequest
+) -> None:
+    """With scales of the heads, and with fixed ones, with which infinity saturates."""
     device, store = "cpu", PLAIN.store_kvcache
     if room == "triton":
         from nanovllm.kernels.triton.store_kvcache import store_kvcache as store
@@ -276,9 +280,9 @@ def test_nan_and_infinity_stay_in_their_head(room: str, request: pytest.FixtureR
     key[0, 0, 3], key[1, 0, 3] = torch.nan, torch.inf
     empty = torch.zeros(0, 16, 1, 64, device=device).to(torch.float8_e4m3fn)
     scales = torch.zeros(0, 1, 16, dtype=SCALES, device=device)
-    kv = KVLayer(empty, empty, 1.0, None, scales, scales)
+    kv = KVLayer(empty, empty, 1.0, None, scales, scales, fixed_scales=fixed)
     out, _ = store(key, key, kv, torch.full((3,), -1, device=device))
-    assert bool(out[0].isnan().all()) and bool(out[1].isnan().any())
+    assert bool(out[0].isnan().all()) and bool(out[1].isnan().any()) == (fixed is None)
     torch.testing.assert_close(out[2], key[2], rtol=2.0**-4, atol=0)
 
 

@@ -199,6 +199,23 @@ def test_a_tied_checkpoint_may_have_a_head(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, expected)
 
 
+def test_a_tied_pair_may_be_in_two_files(tmp_path: Path) -> None:
+    """In either order, and with equal values."""
+    path = make_model(tmp_path, tie_word_embeddings=True)
+    files = tensors(path)
+    (path / "model.safetensors").unlink()
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    embedding = files.pop(names[1])
+    save_file(files, path / "c.safetensors")
+    for first, second in (names, names[::-1]):
+        save_file({first: embedding}, path / "a.safetensors")
+        save_file({second: embedding}, path / "b.safetensors")
+        filled = load(path).lm_head.weight
+        assert filled is not None and torch.equal(filled, embedding)
+        save_file({second: embedding + 1}, path / "b.safetensors")
+        assert "lm_head.weight and model.embed_tokens.weight differ" in refused(path)
+
+
 def test_old_checkpoints_may_have_inverse_frequencies(copy_of_model: Copy) -> None:
     path = rewrite(copy_of_model(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     load(path)
@@ -384,6 +401,11 @@ def test_an_expert_too_many_is_refused(tmp_path: Path, expert: int) -> None:
     name = f"{LAYER}mlp.experts.{expert}.up_proj.weight"
     message = refused(rewrite(path, **{name.replace(".", "__"): torch.zeros(32, 64)}))
     assert f"unexpected tensor {name!r}" in message
+
+
+def test_integers_are_no_weights(copy_of_model: Copy) -> None:
+    path = rewrite(copy_of_model(), model__norm__weight=torch.ones(64, dtype=torch.int32))
+    assert "'model.norm.weight' has type I32, a model needs one of F64" in refused(path)
 
 
 def test_a_tensor_both_whole_and_in_parts_is_refused(copy_of_model: Copy) -> None:

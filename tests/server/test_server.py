@@ -180,6 +180,29 @@ def test_openais_client_streams(server: Server, client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_offsets_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    """Where each token's text begins; a chunk begins where the one before has ended."""
+    asked: Any = dict(model="t", prompt="abc", max_tokens=6, seed=3, logprobs=0)
+    whole = client.completions.create(**asked).choices[0].logprobs
+    chunks = [
+        chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)
+    ]
+    assert whole is not None and whole.text_offset is not None and whole.text_offset[-1] >= 5
+    offsets = [offset for part in chunks if part for offset in part.text_offset or ()]
+    assert offsets == whole.text_offset
+
+
+def test_usage_has_the_cached_tokens(client: openai.OpenAI) -> None:
+    """Of whole answers, and of streams: 9 blocks of 32 tokens."""
+    asked: Any = dict(model="t", prompt="Hi" * 150, max_tokens=1)
+    options: Any = dict(stream=True, stream_options={"include_usage": True})
+    client.completions.create(**asked)
+    *_, last = client.completions.create(**asked, **options)
+    for usage in (client.completions.create(**asked).usage, last.usage):
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 288
+
+
 def test_the_async_client(server: Server) -> None:
     async def both() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
@@ -207,6 +230,9 @@ def test_tools_and_formats(server: Server, client: openai.OpenAI) -> None:
     ]
     assert deltas[0].function is not None and deltas[0].function.name == "f"
     assert "".join(d.function.arguments or "" for d in deltas if d.function) == "{}"
+    cut: Any = {**asked, **choice, "max_tokens": len(CALL) - len("}}\n</tool_call>")}
+    *_, last = client.chat.completions.create(**cut, stream=True)
+    assert last.choices[0].finish_reason == "length", "its call is not complete"
     schema = {"name": "x", "strict": True, "schema": {"enum": ["a", 22]}}
     formatted = client.chat.completions.create(
         model="tiny",

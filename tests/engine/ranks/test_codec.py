@@ -29,6 +29,7 @@ def assert_equal(one: StepInputs, other: StepInputs) -> None:
         assert (a is None) == (b is None)
         if a is not None:
             assert a.dtype == b.dtype and np.array_equal(a, b)
+            assert a.flags.aligned and b.flags.aligned
 
 
 def make_seq(num_tokens: int, block_table: list[int], num_scheduled: int = 1) -> Sequence:

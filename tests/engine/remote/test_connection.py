@@ -3,13 +3,14 @@
 import asyncio
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nanovllm.engine.remote.connection import TOGETHER, Connection
-from nanovllm.engine.remote.frames import HEAD, frame, receive
+from nanovllm.engine.remote.frames import HEAD, Outbox, frame, receive
 from nanovllm.engine.remote.messages import Drop, Ended
 from nanovllm.engine.requests.timing import RequestTimes
 
@@ -127,3 +128,17 @@ def test_other_tasks_run_between_many_ends_of_one_step(ends: Ends) -> None:
         return seen
 
     assert ends.run(receive_many()) == [TOGETHER, 2 * TOGETHER, 3 * TOGETHER, 3 * TOGETHER + 1]
+
+
+def test_a_message_larger_than_a_socket_arrives() -> None:
+    """It is sent piece by piece, as there is room, and received so."""
+    ours, its = socket.socketpair()
+    its.settimeout(5)
+    message = bytes(range(256)) * 8192
+    sender = Outbox(ours)
+    with ThreadPoolExecutor(1) as pool, ours, its:
+        sender.send(message)
+        receiving = pool.submit(receive, its)
+        while not receiving.done():
+            sender.flush()
+        assert receiving.result() == message

@@ -4,6 +4,8 @@ import itertools
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.requests.constraint import Constraint
-from nanovllm.engine.requests.masks import take
+from nanovllm.engine.requests.masks import Masks, note_dead_ends, take
 from nanovllm.engine.sequence import PENDING, End, Sequence
 from nanovllm.engine.step.draw_inputs import draw_inputs
 from nanovllm.kernels.plain.mask import mask
@@ -482,3 +484,34 @@ def test_the_rest_of_the_token_that_completes_a_marker_is_constrained(
                         assert constrain(GRAMMARS, **asked, after=marker).update(done) == End(
                             "stop"
                         )
+
+
+def empty_masks(*words: int) -> Masks:
+    """The mask of a row, not filled by its constraint."""
+    masks = Masks([(SimpleNamespace(num_words=len(words)), [])])  # type: ignore[list-item]
+    masks.array[0] = words
+    return masks
+
+
+def test_a_list_of_ids_keeps_their_bits_only() -> None:
+    masks = empty_masks(-1, 0b111)
+    masks.keep_only(0, [3, 33, 35])
+    assert masks.array.tolist() == [[1 << 3, 1 << 1]], "35 was not allowed before"
+
+
+@pytest.mark.parametrize(("vocab_size", "is_empty"), [(40, True), (44, True), (45, False)])
+def test_a_mask_is_empty_without_tokens_of_the_vocabulary(vocab_size: int, is_empty: bool) -> None:
+    """Token 44 is allowed."""
+    assert empty_masks(0, 1 << 12).is_empty(0, vocab_size) == is_empty
+
+
+def test_a_dead_end_is_none_after_other_drafts() -> None:
+    """After wrong drafts no token was left; the tokens that came instead leave some."""
+    constraint: Any = SimpleNamespace(dead_ends=set())
+    seq: Any = SimpleNamespace(constraint=constraint, token_ids=[5] * 3, stop_token_ids={0})
+    masks = empty_masks(0)
+    note_dead_ends([(seq, [7])], masks, {0}, 32)
+    assert constraint.dead_ends == {4} and masks.array.tolist() == [[1 << 1]], "0 would stop"
+    seq.token_ids.append(6)
+    note_dead_ends([(seq, [])], empty_masks(0b11), set(), 32)
+    assert constraint.dead_ends == set()

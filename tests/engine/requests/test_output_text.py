@@ -97,6 +97,25 @@ def test_stops_before_min_tokens_do_not_count() -> None:
     assert (text.text, count) == ("a", 2)
 
 
+@pytest.mark.parametrize(("min_tokens", "left"), [(2, "a\ufffd"), (1, "a")])
+def test_text_held_back_to_the_end_stops_nothing_before_min_tokens(
+    min_tokens: int, left: str
+) -> None:
+    """The last token is the first byte of a character; no other byte comes."""
+    ids = TOKENIZER.encode("aé", add_special_tokens=False)[:2]
+    text, seq, _ = follow(TOKENIZER, ids, stop="\ufffd", min_tokens=min_tokens)
+    assert text.finish(seq) == left
+
+
+@pytest.mark.parametrize(("include", "whole"), [(False, "a"), (True, "ab")])
+def test_a_token_that_stopped_is_left_out_of_the_text(include: bool, whole: str) -> None:
+    params = SamplingParams(stop="c", stop_token_ids=[1], include_stop_str_in_output=include)
+    text, seq = OutputText(Words(["a", "b"]), params), Sequence([0], params)
+    seq.token_ids += [0, 1]
+    seq.finish("stop", 1)
+    assert text.finish(seq) == whole
+
+
 def test_a_token_taken_back_leaves_the_text() -> None:
     """After an interrupt the last token, which may have completed a stop, is sampled again."""
     params = SamplingParams(stop="b")

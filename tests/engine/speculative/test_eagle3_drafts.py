@@ -92,6 +92,20 @@ def test_wrong_guesses_keep_what_transformers_generates(
         assert speculator_of(llm).num_drafted > 50
 
 
+@torch.inference_mode()
+def test_a_block_is_copied_with_the_keys_of_the_head() -> None:
+    """A sample's own copy of its prompt's last block: without it, the head guesses badly there."""
+    with make(EMBEDDED_MODEL, EMBEDDED_HEAD, num_kvcache_blocks=4) as llm:
+        pool = llm.model_runner.shard.pool
+        (head,) = pool.beside
+        for one in (pool, head):
+            one.cache.normal_()
+        pool.copy(1, 2)
+        for one in (pool, head):
+            assert torch.equal(one.cache[:, :, 2], one.cache[:, :, 1])
+            assert not torch.equal(one.cache[:, :, 3], one.cache[:, :, 1])
+
+
 @pytest.fixture(scope="module")
 def sums() -> dict[str, list[Any]]:
     """What the embedded model answers without drafts: greedy, and drawn."""

@@ -46,6 +46,15 @@ def test_drafts_are_what_came_after_the_longest_match(
     assert NgramText(1, 3).propose(make_seq(token_ids), 3) == drafts
 
 
+def test_tokens_that_were_taken_back_are_not_found() -> None:
+    seq, text = make_seq([1, 2, 3, 4]), NgramText(1, 3)
+    assert text.propose(seq, 1) == []
+    del seq.token_ids[1:]
+    assert text.propose(seq, 1) == []
+    seq.token_ids += [3, 5, 3]
+    assert text.propose(seq, 1) == [5]
+
+
 def test_an_ngram_begins_with_a_token() -> None:
     """Not in the middle of one, where the bytes of two others may be equal to it."""
     one, two = 0x01000000, 0x00000001  # their bytes: 0 0 0 1, 1 0 0 0

@@ -46,6 +46,14 @@ def test_wrong_drafts_become_rare() -> None:
     assert 0 < drafts * WORTH < 0.02 * steps
 
 
+def test_a_right_draft_ends_the_pause() -> None:
+    pace = Pace()
+    pace.learn(10, 1, 0)
+    assert not pace.is_due(12)
+    pace.learn(12, 1, 1)
+    assert pace.is_due(13)
+
+
 def test_drafts_come_back_when_they_are_right_again() -> None:
     pace = Pace()
     for tokens in range(500):

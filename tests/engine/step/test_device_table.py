@@ -427,3 +427,29 @@ def test_a_preempted_row_that_was_ahead_is_written_again() -> None:
         engine.run(seq)
     engine.prefill(engine.seqs, 100)
     engine.decode(engine.seqs, padding=0)
+
+
+def test_a_row_has_nothing_of_its_earlier_owners_drafts() -> None:
+    """A row that is ahead goes to a sequence whose prompt is cached up to its last token."""
+    engine = drafting_engine()
+    for number in range(2 * MOST):
+        for seq in engine.seqs:
+            engine.read(seq)
+        found = guess(engine, [0] * len(engine.seqs))
+        assert_rows_were_sent(engine, found)
+        for seq in engine.seqs:
+            seq.finish("length")
+        engine.seqs.clear()
+        engine.come(7)
+        engine.seqs[0].token_ids[:] = range(10 * number, 10 * number + 7)
+        engine.seqs[0].num_cached_tokens = 6
+
+
+def assert_rows_were_sent(engine: Engine, found: TableState) -> None:
+    """The lengths, last tokens and histories of all sequences, as they were before a step."""
+    drafts = engine.table.state.drafts
+    for row, seq in zip(found.batch.tolist(), engine.seqs, strict=False):
+        end = seq.num_tokens - 2  # without the last known token, and the one in flight
+        assert found.lengths[row] == seq.num_cached_tokens - 1
+        assert found.tokens[row].flatten()[0] == seq.token_ids[end]
+        assert drafts.history[row, :end].tolist() == seq.token_ids[:end]

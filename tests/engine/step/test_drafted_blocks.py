@@ -26,3 +26,26 @@ def test_a_shorter_table_keeps_what_its_blocks_hold() -> None:
     drafted.take(seq, 2)
     seq.block_table = [1, 2]
     assert drafted.complete(seq, num_seen=5, end=7) == 5
+
+
+def test_a_block_that_another_sequence_had_meanwhile_holds_nothing() -> None:
+    """A sequence that was preempted gets the same blocks again."""
+    drafted, seq = DraftedBlocks(BLOCK_SIZE, longest=100), Sequence([*range(12)], SamplingParams())
+    seq.block_table = [1, 2]
+    drafted.complete(seq, num_seen=0, end=6)
+    other = Sequence([*range(20, 30)], SamplingParams())
+    other.block_table = [2]
+    drafted.complete(other, num_seen=0, end=3)
+    assert drafted.complete(seq, num_seen=6, end=6) == 4
+
+
+def test_a_full_block_after_one_that_is_not_does_not_count() -> None:
+    """The block between them has the tokens that the sequence has seen."""
+    drafted, seq = DraftedBlocks(BLOCK_SIZE, longest=100), Sequence([*range(12)], SamplingParams())
+    twin = Sequence([*range(12)], SamplingParams())
+    twin.block_table = [7, 8, 3]
+    drafted.complete(twin, num_seen=0, end=12)
+    seq.block_table = [1, 2]
+    drafted.complete(seq, num_seen=0, end=6)
+    seq.block_table = [1, 2, 3]
+    assert drafted.complete(seq, num_seen=6, end=12) == 6

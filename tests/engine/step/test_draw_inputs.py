@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
+from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import entries
 from nanovllm.engine.step.draw_inputs import draw_inputs
@@ -76,6 +77,18 @@ def test_entries_are_those_of_the_rows_one_by_one(given_params: list[dict[str, A
         assert (only.forbidden is None) == (not stops)
         if only.forbidden is not None:
             assert as_lists(only.forbidden) == pairs(stops)
+
+
+def test_rows_of_penalties_are_filled_up_with_their_first_token() -> None:
+    """Any other token would be penalized, too."""
+    params = SamplingParams(repetition_penalty=2.0)
+    seqs = [
+        Sequence(prompt, params, default_seed=0, counts=TokenCounts())
+        for prompt in ([7, 8, 9], [5])
+    ]
+    (filters,) = draw_inputs(seqs, 10, "cpu").filters
+    assert filters.penalties is not None
+    assert filters.penalties.ids.tolist() == [[7, 8, 9], [5, 5, 5]]
 
 
 def test_long_lists_of_ids_delay_no_step() -> None:

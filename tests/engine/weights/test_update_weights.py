@@ -346,6 +346,7 @@ def test_after_an_update_that_failed_all_weights_are_needed(
 
         with pytest.raises(KeyError, match="mine"):
             llm.update_weights(failing())
+        assert not llm._held._staged, "they take memory"
         for call in (
             lambda: generate(llm),
             lambda: llm.add_request([1]),
