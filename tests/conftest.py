@@ -48,7 +48,9 @@ from nanovllm.engine.step.computed import Computed
 from nanovllm.engine.step.draw_inputs import DrawInputs, draw_inputs
 from nanovllm.engine.step.launched import Begun
 from nanovllm.engine.step.transfer import upload, upload_all
+from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.cpu.processor import Products, onednn_types
 from nanovllm.layers.filters import Filters
 from nanovllm.outputs import RequestOutput
 
@@ -359,6 +361,32 @@ def compiler() -> None:
         library()
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+PRODUCTS = {
+    "tiled": Products(tiled=frozenset((torch.float32, torch.bfloat16))),
+    "packed": Products(packed=onednn_types()),
+    "plain": Products(),
+}
+
+
+@pytest.fixture(params=PRODUCTS)
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Products:
+    """Plain matrices are multiplied in this way, where the kernels of this process can do so.
+
+    Each way works on any processor, except that oneDNN packs only the types that it is good at.
+    """
+    made: Products = PRODUCTS[request.param]
+    if made.tiled:
+        request.getfixturevalue("compiler")
+    monkeypatch.setattr(processor, "products", lambda: made)
+    return made
+
+
+@pytest.fixture
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain matrices stay as they are stored, as on a GPU."""
+    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["plain"])
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from nanovllm.kernels.cpu.packed_linear import cpu_computes
+from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.ranks import ALONE, Ranks
 
@@ -31,9 +31,9 @@ def resolve_device(device: str, ranks: Ranks = ALONE) -> torch.device:
 def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.dtype:
     """Resolve `Config.dtype`; "auto" is the model's own type, or float32 on a CPU without it."""
     resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
-    if dtype == "auto" and device.type == "cpu" and not cpu_computes(resolved):
-        return torch.float32
-    return resolved
+    if dtype != "auto" or device.type != "cpu" or processor.products().computes(resolved):
+        return resolved
+    return torch.float32
 
 
 def resolve_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

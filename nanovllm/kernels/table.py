@@ -42,7 +42,8 @@ class Kernels:
 
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
     `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster, and `plain_of`
-    returns what that was made of. `rounding`
+    returns what that was made of. `reads_plain` says that kernels read plain weights as they are
+    stored, so that no library's layout may replace them. `rounding`
     gives kernels that round a number of rows as a quantized weight needs it, where it does:
     `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
     that fuse several operations of a layer of such a type, where they are faster, and `router` one
@@ -78,6 +79,7 @@ class Kernels:
     adapted_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, PairAdditions], Tensor]
     arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
     plain_of: Callable[[Any], Tensor | None] = lambda _: None
+    reads_plain: bool = False
     rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
     few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
     router: Callable[[Tensor, dtype], "Router | None"] = lambda *_: None
@@ -158,6 +160,7 @@ def triton_kernels() -> Kernels:
         lora_down=lora.lora_down,
         lora_up=lora.lora_up,
         adapted_experts=experts.adapted_experts,
+        reads_plain=True,
         rounding=quantized_linear.rounding_of,
         few_rows=few_rows.few_rows_for,
         router=route.Router.of,

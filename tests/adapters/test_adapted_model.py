@@ -25,7 +25,6 @@ from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights import matrix
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
@@ -238,9 +237,7 @@ def test_adapters_of_quantized_layers_multiply_rows_that_are_not_rounded(
     config, kernels = ModelConfig.from_dir(path, quantization), triton_kernels()
     model = CausalLM(config, 64, formats=Formats(config.quantization))
     load_model(model, path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrix, "can_pack", lambda _: False)  # as on a GPU
-        model.bind(Backend(TorchBackend(), kernels))
+    model.bind(Backend(TorchBackend(), kernels))
     read = read_adapter(adapter, model, 8)
     AdapterSlots(model, 1, 8).place(0, read)
     name = "model.layers.0.mlp.down_proj"

@@ -31,7 +31,6 @@ from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
 from nanovllm.kernels.triton.held_weights import can_hold_tiles, can_share_tiles
 from nanovllm.kernels.triton.route import Router
-from nanovllm.layers.weights import matrix
 from nanovllm.models.decoder import Decoder, SparseMLP
 
 pytestmark = [
@@ -415,7 +414,6 @@ def test_a_model_computes_the_same(
     path = make_model(tmp_path, family=family, **overrides)
     exact = reported(path, kernel_device, dtype="float32", attention_backend="torch")
     options: dict[str, Any] = dict(dtype="bfloat16", attention_backend="triton")
-    monkeypatch.setattr(matrix, "can_pack", lambda _: False)  # as on a GPU
     calls: list[int] = []
     add = FewRows.add
     monkeypatch.setattr(

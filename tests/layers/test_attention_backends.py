@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import PRODUCTS, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.kernels.cpu import tiled_linear
+from nanovllm.kernels.cpu import processor, tiled_linear
 from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
@@ -181,7 +181,7 @@ def test_the_product_of_plain_weights_is_tried_at_the_start(
     def broken(*args: Any) -> None:
         raise RuntimeError("no room for libraries")
 
-    monkeypatch.setattr(tiled_linear, "float32_is_fastest", lambda: True)
+    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["tiled"])
     assert choose_backend("auto", spec()).attention.name == "cpu"
     monkeypatch.setattr(tiled_linear, "constant", broken)
     assert choose_backend("auto", spec()).attention.name == "torch"

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from rounding import linear_error
 from torch import nn
 
-from nanovllm.kernels.cpu.packed_linear import can_pack, cpu_computes, pack, packed_linear
-from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.cpu.processor import Products
+from nanovllm.kernels.table import PLAIN, cpu_kernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
@@ -23,26 +24,13 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.weights.matrix import DenseMatrix
+from nanovllm.layers.weights.matrix import DenseMatrix, KernelMatrix, PackedMatrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BACKEND = Backend(TorchBackend(), PLAIN)
+CPU = Backend(TorchBackend(), cpu_kernels())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-# [out, in] of a weight: one output, one input, odd sizes, and some like a model's
-SHAPES = [
-    (1, 1),
-    (1, 257),
-    (257, 1),
-    (3, 5),
-    (17, 257),
-    (257, 33),
-    (64, 64),
-    (259, 128),
-    (48, 1000),
-]
-ROWS = [1, 2, 7, 16, 33, 257]
 
 
 @pytest.fixture(autouse=True)
@@ -123,63 +111,13 @@ def test_silu_and_mul_equals_its_formula(shape: tuple[int, ...], dtype: torch.dt
     torch.testing.assert_close(out.double(), expected, rtol=bound, atol=1e-6)
 
 
-# Linear layers: packed, plain, and by the formula
+# Linear layers, with each kind of product
 
 
-def linear_error(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> float:
-    """The largest error as a share of the rounding error allowed: at most 1 for a right result.
-
-    K products are summed in float32, with an error like the root of K; the product, and in bf16 its
-    sum with the bias, are rounded to the type.
-    """
-    bias = torch.zeros(1) if bias is None else bias
-    exact = x.double() @ weight.double().T + bias.double()
-    terms = x.double().abs() @ weight.double().abs().T + bias.double().abs()
-    eps = torch.finfo(out.dtype).eps
-    bound = terms * 2**-23 * (2 + x.shape[1] ** 0.5) + (exact.abs() + bias.double().abs()) * eps
-    return float(((out.double() - exact).abs() / (bound + 1e-30)).max())
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_linear_and_its_twin_are_exact(
-    shape: tuple[int, int], dtype: torch.dtype, bias: bool
-) -> None:
-    weight = torch.randn(shape).to(dtype)
-    if not can_pack(weight):
-        pytest.skip(f"this CPU has no kernels for packed {dtype} weights")
-    before = weight.clone()
-    packed = pack(weight)
-    assert torch.equal(weight, before)
-    b = torch.randn(shape[0]).to(dtype) if bias else None
-    for rows in ROWS:
-        x = torch.randn(rows, shape[1]).to(dtype)
-        for name, out in (
-            ("packed", packed_linear(x, packed, b)),
-            ("twin", F.linear(x, weight, b)),
-        ):
-            assert out.dtype == dtype and out.shape == (rows, shape[0])
-            assert linear_error(out, x, weight, b) <= 1, f"{name}, {rows} rows"
-
-
-def test_packed_linear_reads_strided_inputs() -> None:
-    weight, x = torch.randn(33, 64), torch.randn(9, 128)
-    if not can_pack(weight):
-        pytest.skip("this CPU has no kernels for packed weights")
-    for view in (x[:, ::2], x[:, 64:], x.T[:64].T, x[::2, :64], x[3:4, :64]):
-        assert linear_error(packed_linear(view, pack(weight), None), view, weight) <= 1
-
-
-def test_types_that_the_cpu_cannot_pack_stay_plain() -> None:
-    assert not can_pack(torch.randn(4, 4, dtype=torch.float64))
-    assert not can_pack(torch.randn(4, 4).half())
-    assert cpu_computes(torch.float32) and not cpu_computes(torch.float16)
+def test_types_without_kernels_stay_plain(products: Products) -> None:
     layer = ReplicatedLinear(4, 4).to(torch.float16)
     layer.weight.data.normal_()
-    layer.bind(BACKEND)
+    layer.bind(CPU)
     assert isinstance(layer.matrix, DenseMatrix)
     assert layer(torch.ones(1, 4).half()).dtype == torch.float16
 
@@ -190,9 +128,10 @@ def one_projection(in_features: int, out_features: int, bias: bool) -> LinearBas
 
 @pytest.mark.parametrize("kind", [ReplicatedLinear, one_projection, RowParallelLinear])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_linear_layer_gives_the_same_output(
-    kind: Callable[..., LinearBase], bias: bool
+def test_a_linear_layer_gives_the_same_output_when_it_is_bound(
+    kind: Callable[..., LinearBase], bias: bool, products: Products
 ) -> None:
+    """And drops the plain weight, if that is copied."""
     layer = kind(37, 21, bias)
     layer.weight.data.normal_()
     if bias:
@@ -200,18 +139,13 @@ def test_a_packed_linear_layer_gives_the_same_output(
     x = torch.randn(5, 37)
     expected = F.linear(x, layer.weight, layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
-    layer.bind(BACKEND)
+    layer.bind(CPU)
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-    layer.bind(BACKEND)  # a second time does nothing
+    layer.bind(CPU)  # a second time does nothing
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_packing_drops_the_plain_weight() -> None:
-    layer = ReplicatedLinear(64, 64)
-    if not can_pack(layer.weight):
-        pytest.skip("this CPU has no kernels for packed weights")
-    layer.bind(BACKEND)
-    assert [name for name, _ in layer.named_parameters()] == []
+    assert [name for name, _ in layer.named_parameters()] == (["bias"] if bias else [])
+    untiled = PackedMatrix if torch.float32 in products.packed else DenseMatrix
+    assert type(layer.matrix) is (KernelMatrix if products.tiled else untiled)
 
 
 # Experts: packed and plain
@@ -227,16 +161,13 @@ def make_experts(dtype: torch.dtype) -> tuple[Experts, tuple[torch.Tensor, ...]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_experts_give_the_same_output(dtype: torch.dtype) -> None:
+def test_bound_experts_give_the_same_output(dtype: torch.dtype, products: Products) -> None:
     """The plain weights are dropped."""
     layer, inputs = make_experts(dtype)
-    assert layer.down_proj is not None
-    if not can_pack(layer.down_proj):
-        pytest.skip(f"this CPU has no kernels for packed {dtype} weights")
     expected = layer(*inputs)
-    layer.bind(BACKEND)
+    layer.bind(CPU)
     assert layer.matrices is not None and list(layer.parameters()) == []
-    layer.bind(BACKEND)  # a second time does nothing
+    layer.bind(CPU)  # a second time does nothing
     error = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(layer(*inputs), expected, rtol=error, atol=error)
     x, ids, shares = inputs

@@ -297,7 +297,6 @@ def test_few_rows_are_computed_as_every_layer_allows(
     """In bfloat16: the least number of rows of any layer, and none if a layer has no kernel."""
     monkeypatch.setattr(few_rows, "can_copy_tiles", lambda _: True)
     monkeypatch.setattr(few_rows, "num_multiprocessors", lambda _: 4)
-    monkeypatch.setattr(matrix, "can_pack", lambda _: False)  # as on a GPU
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = load(write_quantized(tmp_path / "model", variant))

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.compile import load
-from nanovllm.kernels.cpu.processor import float32_is_fastest
 from nanovllm.kernels.plain import noise
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -66,7 +66,7 @@ DEFINITIONS = (
 def library(source: Path = SOURCE) -> ctypes.CDLL:
     """The library; the first call loads it, and compiles it if that was never done here."""
     made = load(source, DEFINITIONS)
-    if float32_is_fastest() and _may_use(torch.get_num_threads()):
+    if processor.products().tiled and _may_use(torch.get_num_threads()):
         pool = ctypes.c_void_p.in_dll(load(SOURCE, DEFINITIONS), "pool")
         ctypes.c_void_p.in_dll(made, "shared_run").value = pool.value
     return made

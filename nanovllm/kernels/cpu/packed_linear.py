@@ -1,4 +1,4 @@
-"""Linear layers with weights in oneDNN's blocked layout: the CPU's fast path.
+"""Linear layers with weights in oneDNN's blocked layout, for processors on which that is fastest.
 
 A plain weight is reordered inside each call, or read in an order that is slow for the CPU's matrix
 kernels; a packed one is reordered once. `F.linear` is the twin.
@@ -6,21 +6,12 @@ kernels; a packed one is reordered once. `F.linear` is the twin.
 
 import torch
 
-
-def cpu_computes(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix instructions for `dtype`, not only an emulation."""
-    if dtype == torch.bfloat16:
-        return _has_mkldnn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+from nanovllm.kernels.cpu import processor
 
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether this machine has kernels for packed weights of this type."""
-    return weight.device.type == "cpu" and _has_mkldnn() and cpu_computes(weight.dtype)
-
-
-def _has_mkldnn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return weight.device.type == "cpu" and weight.dtype in processor.products().packed
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,15 @@
-"""What this machine's processor is, and which products it is good at."""
+"""What this machine's processor is, and how it multiplies by plain matrices fastest.
+
+All that depends on the processor is decided by `products`, except what compilers decide.
+"""
 
 import functools
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 FEATURES = ("flags", "Features")  # by processor: x86, ARM
 
@@ -24,14 +31,47 @@ def description() -> str:
     return "\n".join([platform.machine(), *(cpu_info().get(name, "") for name in names)])
 
 
-def float32_is_fastest() -> bool:
-    """Whether no other type's products are faster than float32's, on a processor with AVX2.
+class Products(NamedTuple):
+    """The types of plain matrices that the CPU's kernels multiply by; PyTorch takes the others.
 
-    AMX multiplies bfloat16 faster, and so do AMD's vector units. Intel's take as long as for two
-    products of float32, and converting is free.
+    A type that is in both is tiled, where the kernels for tiles are used and compile.
     """
-    flags = cpu_info().get("flags", "").split()
-    has_fast_bf16 = "amx_bf16" in flags or (
-        "avx512_bf16" in flags and cpu_info().get("vendor_id") == "AuthenticAMD"
+
+    tiled: frozenset[torch.dtype] = frozenset()  # by `tiled_linear`
+    packed: frozenset[torch.dtype] = frozenset()  # by `packed_linear`
+
+    def computes(self, dtype: torch.dtype) -> bool:
+        """Whether PyTorch has matrix kernels for `dtype`, not only an emulation."""
+        return dtype == torch.float32 or dtype in self.packed
+
+
+@functools.cache
+def products() -> Products:
+    """The fastest products on this processor, or on the one that ONEDNN_MAX_CPU_ISA names.
+
+    Callers ask the module for it, so that tests can replace it there.
+    """
+    return fastest_products(cpu_info(), onednn_types())
+
+
+def onednn_types() -> frozenset[torch.dtype]:
+    """The types of which oneDNN has fast products here. It is in PyTorch, on most systems."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return frozenset()
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return frozenset((torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,))
+
+
+def fastest_products(info: Mapping[str, str], packed: frozenset[torch.dtype]) -> Products:
+    """The products of a processor with these lines of /proc/cpuinfo, where oneDNN has `packed`.
+
+    Our kernels multiply in float32, with AVX2. oneDNN's bfloat16 is faster with AMX, and with AMD's
+    vector units. Intel's take as long as for two products of float32, and converting is free.
+    """
+    flags = set(info.get("flags", "").split())
+    has_fast_units = "amx_bf16" in flags or (
+        "avx512_bf16" in flags and info.get("vendor_id") == "AuthenticAMD"
     )
-    return {"avx2", "fma"} <= set(flags) and not has_fast_bf16
+    if not {"avx2", "fma"} <= flags or (has_fast_units and torch.bfloat16 in packed):
+        return Products(packed=packed)
+    return Products(tiled=frozenset((torch.float32, torch.bfloat16)), packed=packed)

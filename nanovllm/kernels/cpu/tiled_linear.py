@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
-from nanovllm.kernels.cpu.processor import float32_is_fastest
 from nanovllm.kernels.quantized import QuantizedMatrix
 
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_linear.h numbers them
@@ -78,7 +78,7 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
 
 def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
     """The same of a plain weight, or None where oneDNN is faster. Peak memory: three weights."""
-    if weight.dtype not in PLAIN or not float32_is_fastest():
+    if weight.dtype not in processor.products().tiled:
         return None
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 

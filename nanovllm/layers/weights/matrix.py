@@ -135,4 +135,5 @@ def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
         return DenseMatrix(weight)
     if (operand := kernels.arrange_plain(weight)) is not None:
         return KernelMatrix(operand, kernels)
-    return PackedMatrix(weight) if can_pack(weight) else DenseMatrix(weight)
+    packs = not kernels.reads_plain and can_pack(weight)
+    return PackedMatrix(weight) if packs else DenseMatrix(weight)

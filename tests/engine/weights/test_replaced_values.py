@@ -25,13 +25,12 @@ MOE = dict(
 
 
 def addresses(llm: LLM) -> list[int]:
-    """Where weights are, except those that oneDNN has packed."""
-    tensors = weights_of(llm.model_runner.shard.model)
-    return [tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided]
+    return [tensor.data_ptr() for tensor in weights_of(llm.model_runner.shard.model)]
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize("family", [{}, MOE, dict(tie_word_embeddings=True)])
+@pytest.mark.usefixtures("plain_products")
 def test_addresses_stay(quantization: str | None, family: dict[str, Any], tmp_path: Path) -> None:
     """With plain kernels, which run here."""
     paths = [make_model(tmp_path / str(seed), seed=seed, **family) for seed in (0, 1)]

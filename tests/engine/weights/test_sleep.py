@@ -386,6 +386,7 @@ def test_an_engine_that_cannot_save_its_weights_stays_awake(size: int, model_dir
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.usefixtures("plain_products")
 def test_weights_that_move_keep_their_values_and_what_they_share(
     tied: bool, tmp_path: Path
 ) -> None:
@@ -396,7 +397,7 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
         shard = llm.model_runner.shard
         memory = SleepMemory(HostRegion)
         with shard.computing():
-            tensors = [t for t in weights_of(shard.model) if t.layout is torch.strided]
+            tensors = weights_of(shard.model)
             memory.move_weights(tensors, tensors[:1])
             assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
             assert generate(llm) == before
@@ -412,6 +413,7 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
 
 
 @pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.usefixtures("plain_products")
 def test_adapters_slots_are_freed_and_come_back_empty(
     level: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,11 +168,21 @@ def test_weights_are_read_as_they_were_loaded(
         assert torch.equal(llm.get_weights(Q)[Q], tensors_of(path)[Q])
 
 
-def test_bfloat16_weights_are_read_exactly(models: Callable[[str, int], Path]) -> None:
-    with make_llm(models("plain", 0), dtype="bfloat16") as llm:
-        values = llm.get_weights([Q, NORM])
-        assert values[Q].dtype == torch.bfloat16
-        assert torch.equal(values[Q], tensors_of(models("plain", 0))[Q].bfloat16())
+@pytest.mark.usefixtures("products")
+def test_bfloat16_weights_are_read_exactly_and_replaced_in_every_layout(
+    models: Callable[[str, int], Path],
+) -> None:
+    old, new = (tensors_of(models("plain", seed))[Q].bfloat16() for seed in (0, 1))
+    with make_llm(models("plain", 0), dtype="bfloat16", enable_sleep_mode=True) as llm:
+        before = generate(llm)
+        found = llm.get_weights([Q, NORM])[Q]
+        assert found.dtype == torch.bfloat16 and torch.equal(found, old)
+        llm.update_weights({Q: new})
+        assert torch.equal(llm.get_weights(Q)[Q], new)
+        assert generate(llm) != before
+        llm.sleep(2)
+        llm.wake_up()
+        assert generate(llm) == before
 
 
 def test_quantized_weights_cannot_be_read(models: Callable[[str, int], Path]) -> None:
