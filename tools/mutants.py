@@ -49,6 +49,8 @@ ENVIRONMENT = {  # of the tests; some of it is read when a package is imported
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "NCCL_SOCKET_IFNAME": "lo",
+    "NANOVLLM_TESTS_COLD": "1",
+    "NANOVLLM_TESTS_SEED": "mutants",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TRITON_INTERPRET": "1",
@@ -269,7 +271,7 @@ def _run_tests(job: Job) -> None:
         os.environ["PYTHONPATH"] = sys.path[0] = str(job.tree)
         mutant = job.mutant
         options = ["-x"] if mutant else []
-        options += ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
+        options += ["--all", "-q", "-p", "no:cacheprovider", "--no-header"]
         options += [f"--basetemp={job.folder / 'tmp'}"]
         reporter = Reporter(mutant.first_tests if mutant else set(), job.failed)
         status = int(pytest.main([*options, *job.tests], [reporter]))

@@ -193,6 +193,17 @@ def test_a_preempted_sequence_does_not_restart_in_the_same_step() -> None:
     drain(scheduler)
 
 
+def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
+    """Not even what has room then: in general it could be the preempted sequence."""
+    scheduler = make_scheduler(num_blocks=4, scheduling="mixed")
+    a, b = add(scheduler, fresh(8)), add(scheduler, fresh(7), priority=5)
+    assert step(scheduler) == [(a, 8), (b, 7)]
+    small = add(scheduler, fresh(3), priority=1)
+    assert step(scheduler) == [(a, 1)] and list(scheduler.waiting) == [small, b]
+    assert step(scheduler) == [(a, 1), (small, 3)]
+    drain(scheduler)
+
+
 def test_a_refused_request_is_tried_again_after_a_preemption() -> None:
     """8 blocks of 4: b has no room beside a and c; once c is preempted, it has."""
     scheduler = make_scheduler(num_blocks=8)
