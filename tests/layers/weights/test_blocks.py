@@ -68,7 +68,7 @@ def test_padded_groups_of_8_are_multiplied(bits: int, num_rows: int, kernel_devi
 
 def test_the_last_block_may_be_cut_off() -> None:
     """It does not make the others smaller, which kernels would read in more steps."""
-    codes = torch.zeros(2, 80, dtype=torch.uint8)
+    codes = torch.zeros(2, 80, dtype=torch.int8)
     blocks = torch.arange(80) // 32
     matrix = quantized_matrix(codes, torch.ones(1, 3), None, torch.zeros(2).long(), blocks, 8)
     assert matrix.block == (2, 32)
