@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".txt")
@@ -270,6 +271,9 @@ def _run_tests(job: Job) -> None:
         os.chdir(job.tree)
         os.environ["PYTHONPATH"] = sys.path[0] = str(job.tree)
         mutant = job.mutant
+        phases = [Phase.explicit, Phase.generate]  # a failure need not be made small
+        settings.register_profile("mutants", phases=phases)
+        settings.load_profile("mutants")
         options = ["-x"] if mutant else []
         options += ["--all", "-q", "-p", "no:cacheprovider", "--no-header"]
         options += [f"--basetemp={job.folder / 'tmp'}"]

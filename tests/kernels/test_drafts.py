@@ -154,7 +154,7 @@ def test_the_kernel_accepts_as_its_twin(
     num_rows = 9
     twin = make_state([[1] * n for n in torch.randint(1, 90, (num_rows,)).tolist()], [1] * num_rows)
     twin.drafts.tokens[:] = torch.randint(NO_DRAFT, 2, twin.drafts.tokens.shape)
-    twin.drafts.limits[:] = torch.randint(0, 100, twin.drafts.limits.shape)
+    twin.drafts.limits[:] = twin.lengths + torch.randint(0, 2 + MOST, twin.lengths.shape)
     twin.drafts.chance.fill_(accepted)
     decoding = read(twin, num_queries)
     drawn = torch.randint(0, 2, (10 * num_queries,))

@@ -226,7 +226,19 @@ def exact_codes() -> torch.Tensor:
     return torch.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - 7), mantissa * 2.0**-6)
 
 
-@pytest.mark.parametrize("room", ["plain", "triton"])
+def store_in_cpp(
+    key: torch.Tensor, value: torch.Tensor, kv: KVLayer, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [T, KVH, D] by the kernel that also rotates keys, by an angle of 0."""
+    from nanovllm.kernels.cpu.norm_rope_store import norm_rope_store
+
+    cos, sin = torch.ones(len(key), 1, key.shape[2] // 2), torch.zeros(len(key), 1, 32)
+    qkv = torch.cat([key, key, value], dim=1)
+    _, k, v = norm_rope_store(qkv, key.shape[1], (cos, sin), None, 1e-6, kv, slots)
+    return k, v
+
+
+@pytest.mark.parametrize("room", ["plain", "triton", "C++"])
 def test_codes_are_the_nearest_and_scales_the_least(
     room: str, request: pytest.FixtureRequest
 ) -> None:
@@ -243,6 +255,9 @@ def test_codes_are_the_nearest_and_scales_the_least(
         from nanovllm.kernels.triton.store_kvcache import store_kvcache as store
 
         device = request.getfixturevalue("kernel_device")
+    if room == "C++":
+        request.getfixturevalue("compiler")
+        store = store_in_cpp
     scales = torch.zeros(1, heads.shape[1], 16, dtype=SCALES, device=device)
     cache = torch.zeros(1, 16, *heads.shape[1:], device=device).to(torch.float8_e4m3fn)
     kv = KVLayer(cache, cache.clone(), 1.0, None, scales, scales.clone())

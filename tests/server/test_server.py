@@ -415,6 +415,13 @@ def test_bodies_that_are_no_objects(server: Server, data: bytes) -> None:
     assert response.status_code == 400 and "the body" in response.json()["error"]["message"]
 
 
+def test_a_large_body_of_unknown_length_is_refused(server: Server) -> None:
+    """It comes in chunks, and no more of it is read than a body may have."""
+    parts = (b" " * 10**6 for _ in range(3))
+    found = httpx.post(f"{server.url}/v1/completions", content=parts)
+    assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
+
+
 def test_openais_client_gets_embeddings(server: Server, client: openai.OpenAI, llm: LLM) -> None:
     """It asks for base64 by itself."""
     texts = [f"text {i}" for i in range(30)]  # more than may run at once

@@ -6,6 +6,7 @@ import torch
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
 from nanovllm.kernels.triton.arranged import arrange
 from nanovllm.layers.weights.blocks import quantized_matrix
+from nanovllm.layers.weights.stored import Axis, Held, Stored
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,19 @@ def test_padded_groups_of_8_are_multiplied(bits: int, num_rows: int, kernel_devi
     expected = x.float() @ ((codes.float() - points[:, of_column]) * scales[:, of_column]).T
     out = quantized_linear(x.to(kernel_device), arrange(found)).float().cpu()
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-6 * float(expected.std()))
+
+
+def test_the_last_block_may_be_cut_off() -> None:
+    """It does not make the others smaller, which kernels would read in more steps."""
+    codes = torch.zeros(2, 80, dtype=torch.int8)
+    blocks = torch.arange(80) // 32
+    matrix = quantized_matrix(codes, torch.ones(1, 3), None, torch.zeros(2).long(), blocks, 8)
+    assert matrix.block == (2, 32)
+
+
+def test_blocks_that_begin_inside_a_projection_are_refused() -> None:
+    """Two projections of 6 and 8 rows: the second one begins inside a block of 4."""
+    held = Held((6, 8), (slice(0, 6), slice(0, 8)), 16, slice(0, 16))
+    stored = Stored((Axis(of_rows=True, unit=4), Axis(of_rows=False, unit=16)))
+    with pytest.raises(ValueError, match="blocks of 4 rows that do not begin where those of"):
+        held.load(stored, torch.empty(held.shape(stored)), torch.ones(4, 1), None)
