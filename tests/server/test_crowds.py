@@ -15,14 +15,17 @@ from nanovllm.embedded import sample_problems
 pytestmark = pytest.mark.slow
 
 AT_ONCE = 1000
-GROWTH_MIB = 60  # of both processes: a leak of 10 KiB a request would be 58 MiB
+GROWTH_MIB = 20  # of both processes: as much as a leak of 10 KiB a request
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the embedded model, which adds numbers."""
+    """A server of the embedded model, which adds numbers.
+
+    With so few sequences at a time, its steps have soon had most numbers of rows.
+    """
     log = tmp_path_factory.mktemp("load") / "log"
-    with serving(log, "--max-waiting", "5000") as server:
+    with serving(log, "--max-waiting", "5000", "--max-num-seqs", "32") as server:
         yield server
 
 
@@ -67,9 +70,10 @@ def test_a_thousand_streams_and_flat_memory(server: Server) -> None:
     expected = asyncio.run(everyone())
     right = sum(found == answer for found, (_, answer) in zip(expected, problems, strict=True))
     assert right > 0.98 * AT_ONCE, "the model errs sometimes"
+    assert asyncio.run(everyone()) == expected, "greedy answers"
     before = memory_mib(server)
-    for _ in range(5):
-        assert asyncio.run(everyone()) == expected, "greedy answers"
+    for _ in range(2):
+        assert asyncio.run(everyone()) == expected
     assert memory_mib(server) - before < GROWTH_MIB
 
 
