@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -136,6 +137,12 @@ def cold_processes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests marked `cold` start processes without a zygote."""
     with zygote.cold() if "cold" in request.keywords else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Each test has random numbers of its own, whichever tests ran before it."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(autouse=True)

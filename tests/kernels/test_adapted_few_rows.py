@@ -119,7 +119,9 @@ def test_layers_of_few_rows_have_their_adapters_additions(
         return wide + added(x, low_ranks[id(weight)], slots)
 
     def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert (found.float() - wanted).abs().amax() <= 2e-2 * wanted.abs().amax()
+        assert (
+            found.float() - wanted
+        ).abs().amax() <= 3e-2 * wanted.abs().amax()  # bfloat16 in between
 
     near(few().linear(scaled, qkv, biases[0]), linear(normed, qkv, biases[0]))
     wanted = silu_and_mul(linear(normed, gate_up, biases[1]))
@@ -164,7 +166,9 @@ def test_ranks_of_many_groups_are_added_in_steps(
             columns = slice(projection * INNER, (projection + 1) * INNER)
             wide[row, columns] += normed[row] @ a.T @ low.b[slot, :rank, columns].float()
     found, wanted = few.gated(scaled, weight), silu_and_mul(wide)
-    assert (found.float() - wanted).abs().amax() <= 2e-2 * wanted.abs().amax()
+    assert (
+        found.float() - wanted
+    ).abs().amax() <= 3e-2 * wanted.abs().amax()  # bfloat16 in between
 
 
 def test_a_decoder_of_few_rows_equals_one_layer_after_the_other(tmp_path: Path) -> None:
