@@ -24,8 +24,7 @@ nearest: $(VENV)/.testing  ## the tests of `make check`
 	$(BIN)/python -m pytest -n auto -q -m "not slow" $(NEAREST)
 
 test: $(VENV)/.testing  ## set up, and run all test files
-	$(BIN)/python -m pytest -n auto --ignore tests/test_ray_serve.py
-	$(BIN)/python -m pytest tests/test_ray_serve.py  # its processes need the machine for themselves
+	$(BIN)/python -m pytest -n auto
 
 test-all: $(VENV)/.testing  ## all combinations, every process started cold, and the mutants
 	NANOVLLM_TESTS_COLD=1 $(BIN)/python -m pytest -n auto --all

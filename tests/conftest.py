@@ -34,6 +34,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import costs
+import ray_clusters
 import selection
 import transformers
 import zygote
@@ -71,11 +72,14 @@ settings.register_profile(
 )
 settings.load_profile("busy machine")
 
-# The fixtures of these files take long to make: one worker runs all tests of a file.
-FOR_ONE_WORKER = (
-    "tests/kernels/test_ahead_of_time.py", "tests/test_exactness.py", "tests/test_ray.py",
-    "tests/test_ray_serve.py", "tests/test_tensor_parallel.py",
-)  # fmt: skip
+# What the tests of these files share takes long to make: one worker runs all tests of a name.
+FOR_ONE_WORKER = {
+    "tests/kernels/test_ahead_of_time.py": "ahead of time",
+    "tests/test_exactness.py": "exactness",
+    "tests/test_ray.py": "Ray's cluster",
+    "tests/test_ray_serve.py": "Ray's cluster",
+    "tests/test_tensor_parallel.py": "tensor parallel",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -109,13 +113,12 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give workers one test after the other, but a file of `FOR_ONE_WORKER` to one of them."""
+    """Give workers one test after the other, but all of a name in `FOR_ONE_WORKER` to one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if file in FOR_ONE_WORKER else nodeid
+            return FOR_ONE_WORKER.get(nodeid.partition("::")[0], nodeid)
 
     return Scheduling(config, log)
 
@@ -130,6 +133,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """End Ray's cluster after its tests, not at the end of the run."""
+    here, then = (
+        None if one is None else FOR_ONE_WORKER.get(one.nodeid.partition("::")[0])
+        for one in (item, nextitem)
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        if here == "Ray's cluster" != then:
+            ray_clusters.end_shared_cluster()
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +176,7 @@ def handles_ctrl_c() -> Iterator[None]:
 def logger() -> Iterator[logging.Logger]:
     """The package's logger; a command that a test runs in this process changes it until then."""
     logger = logging.getLogger("nanovllm")
-    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
+    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
     yield logger
     logger.handlers, logger.propagate = handlers, propagate
     logger.setLevel(level)

@@ -1,53 +1,106 @@
-"""A Ray cluster on this machine, and its processes."""
+"""The Ray cluster of all tests that need one, on this machine, and its processes.
+
+It is started by the first of them, and ended after the last one that runs without another test in
+between (`conftest.pytest_runtest_teardown`). No process may be left of it.
+"""
 
 import contextlib
+import functools
+import os
+import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray_workers
+import zygote
+from waiting import LIMIT, wait_until
+
+NUM_CPUS = 4  # Ray does not check whether the machine has them
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # by default 15: other tests would take the cores
+    "RAY_idle_worker_killing_time_threshold_ms": "3600000",  # the next test needs them
+    # How long a slow machine may take:
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(LIMIT),
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(LIMIT),
+    "RAY_agent_register_timeout_ms": str(int(1000 * LIMIT)),
+    "RAY_health_check_timeout_ms": str(int(1000 * LIMIT)),
+    "RAY_worker_register_timeout_seconds": str(int(LIMIT)),
+}
+_running = contextlib.ExitStack()
+_folder: Path | None = None
+
+
+def shared_cluster() -> Path:
+    """The folder of the cluster, which is started if there is none."""
+    global _folder
+    if _folder is None:
+        _folder = _running.enter_context(_cluster())
+    return _folder
+
+
+def end_shared_cluster() -> None:
+    """End the cluster, if there is one."""
+    global _folder
+    _folder = None
+    _running.close()
 
 
 @contextlib.contextmanager
-def local_cluster(num_cpus: int) -> Iterator[Path]:
-    """A cluster for the time of the block; gives its folder.
-
-    Ray does not check whether the machine has as many cores.
-    """
+def _cluster() -> Iterator[Path]:
     import ray
+    from ray._private.parameter import RayParams
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(
+    before = set(processes_under(os.getpid()))
+    variables = dict(VARIABLES)
+    params: dict[str, Any] = dict(no_monitor=True, include_log_monitor=False)
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(
             prefix="ray-",
             dir="/tmp",  # for its sockets, whose paths must be short
             ignore_cleanup_errors=True,  # processes that are still ending may write
-        ) as path,
-    ):
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_worker_niceness", "0")  # by default 15: other tests would take the cores
-        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "600")  # a slow machine may need it
-        ray.init(
-            "local", num_cpus=num_cpus, object_store_memory=1 << 27, include_dashboard=False,
-            log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
-            _temp_dir=path,
-        )  # fmt: skip
+        )
+        path = stack.enter_context(folder)
+        if subprocess.Popen is zygote.Popen:
+            variables |= stack.enter_context(ray_workers.warm_workers(Path(path)))
+            params["setup_worker_path"] = ray_workers.__file__
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            make = functools.partialmethod(RayParams.__init__, **params)
+            patch.setattr(RayParams, "__init__", make)
+            ray.init(
+                "local", num_cpus=NUM_CPUS, object_store_memory=1 << 27, include_dashboard=False,
+                log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
+                _temp_dir=path,
+            )  # fmt: skip
         try:
             yield Path(path)
         finally:
+            ours = set(processes_under(os.getpid())) - before
             ray.shutdown()
+    wait_until("processes of the cluster are left", lambda: all(map(has_ended, ours)))
 
 
 def processes_under(pid: int) -> dict[int, str]:
     """The processes that a process has started, and those that they have, with their commands."""
-    found = {}
-    with contextlib.suppress(OSError):  # it has ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                with contextlib.suppress(OSError):
-                    command = Path(f"/proc/{child}/cmdline").read_bytes()
-                    found[child] = command.replace(b"\0", b" ").decode()
-                found |= processes_under(child)
+    children = defaultdict(list)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(process.name))
+    found: dict[int, str] = {}
+    new = [pid]
+    while new:
+        for child in children[new.pop()]:
+            new.append(child)
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+                found[child] = command.replace(b"\0", b" ").decode()
     return found
 
 

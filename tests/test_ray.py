@@ -10,13 +10,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ray_clusters import local_cluster
+from ray_clusters import shared_cluster
 from reference import make_llm
 from waiting import LIMIT
 
@@ -43,11 +42,10 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_batch.py"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster() -> None:
     """A cluster with more cores than replicas."""
-    with local_cluster(num_cpus=4):
-        ray_data.DataContext.get_current().enable_progress_bars = False
-        yield
+    shared_cluster()
+    ray_data.DataContext.get_current().enable_progress_bars = False
 
 
 @pytest.fixture(scope="module")

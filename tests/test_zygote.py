@@ -72,6 +72,8 @@ def test_a_fork_is_our_child_and_a_signal_ends_it() -> None:
         assert process.stdout
         assert process.stdout.readline() == f"{os.getpid()} True\n"
         assert process.pid in zygote.children(os.getpid())
+        shown = Path(f"/proc/{process.pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+        assert shown == f"{sys.executable} -c {code}; time.sleep(600)"
         process.send_signal(signal.SIGTERM)
         assert process.wait() == -signal.SIGTERM
     assert process.pid not in zygote.children(os.getpid())

@@ -14,13 +14,16 @@ FOREVER = 10 * LIMIT  # seconds of what a test must end, or not wait for
 def wait_until(what: str, condition: Callable[[], T]) -> T:
     """Wait until `condition` returns what is true, and return that; fail with `what` if it hangs.
 
-    `what` says what is wrong if it never becomes true.
+    `what` says what is wrong if it never becomes true. A condition that takes work to look at is
+    looked at less often, as what it waits for needs the processor.
     """
     end = time.monotonic() + LIMIT
-    while not (found := condition()):
+    while True:
+        start = time.thread_time()
+        if found := condition():
+            return found
         assert time.monotonic() < end, what
-        time.sleep(0.005)
-    return found
+        time.sleep(min(max(0.005, 10 * (time.thread_time() - start)), 0.2))
 
 
 @contextmanager

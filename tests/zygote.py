@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ READ_EARLY = (
     "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_",
     "TRITON_",
 )  # fmt: skip
-NOT_EARLY = ("PYTHONUNBUFFERED",)  # which the child's output follows
+NOT_EARLY = (
+    "PYTHONBREAKPOINT",  # read by `breakpoint`; Ray sets it
+    "PYTHONUNBUFFERED",  # which the child's output follows
+)
 NAME = b"zygote"  # in /proc/PID/comm
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 ENDS = ("nanovllm.engine.worker", "nanovllm.engine.remote.loop")  # modules that start no others
@@ -100,7 +103,11 @@ def cold() -> Iterator[None]:
         Popen.is_cold = before
 
 
-class Popen(subprocess.Popen):  # type: ignore[type-arg]
+# Python's own: a process that was forked has the `Popen` of its zygote's module in its place.
+Cold: Any = next(kind for kind in subprocess.Popen.__mro__ if kind.__module__ == "subprocess")
+
+
+class Popen(Cold):  # type: ignore[misc]
     """A process, forked from a zygote if it is Python and a fork can imitate it."""
 
     link: socket.socket
@@ -110,7 +117,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     _lock = threading.Lock()
 
     def _execute_child(self, *args: Any) -> None:
-        start = super()._execute_child  # type: ignore[misc]
+        start = super()._execute_child
         asked = inspect.signature(start).bind(*args).arguments
         request = None if self.is_cold or self.owner != os.getpid() else self._request(asked)
         if request is None:
@@ -122,7 +129,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             self.pid = self._fork(request, [*fds, *asked["pass_fds"]])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(asked[name] for name in pipes))
 
     def _request(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         """What the zygote must know, or None where a fork would not be the same."""
@@ -186,8 +193,6 @@ class Born(BaseException):
 
 def serve(link: socket.socket) -> None:
     """Fork a process for each request, until nobody can ask any more; raises `Born` in each."""
-    _libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the group of those that ask
     while True:
         data, fds, *_ = socket.recv_fds(link, 1 << 20, 250)
         if not data:
@@ -232,6 +237,7 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     name = Path(sys.executable).name.encode()[:15]
     _libc.prctl(PR_SET_NAME, name, 0, 0, 0)
+    entitle(request["argv"])
     renew_streams(bool(request["environment"].get("PYTHONUNBUFFERED")))
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -283,18 +289,36 @@ def moved(link: socket.socket) -> socket.socket:
         return socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, FIRST_FD))
 
 
-def main() -> None:
-    """Import what all processes need, and fork until nobody can ask any more."""
-    link = moved(socket.socket(fileno=int(sys.argv[1])))
-    path = sys.path[1:]
-    environment = early_environment(os.environ)
-    for name in PRELOADED:
-        importlib.import_module(name)
+def entitle(argv: list[str]) -> None:
+    """Show a command line as this process's, as far as there is room in the zygote's own.
+
+    The memory after the arguments is that of variables, which `become` has set anew elsewhere.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end, limit = (int(fields[index]) for index in (45, 46, 48))  # of arguments, variables
+    title = " ".join(argv).encode()[: limit - start - 1]
+    title = title.ljust(end - start, b"\0") if len(title) < end - start else title + b"\0"
+    ctypes.memmove(start, title, len(title))
+
+
+def fork_forever(
+    serve_first: Callable[[socket.socket], None],
+    link: socket.socket,
+    path: list[str],
+    environment: dict[str, str],
+) -> None:
+    """Fork what is asked for through `link`; returns in no process, neither here nor in forks.
+
+    A fork that may start processes itself has a zygote of its own.
+    """
     gc.collect()
     gc.freeze()
+    answer = serve_first
     while True:
+        _libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the group of those that ask
         try:
-            serve(link)
+            answer(link)
         except Born as born:
             request, fds = born.args
         become(request, fds)
@@ -305,12 +329,23 @@ def main() -> None:
             its.close()
             _connect(moved(ours), environment)
             break
+        answer = serve
         ours.close()
         link = moved(its)
         os.closerange(0, FIRST_FD)
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
     run(request["argv"][1:], path)
+
+
+def main() -> None:
+    """Import what all processes need, and fork until nobody can ask any more."""
+    link = moved(socket.socket(fileno=int(sys.argv[1])))
+    path = sys.path[1:]
+    environment = early_environment(os.environ)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    fork_forever(serve, link, path, environment)
 
 
 if __name__ == "__main__":
