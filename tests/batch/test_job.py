@@ -57,10 +57,12 @@ def embedding(custom_id: str = "a", **body: Any) -> dict[str, Any]:
     return dict(custom_id=custom_id, method="POST", url="/v1/embeddings", body=body)
 
 
-def run(llm: LLM, output: Path, data: bytes, strict: bool = False) -> list[dict[str, Any]]:
+def run(
+    llm: LLM, output: Path, data: bytes, strict: bool = False, **defaults: Any
+) -> list[dict[str, Any]]:
     """The records of a job, in the order of its lines."""
     with Journal(output) as journal:
-        job = Job(llm, journal, GREEDY, strict)
+        job = Job(llm, journal, {**GREEDY, **defaults}, strict)
         tallies = list(job.run(read_lines(io.BytesIO(data))))
     records = [json.loads(line) for line in output.read_bytes().splitlines()]
     assert llm.is_finished()
@@ -347,6 +349,14 @@ def test_samples_do_not_depend_on_other_lines(llm: LLM, tmp_path: Path) -> None:
     ]
     assert ids[0] == ids[1]
     assert len({str(samples) for samples in ids[0]}) > 3, "all lines have the same seed"
+
+
+def test_a_default_seed_is_that_of_all_lines_without_one(llm: LLM, tmp_path: Path) -> None:
+    lines = [completion(f"r{i}", temperature=3.0) for i in range(3)]
+    lines.append(completion("own", temperature=3.0, seed=8))
+    records = run(llm, tmp_path / "out", jsonl(*lines), seed=7)
+    *alike, own = (record["response"]["body"]["choices"][0]["token_ids"] for record in records)
+    assert alike[0] == alike[1] == alike[2] != own
 
 
 def test_another_inputs_output_is_refused(llm: LLM, tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def test_a_key_is_compared_as_it_is_sent() -> None:
     assert app.ask("GET", "/v1/models", headers={b"Authorization": sent}).status_code == 200
     wrong = app.ask("GET", "/v1/models", headers={b"Authorization": sent[:-1]})
     assert wrong.status_code == 401
+    basic = app.ask("GET", "/v1/models", headers={b"Authorization": b"Basic" + sent[6:]})
+    assert basic.status_code == 401, "another scheme"
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])

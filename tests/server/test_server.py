@@ -192,6 +192,12 @@ def test_offsets_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> No
     assert offsets == whole.text_offset
 
 
+def test_a_stream_ends_with_done(server: Server) -> None:
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        text = post(server, prompt="a", max_tokens=2, stream=True, **options).text
+        assert text.endswith("\n\ndata: [DONE]\n\n")
+
+
 def test_usage_has_the_cached_tokens(client: openai.OpenAI) -> None:
     """Of whole answers, and of streams: 9 blocks of 32 tokens."""
     asked: Any = dict(model="t", prompt="Hi" * 150, max_tokens=1)
@@ -247,7 +253,9 @@ def test_prompts_of_all_kinds(server: Server, llm: LLM) -> None:
     prompts: list[Any] = ["ab", "cd"]
     expected = [out.text for out in llm.generate(prompts, SamplingParams(**asked), use_tqdm=False)]  # type: ignore[arg-type]
     for given in (prompts, [llm.get_tokenizer().encode(p) for p in prompts]):
-        choices = post(server, prompt=given, n=2, **asked).json()["choices"]
+        body = post(server, prompt=given, n=2, **asked).json()
+        usage, choices = body["usage"], body["choices"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2 + 2, 2 * 2 * 5)
         assert [c["index"] for c in choices] == [0, 1, 2, 3]
         assert [c["text"] for c in choices] == [t for t in expected for _ in range(2)]
         lines = post(server, prompt=given, stream=True, **asked).text.split("\n\n")

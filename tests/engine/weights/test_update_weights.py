@@ -215,6 +215,13 @@ def test_bad_weights_change_nothing(weights: Any, message: str, llm: LLM) -> Non
     assert generate(llm) == before
 
 
+def test_a_list_has_each_tensor_once(llm: LLM) -> None:
+    """Whatever its spelling is."""
+    for name in (NORM, NORM.removeprefix("model.")):
+        with pytest.raises(ValueError, match="is given twice"):
+            llm.update_weights([(NORM, torch.zeros(64)), (name, torch.zeros(64))])
+
+
 def test_what_is_no_list_of_weights_is_refused(llm: LLM) -> None:
     before = generate(llm)
     zeros = torch.zeros(64)
