@@ -7,16 +7,12 @@ between (`conftest.pytest_runtest_teardown`). No process may be left of it.
 import contextlib
 import functools
 import os
-import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray_workers
-import zygote
 from waiting import LIMIT, wait_until
 
 NUM_CPUS = 4  # Ray does not check whether the machine has them
@@ -56,22 +52,17 @@ def _cluster() -> Iterator[Path]:
     from ray._private.parameter import RayParams
 
     before = set(processes_under(os.getpid()))
-    variables = dict(VARIABLES)
-    params: dict[str, Any] = dict(no_monitor=True, include_log_monitor=False)
-    with contextlib.ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(
-            prefix="ray-",
-            dir="/tmp",  # for its sockets, whose paths must be short
-            ignore_cleanup_errors=True,  # processes that are still ending may write
-        )
-        path = stack.enter_context(folder)
-        if subprocess.Popen is zygote.Popen:
-            variables |= stack.enter_context(ray_workers.warm_workers(Path(path)))
-            params["setup_worker_path"] = ray_workers.__file__
+    with tempfile.TemporaryDirectory(
+        prefix="ray-",
+        dir="/tmp",  # for its sockets, whose paths must be short
+        ignore_cleanup_errors=True,  # processes that are still ending may write
+    ) as path:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in variables.items():
+            for name, value in VARIABLES.items():
                 patch.setenv(name, value)
-            make = functools.partialmethod(RayParams.__init__, **params)
+            make = functools.partialmethod(
+                RayParams.__init__, no_monitor=True, include_log_monitor=False
+            )
             patch.setattr(RayParams, "__init__", make)
             ray.init(
                 "local", num_cpus=NUM_CPUS, object_store_memory=1 << 27, include_dashboard=False,

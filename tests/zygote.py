@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -301,24 +301,23 @@ def entitle(argv: list[str]) -> None:
     ctypes.memmove(start, title, len(title))
 
 
-def fork_forever(
-    serve_first: Callable[[socket.socket], None],
-    link: socket.socket,
-    path: list[str],
-    environment: dict[str, str],
-) -> None:
-    """Fork what is asked for through `link`; returns in no process, neither here nor in forks.
+def main() -> None:
+    """Import what all processes need, and fork until nobody can ask any more.
 
     A fork that may start processes itself has a zygote of its own.
     """
+    link = moved(socket.socket(fileno=int(sys.argv[1])))
+    path = sys.path[1:]
+    environment = early_environment(os.environ)
+    for name in PRELOADED:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    answer = serve_first
     while True:
         _libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the group of those that ask
         try:
-            answer(link)
+            serve(link)
         except Born as born:
             request, fds = born.args
         become(request, fds)
@@ -329,23 +328,12 @@ def fork_forever(
             its.close()
             _connect(moved(ours), environment)
             break
-        answer = serve
         ours.close()
         link = moved(its)
         os.closerange(0, FIRST_FD)
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
     run(request["argv"][1:], path)
-
-
-def main() -> None:
-    """Import what all processes need, and fork until nobody can ask any more."""
-    link = moved(socket.socket(fileno=int(sys.argv[1])))
-    path = sys.path[1:]
-    environment = early_environment(os.environ)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    fork_forever(serve, link, path, environment)
 
 
 if __name__ == "__main__":
