@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import sys
 import zlib
@@ -92,7 +93,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register the plugins that stand beside this file, with their options."""
+    """Register the plugins next to this file, with their options."""
     for plugin in (costs, selection):
         pluginmanager.register(plugin)
 
@@ -159,7 +160,9 @@ def cold_processes(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
     """Each test has random numbers of its own, whichever tests ran before it."""
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    seed = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
 
 
 @pytest.fixture(autouse=True)

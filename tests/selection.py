@@ -33,7 +33,7 @@ def commit() -> str:
 
 
 SEED = os.environ.setdefault("NANOVLLM_TESTS_SEED", "") or commit()
-os.environ["NANOVLLM_TESTS_SEED"] = SEED  # of pytest-xdist's workers, too
+os.environ["NANOVLLM_TESTS_SEED"] = SEED  # inherited by pytest-xdist's workers
 NUMBER = random.Random(SEED).getrandbits(30)  # where seeds of random walks begin
 everything = False  # set before test modules are imported
 
@@ -60,12 +60,12 @@ def one_of_each(values: Iterable[T], kind: Callable[[T], Any], group: str) -> li
 
 
 def examples(number: int) -> int:
-    """How many examples hypothesis tries: a third of them without `--all`, as others follow."""
+    """How many examples hypothesis tries: a third without `--all`: the next commit tries others."""
     return number if everything else max(5, -(-number // 3))
 
 
 def covering(combinations: Sequence[dict[str, int]], pairs: bool, rng: random.Random) -> list[int]:
-    """Indices of combinations in which every value, or pair of values, occurs that any has."""
+    """Indices of few combinations with every value, or pair of values, that occurs in any."""
 
     def parts(combination: dict[str, int]) -> set[Any]:
         values = sorted(combination.items())

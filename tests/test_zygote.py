@@ -94,6 +94,14 @@ def test_a_fork_gets_the_files_that_are_passed_and_may_start_others() -> None:
         os.close(fd)
 
 
+def test_a_fork_has_imported_nothing_that_tests_look_for() -> None:
+    """Whether a process imports these is tested by processes that are forked."""
+    names = ("nanovllm", "llguidance", "triton", "torch._dynamo", "ray")
+    code = f"import sys; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
 def test_what_a_fork_cannot_imitate_starts_as_always() -> None:
     code = "import sys; print('torch' in sys.modules, sys.flags.optimize)"
     command = [sys.executable, "-c", code]

@@ -9,7 +9,9 @@ forked from it before it runs anything.
 
 What a fork could not imitate starts as always: other programs, other interpreter options, an
 environment that differs in what libraries read when they are imported, `preexec_fn`. So do all
-processes in tests marked `cold`, and in every test if $NANOVLLM_TESTS_COLD is set.
+processes in tests marked `cold`, and in every test if $NANOVLLM_TESTS_COLD is set. Two differences
+are left: what libraries print when they are imported is not seen, and all forks of a zygote hash
+strings alike.
 """
 
 import contextlib
@@ -40,9 +42,9 @@ PRELOADED = (
 )  # fmt: skip
 # Read when a library or Python itself starts: a fork keeps the zygote's.
 READ_EARLY = (
-    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_", "KMP_", "LD_", "LRU_CACHE", "MALLOC_", "MKL_",
-    "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_",
-    "TRITON_",
+    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_", "HOME", "KMP_", "LD_", "LRU_CACHE", "MALLOC_",
+    "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TOKENIZERS_",
+    "TORCH_", "TQDM_", "TRANSFORMERS_", "TRITON_",
 )  # fmt: skip
 NOT_EARLY = (
     "PYTHONBREAKPOINT",  # read by `breakpoint`; Ray sets it
@@ -85,11 +87,11 @@ def early_environment(environment: Any) -> dict[str, str]:
 def children(pid: int) -> list[int]:
     """The children of a process, zombies among them, without its zygote."""
     found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(FileNotFoundError):  # reaped meanwhile
-                if Path(f"/proc/{child}/comm").read_bytes().strip() != NAME:
-                    found.append(int(child))
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            name, _, fields = file.read_text().partition(" (")[2].rpartition(") ")
+            if int(fields.split()[1]) == pid and name != NAME.decode():
+                found.append(int(file.parent.name))
     return found
 
 
@@ -157,10 +159,13 @@ class Popen(Cold):  # type: ignore[misc]
             here = str(Path.cwd())
         except FileNotFoundError:
             return None
+        cwd = here if asked["cwd"] is None else str(Path(here, os.fspath(asked["cwd"])))
+        if not Path(cwd).is_dir() or any(fd >= FIRST_FD for fd in asked["pass_fds"]):
+            return None
         return {
             "argv": argv,
             "pass_fds": list(asked["pass_fds"]),
-            "cwd": here if asked["cwd"] is None else str(Path(here, os.fspath(asked["cwd"]))),
+            "cwd": cwd,
             "environment": environment,
             "new_session": bool(asked["start_new_session"]),
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
@@ -173,12 +178,15 @@ class Popen(Cold):  # type: ignore[misc]
         """The new process's number, once it is our child."""
         data = json.dumps(request).encode()
         self.link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(data) + 4096)
+        # An interrupt in between would leave the answer to the next request.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             socket.send_fds(self.link, [data], fds)
             answer = self.link.recv(1 << 16)
         finally:
             _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
         if not answer:
             raise RuntimeError("the zygote has ended")
         return int(answer)
@@ -216,7 +224,7 @@ def serve(link: socket.socket) -> None:
 
 
 def become(request: dict[str, Any], fds: list[int]) -> None:
-    """Turn this fork into the process that was asked for, but for what it runs."""
+    """Turn this fork into the process that was asked for, except that it runs nothing yet."""
     while os.getppid() != request["parent"]:  # the fork in the middle is ending
         if not Path(f"/proc/{request['parent']}").exists():
             os._exit(0)

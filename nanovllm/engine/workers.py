@@ -40,7 +40,8 @@ from nanovllm.utils.interrupts import holding_interrupts
 
 # One rank's death makes others fail: collect reports this long, then blame the earliest.
 SETTLE_SECONDS = 0.2
-BLAME_SECONDS = 30.0  # how long rank 0 waits, after a failed exchange, for the rank to blame
+# How long rank 0 waits, after a failed exchange, for the rank to blame. A death is known at once.
+BLAME_SECONDS = 30.0
 END_SECONDS = 5.0  # for the processes to end by themselves
 MIN_ROOM = 64  # bytes in the ring, for the last message
 

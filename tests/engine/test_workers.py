@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import selection
 import torch
 import zygote
 from conftest import need_gpus
@@ -691,10 +690,10 @@ def test_engines_listen_to_this_machine_alone(device: str, model_dir: Path) -> N
 
 
 @pytest.mark.slow
-def test_many_engines_leave_nothing(model_dir: Path) -> None:
-    """One after the other: the allocator may keep a tenth of a MiB for each of twenty (`--all`).
+def test_twenty_engines_leave_nothing(model_dir: Path) -> None:
+    """One after the other; the allocator may keep a tenth of a MiB for each.
 
-    It may also move what other tests have left, once: a leak shows in the next ones, too.
+    It may also move what other tests have left, once: a leak shows in the next twenty, too.
     """
     warm_up("cpu", model_dir)
 
@@ -705,7 +704,7 @@ def test_many_engines_leave_nothing(model_dir: Path) -> None:
 
     def growth() -> float:
         expected = None
-        for turn in range(20 if selection.everything else 8):
+        for turn in range(20):
             with nothing_left(), make_llm(model_dir) as llm:
                 expected = expected or generate(llm)
                 assert generate(llm) == expected
@@ -923,6 +922,7 @@ def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
     assert errors.count(TRACEBACK) == 1 and errors.endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.cold
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "command", "stdin"])
 def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ pytestmark = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, HIDDEN, INNER = 1e-6, 64, 96
 bf16 = torch.bfloat16
+NEAR = 3e-2  # of the largest number: bfloat16 rounds several times, by up to 0.4%; 2e-2 was met
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +120,7 @@ def test_layers_of_few_rows_have_their_adapters_additions(
         return wide + added(x, low_ranks[id(weight)], slots)
 
     def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert (
-            found.float() - wanted
-        ).abs().amax() <= 3e-2 * wanted.abs().amax()  # bfloat16 in between
+        assert (found.float() - wanted).abs().amax() <= NEAR * wanted.abs().amax()
 
     near(few().linear(scaled, qkv, biases[0]), linear(normed, qkv, biases[0]))
     wanted = silu_and_mul(linear(normed, gate_up, biases[1]))
@@ -166,9 +165,7 @@ def test_ranks_of_many_groups_are_added_in_steps(
             columns = slice(projection * INNER, (projection + 1) * INNER)
             wide[row, columns] += normed[row] @ a.T @ low.b[slot, :rank, columns].float()
     found, wanted = few.gated(scaled, weight), silu_and_mul(wide)
-    assert (
-        found.float() - wanted
-    ).abs().amax() <= 3e-2 * wanted.abs().amax()  # bfloat16 in between
+    assert (found.float() - wanted).abs().amax() <= NEAR * wanted.abs().amax()
 
 
 def test_a_decoder_of_few_rows_equals_one_layer_after_the_other(tmp_path: Path) -> None:

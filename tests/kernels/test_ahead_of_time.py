@@ -4,6 +4,7 @@ It costs more than 20 seconds: a compilation takes about one. A run compiles a c
 another one for each commit, and with `--all` all of them.
 """
 
+import functools
 import json
 import os
 import re
@@ -37,10 +38,11 @@ class Compiled:
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root])),
         }
         env.pop("TRITON_INTERPRET", None)
-        self.process = subprocess.Popen(
-            [sys.executable, ahead_of_time.__file__, "--serve"],
+        self._start = functools.partial(
+            subprocess.Popen, [sys.executable, ahead_of_time.__file__, "--serve"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.process = self._start()
         self._kernels: dict[tuple[str, int], list[dict[str, Any]]] = {}
 
     def __getitem__(self, case: tuple[str, int]) -> list[dict[str, Any]]:
@@ -50,7 +52,10 @@ class Compiled:
             self.process.stdin.write(json.dumps(case) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
-            assert answer, f"the compiler ended the process: {case}"
+            if not answer:  # the compiler took the process with it
+                self.process.communicate()
+                self.process = self._start()
+                answer = json.dumps([{"error": f"the process ended: {case}"}])
             self._kernels[case] = json.loads(answer)
         for kernel in self._kernels[case]:
             if "error" in kernel:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its bindings have no types
 
 LOOPBACK = "127.0.0.1"
-# Ranks connect when all have loaded: in milliseconds, but for the machine's other work.
+# Ranks connect when all have loaded: usually in milliseconds, but a busy machine may need more.
 CONNECT_TIMEOUT = timedelta(minutes=2)
-LEAVE_TIMEOUT = timedelta(seconds=5)  # after which NCCL's end is not awaited any more
+LEAVE_TIMEOUT = timedelta(seconds=5)  # for NCCL to end; then it is abandoned
 CHECK_SECONDS = 0.01  # between rank 0's checks that all ranks live, while they connect
 # A stopped process may continue. A dead one is noticed by its life line, not by this timeout.
 EXCHANGE_TIMEOUT = timedelta(days=7)

@@ -55,7 +55,7 @@ def products() -> Products:
 
 
 def onednn_types() -> frozenset[torch.dtype]:
-    """The types of which oneDNN has fast products here. It is in PyTorch, on most systems."""
+    """The types of which oneDNN has fast products here. Most builds of PyTorch contain it."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return frozenset()
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()

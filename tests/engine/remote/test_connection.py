@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
 from nanovllm.engine.remote.connection import TOGETHER, Connection
 from nanovllm.engine.remote.frames import HEAD, Outbox, frame, receive
@@ -133,7 +134,7 @@ def test_other_tasks_run_between_many_ends_of_one_step(ends: Ends) -> None:
 def test_a_message_larger_than_a_socket_arrives() -> None:
     """It is sent piece by piece, as there is room, and received so."""
     ours, its = socket.socketpair()
-    its.settimeout(5)
+    its.settimeout(LIMIT)
     message = bytes(range(256)) * 8192
     sender = Outbox(ours)
     with ThreadPoolExecutor(1) as pool, ours, its:
