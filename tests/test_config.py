@@ -271,3 +271,8 @@ def test_a_value_in_capitals_has_a_hint() -> None:
 def test_scales_of_the_kv_cache_are_always_calculated(value: bool) -> None:
     """vLLM's option, with both of its values."""
     assert config(calculate_kv_scales=value) == config()
+
+
+def test_the_host_keeps_the_adapters_that_run() -> None:
+    with pytest.raises(ValueError, match="max_cpu_loras must be at least max_loras=8, got 7"):
+        Config("m", max_cpu_loras=7)

@@ -89,6 +89,12 @@ def test_bad_words_never_occur(llm: LLM) -> None:
     assert "bc" not in bad and "a" not in bad and "b" in bad and "c" in bad
 
 
+def test_bad_words_are_forbidden_at_the_start_and_behind_a_space(llm: LLM) -> None:
+    accepted = llm.accept("x", SamplingParams(bad_words=["ab"]))
+    texts = [llm.tokenizer.decode(ids) for ids in accepted.bad_words]
+    assert texts == ["ab", " ab"]
+
+
 def test_allowed_tokens_prevail_over_bad_words(llm: LLM) -> None:
     """Only "b" is allowed, and "bb" is a bad word: "b" still comes."""
     likes = dict(allowed_token_ids=llm.tokenizer.encode("b"), bad_words=["bb"], max_tokens=5)

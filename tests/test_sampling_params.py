@@ -243,3 +243,10 @@ def test_a_long_list_of_ids_is_checked_quickly() -> None:
         params = SamplingParams(allowed_token_ids=range(100_000))
         seconds.append(time.thread_time() - start)
     assert min(seconds) < 0.04 and params.allowed_token_ids == tuple(range(100_000))
+
+
+def test_cuts_do_not_narrow_a_greedy_choice() -> None:
+    """The most likely token is never left out, so that no filter has to run."""
+    cuts: dict[str, Any] = dict(top_k=5, top_p=0.5, min_p=0.1)
+    assert SamplingParams(**cuts).narrows
+    assert not SamplingParams(temperature=0, **cuts).narrows

@@ -1,7 +1,7 @@
 """Plant small mistakes in a copy of the code, one at a time, and see whether the tests catch them.
 
-    python tools/mutants.py                    # the whole list, tools/mutants.txt
-    python tools/mutants.py ledger "min_tokens"  # those with a part of their name
+    python tools/mutants.py                     # the whole list, tools/mutants.txt
+    python tools/mutants.py ledger "min_tokens"   # those that have one of these in their names
     python tools/mutants.py --jobs 4
 
 A mutant in the list is a name that says what is broken, a file, the test files nearest to it, and
@@ -13,14 +13,16 @@ the lines that change, as in a patch without line numbers:
     -        self.refused = None  # the next in line may be another sequence, which fits
 
 `-` lines are removed, `+` lines are added, and lines that begin with a space stay. The lines before
-the change have to occur just once in the file: else the mutant is an error, not a survivor. A test
-that is named runs first, then the rest of the files. A last line `survives: ...` gives the reason
-why no test can catch a mutant, or why none should.
+the change must occur once in the file: else the mutant is an error, not a survivor. A test that is
+named runs first, then the rest of the files; where there is no such test any more, the files run.
+A last line `survives: ...` gives the reason why no test can catch a mutant, or why none should.
 
 Each mutant is tested in a process of its own, forked from one that has imported PyTorch and what
 else takes long, but nothing of this package. A test that runs longer than `--timeout` has caught
-it, and the table says so. In the end each test that caught a mutant runs without one, and has
-to pass. The exit status is 1 if a mutant survives without a reason, or if less than 95% are caught.
+it, and the table says so. In the end each test that caught a mutant runs without one, and has to
+pass. The exit status is 1 if one does not, if a mutant survives without a reason, or if less than
+95% are caught. It runs where processes can be forked, and on the CPU: kernels for GPUs are
+interpreted.
 """
 
 import argparse
@@ -36,6 +38,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +67,7 @@ IMPORTED = (  # before processes are forked, where they are installed
     "prometheus_client", "httpx", "openai", "pydantic", "cloudpickle", "peft",
     "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
+NOT_RUN = (3, 4, 5, 70)  # exit statuses of pytest, and ours: then no test has judged the mutant
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
 
 
@@ -189,9 +193,10 @@ class Job:
             os.waitpid(self.pid, 0)
         failed = json.loads(self.failed.read_text(encoding="utf-8")) if self.failed.exists() else []
         log = self.log.read_text(encoding="utf-8", errors="replace")
-        ended = Ended(
-            self.mutant, self.tests, self.seconds, failed, None if is_late else status, log
-        )
+        code = None if is_late else os.waitstatus_to_exitcode(status)
+        if code in NOT_RUN:
+            raise RuntimeError(f"the tests {' '.join(self.tests)} cannot run:\n{log}")
+        ended = Ended(self.mutant, self.tests, self.seconds, failed, code, log)
         if self.mutant is not None:
             self._write(self.text)
         shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
@@ -207,7 +212,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a run of tests. `status` is that of its process; None: it took too long."""
+    """What came of a run of tests. `status` is that of its process; None: a test took too long.
+
+    A process that a signal has ended has the signal's number as status, below 0.
+    """
 
     mutant: Mutant | None
     tests: list[str]
@@ -261,7 +269,7 @@ class Reporter:
 
 def _run_tests(job: Job) -> None:
     """Run a job's tests in this process, which was forked for it."""
-    status = 70
+    status = NOT_RUN[-1]
     try:
         os.setsid()
         log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -281,13 +289,11 @@ def _run_tests(job: Job) -> None:
         status = int(pytest.main([*options, *job.tests], [reporter]))
         assert Path(sys.modules["nanovllm"].__file__ or "").is_relative_to(job.tree)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
-        status = 70
+        status = NOT_RUN[-1]
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 
@@ -325,8 +331,8 @@ def run(
             if (ended := job.poll(timeout)) is not None:
                 busy.remove(job)
                 idle.append(job)
-                yield ended
                 job.pid = 0
+                yield ended
         time.sleep(0.01)
 
 

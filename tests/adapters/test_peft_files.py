@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Q, DOWN, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"
 SHAPES = {Q: (64, 64), DOWN: (64, 96), HEAD: (259, 64)}
 WEIGHTS = "adapter_model.safetensors"
+FIRST = torch.tensor([0])
 Tensors = dict[str, torch.Tensor]
 
 
@@ -107,7 +108,7 @@ TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         f"'{Q}.lora_A' has type I32",
     ),
     "a NaN": (
-        lambda t: t | {key(Q, "lora_A.weight"): torch.full((3, 64), torch.nan)},
+        lambda t: t | {key(Q, "lora_A.weight"): torch.ones(3, 64).index_fill(1, FIRST, torch.inf)},
         f"'{Q}.lora_A' has values that are not finite",
     ),
     "another layer": (

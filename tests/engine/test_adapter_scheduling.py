@@ -235,6 +235,25 @@ def test_the_store_keeps_what_is_wanted() -> None:
     store.close()
 
 
+def test_the_store_keeps_what_was_used_last() -> None:
+    store = AdapterStore(lambda path, number: path, 2)
+    first, second = (store.accept(LoRARequest("a", f"/none/{i}")) for i in range(2))
+    assert store.is_ready(first)
+    store.accept(LoRARequest("a", "/none/2"))
+    assert first.number in store.tensors and second.number not in store.tensors
+    store.close()
+
+
+def test_the_least_recently_used_adapter_leaves_its_slot() -> None:
+    """A was used after B."""
+    queue = Queue(2)
+    for name in "ABAC":
+        queue.add(name)
+        while not queue.scheduler.is_finished():
+            queue.step()
+    assert {*queue.residents.adapters} == {queue.adapters["A"], queue.adapters["C"]}
+
+
 def test_nothing_is_read_while_there_is_a_reason() -> None:
     """An adapter that waits is read when it is asked for again, afterwards."""
     reads: list[Path] = []

@@ -1,8 +1,10 @@
 """The end of a request."""
 
 import pytest
+from conftest import byte_tokenizer
 
-from nanovllm.engine.requests.request import check_no_error
+from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.request import check_no_error, ending
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,3 +17,13 @@ def test_an_error_is_raised_with_its_own_message() -> None:
     seq.finish("error", "logits_processors: no logits")
     with pytest.raises(ValueError, match=r"^logits_processors: no logits$"):
         check_no_error(seq)
+
+
+def test_a_stop_in_text_that_was_held_back_is_reported() -> None:
+    """The last token is the first byte of a character: what it stands for at the end is a stop."""
+    tokenizer = byte_tokenizer()
+    params = SamplingParams(stop="\ufffd")
+    seq = Sequence([1], params, text=OutputText(tokenizer, params))
+    seq.token_ids += tokenizer.encode("aé")[:2]
+    seq.finish("length")
+    assert ending(seq, tokenizer) == ("a", "stop", "\ufffd")
