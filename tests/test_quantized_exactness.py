@@ -1,4 +1,7 @@
-"""Quantized weights: greedy output equals that of transformers with the weights they stand for."""
+"""Quantized weights: greedy output equals that of transformers with the weights they stand for.
+
+It costs more than 20 seconds: every format is compared with transformers.
+"""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,10 @@
 """Which tests a run has, and what it says of their costs."""
 
+import ast
 import itertools
+import json
 import random
+from pathlib import Path
 
 import costs
 import pytest
@@ -64,3 +67,11 @@ def test_files_that_grew_are_named_whatever_the_machines_speed() -> None:
     lines = costs.growth(changed, recorded)
     assert lines == ["grew by 15 s: 20.py (55 s)", "grew by 12 s: new.py (12 s)"]
     assert costs.growth({"new.py": 99.0}, {}) == []
+
+
+def test_files_that_cost_much_say_why() -> None:
+    """And the recording is of files that there are."""
+    root = Path(__file__).parents[1]
+    for file, cost in json.loads(costs.RECORDING.read_text()).items():
+        reason = ast.get_docstring(ast.parse((root / file).read_text())) or ""
+        assert cost <= 20 or "seconds: " in reason, file

@@ -1,4 +1,7 @@
-"""Several ranks give the output of one: real processes, with shared memory or, on GPUs, NCCL."""
+"""Several ranks give the output of one: real processes, with shared memory or, on GPUs, NCCL.
+
+It costs more than 20 seconds: each test starts ranks, and the models are compared in full.
+"""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Ctrl-C at any moment: status 130 and one line, from the first line of `main` on."""
+"""Ctrl-C at any moment: status 130 and one line, from the first line of `main` on.
+
+It costs more than 20 seconds: commands start cold, to be interrupted at many moments.
+"""
 
 import contextlib
 import fcntl

@@ -2,6 +2,8 @@
 
 Real processes are killed while they load, compute or are idle. Every test and every script has a
 deadline, at which it prints its stacks and ends the run.
+
+It costs more than 20 seconds: each test starts ranks, most of which it kills.
 """
 
 import contextlib

@@ -3,6 +3,8 @@
 Memory that belongs to no sequence is NaN: free blocks, the slots after a context's end, and outputs
 that a kernel did not write. So every read of it is found. The twins get zeros there, and more
 precision: the difference is the kernel's own error.
+
+It costs more than 20 seconds: kernels are interpreted.
 """
 
 import itertools

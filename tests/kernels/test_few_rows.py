@@ -1,6 +1,8 @@
 """Linear layers of few rows, with norms, activation and sums inside, against their twins.
 
 On a device, or interpreted where there is none.
+
+It costs more than 20 seconds: kernels are interpreted, in some tests those of a whole model.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""The server as its clients see it: OpenAI's own, curl, and raw sockets."""
+"""The server as its clients see it: OpenAI's own, curl, and raw sockets.
+
+It costs more than 20 seconds: many tests start a server.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""A draft model: output stays the same, its drafts are what it would generate, nothing is twice."""
+"""A draft model: output stays the same, its drafts are what it would generate, nothing is twice.
+
+It costs more than 20 seconds: drafts and answers of many models are computed twice.
+"""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""Output with drafts equals output without them, whatever the drafts are."""
+"""Output with drafts equals output without them, whatever the drafts are.
+
+It costs more than 20 seconds: answers are computed with drafts and without.
+"""
 
 from pathlib import Path
 from typing import Any
