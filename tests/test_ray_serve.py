@@ -1,6 +1,6 @@
 """Ray Serve on this machine: two replicas behind one address, one of which is killed.
 
-It takes 20 to 30 core seconds: a controller, a proxy and six replicas with their engines start one
+It costs 20 to 30 seconds: a controller, a proxy and six replicas with their engines start one
 after the other, and the proxy passes on thousands of events.
 """
 
