@@ -1,4 +1,7 @@
-"""Models with a sliding window in every layer: blocks behind the window are freed, and not read."""
+"""Models with a sliding window in every layer: blocks behind the window are freed, and not read.
+
+It costs more than 20 seconds: transformers computes each model's answers, to long prompts.
+"""
 
 from pathlib import Path
 from typing import Any

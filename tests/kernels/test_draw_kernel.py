@@ -1,4 +1,7 @@
-"""The Triton draw against its twin, which test_plain_draw.py tests; on a device or interpreted."""
+"""The Triton draw against its twin, which test_plain_draw.py tests; on a device or interpreted.
+
+It costs more than 20 seconds: kernels are interpreted, with vocabularies of usual sizes.
+"""
 
 from dataclasses import replace
 from typing import Any
