@@ -245,6 +245,7 @@ class Reporter:
     def __init__(self, first: set[str], file: Path) -> None:
         self._first, self._file = first, file
         self._failed: list[str] = []
+        self.has_passed = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -258,6 +259,7 @@ class Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the failures so far; the file's time says that a test has ended."""
+        self.has_passed |= report.passed and getattr(report, "when", "") == "call"
         if report.failed:
             self._failed.append(report.nodeid)
         partial = self._file.with_suffix(".part")
@@ -287,6 +289,8 @@ def _run_tests(job: Job) -> None:
         options += [f"--basetemp={job.folder / 'tmp'}"]
         reporter = Reporter(mutant.first_tests if mutant else set(), job.failed)
         status = int(pytest.main([*options, *job.tests], [reporter]))
+        if status == 0 and not reporter.has_passed:  # all tests were skipped
+            status = pytest.ExitCode.NO_TESTS_COLLECTED
         assert Path(sys.modules["nanovllm"].__file__ or "").is_relative_to(job.tree)
     except BaseException:
         traceback.print_exc()
