@@ -680,7 +680,7 @@ class InterruptAt:
     FILES: ClassVar[set[str]] = {
         str(Path(nanovllm.__file__).parent / name)
         for name in ("llm.py", "engine/llm_engine.py", "engine/scheduler.py",
-                     "engine/block_manager.py", "engine/sequence.py", "engine/forecast.py",
+                     "engine/cache/block_manager.py", "engine/sequence.py", "engine/forecast.py",
                      "engine/model_runner.py", "engine/requests/request.py")
     }  # fmt: skip
 

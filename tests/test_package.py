@@ -21,8 +21,8 @@ HEAVY = (
     "llguidance",
 )  # fmt: skip
 SCHEDULER_SIDE = (
-    "scheduler", "block_manager", "forecast", "sequence", "batch", "engine_config", "speculative",
-    "speculative.speculator",
+    "scheduler", "cache.block_manager", "cache.prefixes", "forecast", "sequence", "batch",
+    "engine_config", "speculative", "speculative.speculator",
 )  # fmt: skip
 
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.

@@ -21,7 +21,8 @@ NOT_CODE = (
 CORE: dict[str, list[str]] = {
     "what users import": ["llm", "config", "sampling_params", "outputs", "utils/checks"],
     "requests": ["engine/llm_engine", "engine/requests/intake", "engine/requests/request"],
-    "who runs": ["engine/sequence", "engine/scheduler", "engine/block_manager", "engine/batch"],
+    "who runs": ["engine/sequence", "engine/scheduler", "engine/cache/block_manager",
+                 "engine/cache/prefixes", "engine/batch"],
     "a step": ["engine/model_runner", "engine/step/inputs", "engine/step/ledger",
                "engine/step/device_table", "engine/step/transfer", "engine/shard",
                "engine/step/computed", "engine/step/draw_inputs", "engine/step/launched"],
@@ -36,8 +37,8 @@ CORE: dict[str, list[str]] = {
                       "kernels/plain/silu_and_mul", "kernels/plain/noise", "kernels/plain/sample"],
     "startup": ["engine/startup", "engine/load", "engine/engine_config", "engine/placement",
                 "engine/device",
-                "engine/kv_pool", "models/config", "models/rope", "models/registry",
-                "models/loader", "layers/layer", "layers/backend", "layers/ranks"],
+                "engine/cache/kv_pool", "engine/cache/groups",
+                "models/config", "models/rope", "models/registry", "models/loader", "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ and numbers of blocks, and nothing else.
 import bisect
 import math
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import accumulate
 
@@ -61,7 +61,8 @@ class Forecast:
     A sequence is admitted if there is no such step, or if it is so late that computing the
     sequence's tokens again costs less than leaving its place in all steps until then empty. A block
     that several sequences share counts as free when the first of them ends, which is too early.
-    With windows a sequence grows to `most_blocks`; a prompt chunk's extra blocks are ignored.
+    `most_held` has for each cache group the most blocks that a sequence grows to; a prompt chunk's
+    extra blocks in groups with a window are ignored.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Forecast:
         running: Iterable[Sequence],
         num_free: int,
         block_size: int,
-        most_blocks: int = sys.maxsize,
+        most_held: Iterable[int] = (sys.maxsize,),
     ) -> None:
         self.lengths = lengths
         self.block_size = block_size
-        self.most_blocks = most_blocks
+        self.limits = [*Counter(most_held).items()]  # and how many groups have them
         self.room = num_free  # plus the blocks that the sequences hold
         self.wanted = 0  # blocks needed if no sequence ended before the others
         self.num_tokens: list[int] = []
@@ -102,7 +103,7 @@ class Forecast:
     def _add(self, seq: Sequence) -> None:
         num_tokens, steps = seq.num_tokens, self.lengths.steps_left(seq)
         for _ in (seq, *seq.siblings):
-            num_held = len(seq.block_table) - seq.num_passed_blocks
+            num_held = sum(map(len, seq.block_tables)) - sum(seq.num_passed_blocks)
             self.room += num_held or self._blocks(num_tokens)
             self.wanted += self._blocks(num_tokens + steps - 1)
             # A new sequence samples its first token before the next decode step.
@@ -112,36 +113,45 @@ class Forecast:
 
     def _blocks(self, num_tokens: int) -> int:
         """The blocks that a sequence with `num_tokens` computed tokens holds."""
-        return min(-(-num_tokens // self.block_size), self.most_blocks)
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(min(num_blocks, most) * groups for most, groups in self.limits)
 
     def _steps_until_full(self) -> float:
         """How many steps fit the pool; infinity if all do."""
-        room, most = self.room, self.most_blocks
-        lengths: list[int] = []  # of the sequences that grow
-        # For each sequence: when it stops growing, its length now, and the room that this frees.
-        events: list[tuple[int, int | None, int]] = []
-        for end, num_tokens in zip(self.steps, self.num_tokens, strict=True):
-            grown = (most - 1) * self.block_size + 2 - num_tokens
-            if grown <= 0:
-                room -= most
-                events.append((end, None, most))
-                continue
-            lengths.append(num_tokens)
-            if grown < end:
-                events += [(grown, num_tokens, -most), (end, None, most)]
-            else:
-                events.append((end, num_tokens, 0))
-        growing = Growth(lengths, self.block_size)
+        room = self.room
+        growing: list[Growth] = []  # for each limit, the sequences that have not reached it
+        # For each sequence and limit: when it stops growing, in which of these, its length now if
+        # it is there, and the room that this frees.
+        events: list[tuple[int, int, int | None, int]] = []
+        for index, (most, groups) in enumerate(self.limits):
+            lengths: list[int] = []
+            for end, num_tokens in zip(self.steps, self.num_tokens, strict=True):
+                grown = (most - 1) * self.block_size + 2 - num_tokens
+                if grown <= 0:
+                    room -= most * groups
+                    events.append((end, index, None, most * groups))
+                    continue
+                lengths.append(num_tokens)
+                if grown < end:
+                    events.append((grown, index, num_tokens, -most * groups))
+                    events.append((end, index, None, most * groups))
+                else:
+                    events.append((end, index, num_tokens, 0))
+            growing.append(Growth(lengths, self.block_size, groups))
+
+        def wanted(step: int) -> int:
+            return sum(growth.blocks(step) for growth in growing)
+
         start = 0
-        for end, length, more in sorted(events, key=lambda event: event[0]):
-            if growing.blocks(end) > room:  # demand is highest right before a sequence ends
+        for end, index, length, more in sorted(events, key=lambda event: event[0]):
+            if wanted(end) > room:  # demand is highest right before a sequence ends
                 while end - start > 1:  # and rises from `start` to `end`: bisect
                     middle = (start + end) // 2
-                    is_full = growing.blocks(middle) > room
+                    is_full = wanted(middle) > room
                     start, end = (start, middle) if is_full else (middle, end)
                 return start
             if length is not None:
-                growing.remove(length)
+                growing[index].remove(length)
             room += more
             start = end
         return math.inf
@@ -151,11 +161,11 @@ class Growth:
     """The blocks of sequences that grow by one token a step, counted together for any step.
 
     Sequences are sorted by how full their last block is: those that enter a new block within a
-    given number of steps are then found by bisection.
+    given number of steps are then found by bisection. They grow alike in `groups` cache groups.
     """
 
-    def __init__(self, lengths: list[int], block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, lengths: list[int], block_size: int, groups: int = 1) -> None:
+        self.block_size, self.groups = block_size, groups
         # A step samples a token and computes the one before: (length + step - 1) tokens are held.
         self._filled = sorted((length + block_size - 2) % block_size for length in lengths)
         self._full = sum((length + block_size - 2) // block_size for length in lengths)
@@ -170,4 +180,4 @@ class Growth:
         """The blocks that all of them hold at that step."""
         full, more = divmod(step, self.block_size)
         num_new = len(self._filled) - bisect.bisect_left(self._filled, self.block_size - more)
-        return self._full + len(self._filled) * full + num_new
+        return (self._full + len(self._filled) * full + num_new) * self.groups

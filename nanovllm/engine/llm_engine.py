@@ -98,7 +98,7 @@ class LLMEngine(AdapterRequests):
         )  # fmt: skip
         self.adapters = AdapterCalls(runner) if self.config.enable_lora else None
         residents = self.adapters.residents if self.adapters else None
-        self.scheduler = Scheduler(self.config, shard.longest_window, speculator, residents)
+        self.scheduler = Scheduler(self.config, shard.groups.windows, speculator, residents)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)
@@ -196,7 +196,7 @@ class LLMEngine(AdapterRequests):
         return (
             f"{type(self).__name__}({config.model!r}, device={config.device!r},"
             f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},{ranks}"
-            f" {self.scheduler.block_manager.num_blocks * self.scheduler.block_size} KV tokens)"
+            f" {config.num_kvcache_blocks} KV blocks of {config.kvcache_block_size} tokens)"
         )
 
     @exclusive

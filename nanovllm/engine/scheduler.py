@@ -4,13 +4,12 @@ Plain Python over integers: it knows no tensors and no text.
 """
 
 import bisect
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import BlockManager, most_held
+from nanovllm.engine.cache.block_manager import BlockManager, Window
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
@@ -36,8 +35,8 @@ class Scheduler:
 
     Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
-    accepts only requests that fit the whole pool, so the first always advances. `window` is how far
-    back the model attends if no layer attends to everything; blocks behind it are freed.
+    accepts only requests that fit the whole pool, so the first always advances. `windows` says for
+    each cache group how far back its layers attend; blocks behind that are freed.
 
     A `speculator` adds drafts to steps, which verify them. They take what the step leaves of budget
     and blocks: no other sequence waits for them, and wrong ones leave nothing behind.
@@ -48,7 +47,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        window: int | None = None,
+        windows: tuple[Window, ...] = (None,),
         speculator: Speculator | None = None,
         adapters: Adapters | None = None,
     ) -> None:
@@ -57,8 +56,7 @@ class Scheduler:
         self.enable_prefix_caching = config.enable_prefix_caching
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_running = config.max_num_running
-        self.window = window
-        self.most_blocks = sys.maxsize if window is None else most_held(window, self.block_size)
+        self.windows = windows
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.speculator = speculator
@@ -72,7 +70,7 @@ class Scheduler:
         For use after an interrupt, which may have left anything half done.
         """
         self.block_manager = BlockManager(
-            self.num_blocks, self.block_size, self.enable_prefix_caching, self.window
+            self.num_blocks, self.block_size, self.enable_prefix_caching, self.windows
         )
         if self.speculator is not None:
             self.speculator.reset()
@@ -142,8 +140,10 @@ class Scheduler:
         Else a row has a block for its next token, however many drafts are accepted before it.
         """
         assert self.speculator is not None
+        manager = self.block_manager
         blocks_each = 2 + 2 * self.speculator.most_drafts // self.block_size
-        return self.block_manager.num_free_blocks < len(self.running) * blocks_each
+        most_needed = len(self.running) * blocks_each * manager.num_groups
+        return manager.num_free_blocks < most_needed
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
@@ -167,7 +167,7 @@ class Scheduler:
             batch.ends.append(end)
             if batch.is_prefill:  # later steps run after this one on the device
                 self.block_manager.publish(seq, min(end, seq.num_known_tokens))
-            if self.window is not None:
+            if self.block_manager.has_windows:
                 self.block_manager.pass_by(seq)
         for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
             if seq.status is FINISHED:
@@ -227,7 +227,7 @@ class Scheduler:
     def _publish(self, batch: Batch) -> None:
         block_size = self.block_size
         for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
-            if end % block_size == 0 and seq.block_table:  # `advance` publishes those of prompts
+            if end % block_size == 0 and seq.block_tables:  # `advance` publishes those of prompts
                 self.block_manager.publish(seq, end)
 
     def preempt(self) -> None:
@@ -269,9 +269,11 @@ class Scheduler:
         for seq in (*self.waiting, *self.running):
             seq.audit()
             assert all(s.status is SequenceStatus.WAITING for s in seq.siblings)
-            assert len(seq.block_table) * self.block_size >= seq.num_cached_tokens
-            if seq.num_passed_blocks and self.enable_prefix_caching:
-                assert seq.num_passed_blocks < seq.num_published_blocks, "the next one's parent"
+            assert seq.room >= seq.num_cached_tokens
+            for table, num_passed in zip(seq.block_tables, seq.num_passed_blocks, strict=True):
+                assert len(table) * self.block_size >= seq.room
+                if num_passed and self.enable_prefix_caching:
+                    assert num_passed < seq.num_published_blocks, "the next one's parent"
         self.block_manager.audit([seq.held_blocks for seq in self.running])
 
     def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
@@ -309,7 +311,7 @@ class Scheduler:
         manager = self.block_manager
         in_progress = {block for seq in seqs for block in manager.full_block_hashes(seq)}
         forecast = Forecast(
-            self.lengths, self.running, manager.num_free_blocks, self.block_size, self.most_blocks
+            self.lengths, self.running, manager.num_free_blocks, self.block_size, manager.most_held
         )
         candidates, num_begun = self._candidates(), len(seqs)
         while budget and num_running < self.max_num_running:
@@ -370,7 +372,7 @@ class Scheduler:
 
         A sequence whose last token is in flight is left out.
         """
-        block_size = self.block_size
+        manager = self.block_manager
         seqs = []
         growing = []  # in the order of `running`, so that a preempted sequence is the last
         for seq in self.running:
@@ -382,20 +384,20 @@ class Scheduler:
                 continue
             seq.num_scheduled_tokens = 1
             seqs.append(seq)
-            if num_tokens > len(seq.block_table) * block_size:
+            if num_tokens > seq.room:
                 growing.append(seq)
-        if len(growing) > self.block_manager.num_free_blocks and self.speculator is not None:
+        if manager.num_needed(growing) > manager.num_free_blocks and self.speculator is not None:
             for seq in self.running:  # blocks for drafts, of a step before
                 if not seq.num_possible_tokens:
-                    self.block_manager.shrink(seq, len(seq.token_ids))
-        while len(growing) > self.block_manager.num_free_blocks:
+                    manager.shrink(seq, len(seq.token_ids))
+        while manager.num_needed(growing) > manager.num_free_blocks:
             if growing[-1] is self.running[-1]:
                 growing.pop()
             if seqs and seqs[-1] is self.running[-1]:
                 seqs.pop()
             self.preempt()
         for seq in growing:
-            self.block_manager.append_block(seq)
+            manager.append_blocks(seq)
         return seqs
 
     def _draft(
@@ -411,7 +413,7 @@ class Scheduler:
     def _remove_finished(self, finished: list[Sequence]) -> None:
         self.refused = None
         for seq in finished:
-            if not seq.block_table:  # it was preempted while its last token was in flight
+            if not seq.block_tables:  # it was preempted while its last token was in flight
                 self.waiting.remove(seq)
             self.block_manager.free(seq)
             if seq.finish_reason != "abort":

@@ -41,8 +41,9 @@ class Sequence:
     """One sample of a request, from prompt to last token.
 
     State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
-    The KV of the cached tokens is in the blocks of `block_table`; the scheduled tokens are those
-    that the step in progress computes. The last `num_pending_tokens` are in flight: the step that
+    The KV of the cached tokens is in the blocks of `block_tables`, one table for each cache group;
+    the first `room` tokens have blocks in all groups. The scheduled tokens are those that the step
+    in progress computes. The last `num_pending_tokens` are in flight: the step that
     samples them has been launched, and `token_ids` holds `PENDING` in their place. A step with
     drafts has one of these, as one token is sure to come, and its drafts are `num_possible_tokens`:
     so many more may come. Until then lengths are the least that they may be.
@@ -60,7 +61,7 @@ class Sequence:
         "adapter",
         "bad_words",
         "block_hashes",
-        "block_table",
+        "block_tables",
         "constraint",
         "counts",
         "eos_token_ids",
@@ -89,6 +90,7 @@ class Sequence:
         "processors",
         "reads_tokens",
         "request_id",
+        "room",
         "root",
         "seed",
         "seq_id",
@@ -176,10 +178,8 @@ class Sequence:
         # reports them, if they are asked for.
         asks = params.prompt_logprobs is not None and self.index == 0
         self.num_reported_tokens = 1 if asks else self.num_prompt_tokens
-        self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the first full blocks, as far as computed
-        self.num_published_blocks = 0
-        self.num_passed_blocks = 0  # at the table's start: freed, as they are behind all windows
+        self._clear_tables()
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
@@ -224,9 +224,15 @@ class Sequence:
         return len(self.token_ids) >= self.max_num_tokens and not self.is_prefilling
 
     @property
+    def block_table(self) -> list[int]:
+        """The first group's block table; most models have no other."""
+        return self.block_tables[0] if self.block_tables else []
+
+    @property
     def held_blocks(self) -> list[int]:
-        """The blocks of its table that it holds, alone or with others."""
-        return self.block_table[self.num_passed_blocks :]
+        """The blocks of its tables that it holds, alone or with others."""
+        tables = zip(self.block_tables, self.num_passed_blocks, strict=True)
+        return [block for table, start in tables for block in table[start:]]
 
     @property
     def samples(self) -> bool:
@@ -330,16 +336,21 @@ class Sequence:
         self.token_ids[at : at + 1] = [PENDING] * num_tokens
         self.num_pending_tokens += num_tokens - 1
         self.num_possible_tokens -= num_drafts
-        if self.block_table:  # else it was preempted meanwhile
+        if self.block_tables:  # else it was preempted meanwhile
             self.num_cached_tokens += num_tokens - 1
 
     def release_cache(self) -> None:
         """Go back to nothing computed, tokens kept; the caller frees the blocks."""
-        self.block_table = []
+        self._clear_tables()
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
+
+    def _clear_tables(self) -> None:
+        self.block_tables: list[list[int]] = []
+        self.room = 0
         self.num_published_blocks = 0
-        self.num_passed_blocks = 0
+        # At the start of each table: freed, as they are behind the group's window.
+        self.num_passed_blocks: list[int] = []
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the sequence; the scheduler frees its blocks."""
@@ -354,6 +365,7 @@ class Sequence:
         assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
         assert self.token_ids.count(PENDING) == self.num_pending_tokens, self
         assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
-        assert 0 <= self.num_passed_blocks <= len(self.block_table), self
-        assert bool(self.block_table) == (self.status is SequenceStatus.RUNNING), self
+        assert bool(self.block_tables) == (self.status is SequenceStatus.RUNNING), self
+        for table, start in zip(self.block_tables, self.num_passed_blocks, strict=True):
+            assert 0 <= start <= len(table), self
         assert not self.siblings or self.num_tokens == self.num_prompt_tokens, self

@@ -4,16 +4,19 @@ Every rank has one and computes the same steps. Rank 0's draws the tokens, excep
 of ranks that draw together. It decides nothing about which sequences run, and knows no text.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from nanovllm.engine.adapters.parts import AdapterParts
+from nanovllm.engine.cache.groups import divide
+from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.guess.guesser import Guesser, guesser_of
-from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.masked_draws import MaskedDraws
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.sleep_memory import SleepMemory
@@ -25,13 +28,12 @@ from nanovllm.engine.step.logprobs import drawn_columns, prompt_columns, rows_at
 from nanovllm.engine.step.reports import Columns, ReportInputs
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
 from nanovllm.engine.step_size import Size, adapter_sizes, batch_ladder, draft_sizes
-from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.kernels.plain.read_table import Decoding, read_groups
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.windows import longest
 
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
@@ -58,12 +60,15 @@ class Shard:
         self.placement = placement
         self.ranks, self.device = placement.ranks, placement.device
         self.backend, self.block_size = placement.backend, placement.block_size
-        self.pool = KVPool(
-            model.attentions, self.block_size, model_config.head_dim, placement.kv_dtype,
-            self.device,
-        )  # fmt: skip
         self.sampler = Sampler(self.backend.kernels)
         self.guesser = guesser or guesser_of(placement.drafting, self.backend.kernels)
+        self.groups = divide(model.attentions, placement.max_positions, self.guesser.longest_window)
+        if self.guesser.pools and self.groups.parts[0] != 1:
+            raise ValueError(
+                f"speculative_config: a {self.guesser.name} needs a model whose layers without a"
+                " window have the largest keys"
+            )
+        self.pool = KVPool(self.groups, self.block_size, placement.kv_dtype, self.device)
         self.pool.beside = self.guesser.pools
         self.adapters = adapters
         self.graphs: DecodeGraphs | None = None
@@ -84,11 +89,6 @@ class Shard:
         drafts = self.guesser.model
         return [(self.model_config, self.model), *([drafts] if drafts else [])]
 
-    @property
-    def longest_window(self) -> int | None:
-        """How far back layers attend; None if one of them attends to all tokens."""
-        return longest((self.model_config.longest_window, self.guesser.longest_window))
-
     def computing(self) -> AbstractContextManager[None]:
         """What holds while this rank computes."""
         return computing_on(self.device, self._num_threads)
@@ -100,7 +100,7 @@ class Shard:
         longest = max_model_len if self.guesser.reads_history else 0
         layout = TableLayout(
             num_running, max_blocks, self.block_size, self.placement.most_drafts, longest,
-            self.adapters is not None,
+            self.adapters is not None, self.groups.parts,
         )  # fmt: skip
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
@@ -254,7 +254,8 @@ class Shard:
         """Let the guesser compute tokens. All ranks have them."""
         self.table.write(inputs.changes)
         assert inputs.prefill is not None
-        self.guesser.catch_up(*self._upload(inputs.prefill, inputs.width))
+        input_ids, positions, contexts = self._upload(inputs.prefill, inputs.width)
+        self.guesser.catch_up(input_ids, positions, contexts[0])
 
     def prefill_hidden(
         self, prefill: PrefillInputs, width: int = 0, needed: Array | None = None
@@ -263,16 +264,18 @@ class Shard:
 
         It reads block tables of `width` columns, or none if that is 0.
         """
-        input_ids, positions, context = self._upload(prefill, width)
+        input_ids, positions, contexts = self._upload(prefill, width)
         rows = None if needed is None else upload_ahead(self.device, needed)[0]
-        hidden, residuals = self._forward(input_ids, positions, context, rows)
-        self.guesser.prefill(self.table.state, prefill, input_ids, positions, context, residuals)
+        hidden, residuals = self._forward(input_ids, positions, contexts, rows)
+        self.guesser.prefill(
+            self.table.state, prefill, input_ids, positions, contexts[0], residuals
+        )
         return hidden
 
     def _upload(
         self, prefill: PrefillInputs, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Context]:
-        """A prefill's tokens, their positions and its metadata on the device."""
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Context]]:
+        """A prefill's tokens, their positions and each cache group's metadata on the device."""
         input_ids, positions, slots, q_ends, k_ends = upload_ahead(
             self.device, prefill.input_ids, prefill.positions, prefill.slot_mapping,
             prefill.cu_seqlens_q, prefill.cu_seqlens_k,
@@ -281,21 +284,25 @@ class Shard:
         if len(pending[0]):
             self.share_tokens()
             input_ids = self.table.fill_pending(input_ids, *upload_ahead(self.device, *pending))
-        tables = None
+        groups = slots.view(-1, len(input_ids))
+        tables: list[torch.Tensor | None] = [None] * len(groups)
         if width:
             (table_rows,) = upload_ahead(self.device, prefill.table_rows)
-            tables = self.table.state.block_tables[:, :width].index_select(0, table_rows)
+            tables = [
+                table[:, :width].index_select(0, table_rows)
+                for table in self.table.block_tables[: len(groups)]
+            ]
         context = Context(
             is_prefill=True,
-            slot_mapping=slots,
+            slot_mapping=groups[0],
             cu_seqlens_q=q_ends,
             cu_seqlens_k=k_ends,
             max_seqlen_q=int(np.diff(prefill.cu_seqlens_q).max()),
             max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
-            block_tables=tables,
+            block_tables=tables[0],
             adapters=self._adapter_rows(prefill.adapter_slots),
         )
-        return input_ids, positions, context
+        return input_ids, positions, _for_groups(context, groups[1:], tables[1:])
 
     def _adapter_rows(self, slots: Array | None) -> AdapterRows | None:
         """The adapters of rows with these slots; None if no row has one."""
@@ -321,7 +328,12 @@ class Shard:
             num_queries=size.num_queries,
             adapters=adapters,
         )
-        hidden, residuals = self._forward(decoding.input_ids, decoding.positions, context)
+        contexts = [context]
+        if len(self.groups.groups) > 1:
+            tables = self.table.block_tables[1:]
+            more = read_groups(self.table.state, tables, decoding, self.block_size)
+            contexts = _for_groups(context, *more)
+        hidden, residuals = self._forward(decoding.input_ids, decoding.positions, contexts)
         self.guesser.keep(self.table.state, size, residuals)
         return hidden, decoding, adapters
 
@@ -349,11 +361,11 @@ class Shard:
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        context: Context,
+        contexts: list[Context],
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The hidden states of these tokens, or only of those at `rows`; the tapped residuals."""
-        with attending(context, self.backend.attention):
+        with attending(contexts, self.backend.attention):
             states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
             return states
 
@@ -416,6 +428,14 @@ class Shard:
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed keeps it
                 torch.cuda.empty_cache()
+
+
+def _for_groups(
+    context: Context, slots: Iterable[torch.Tensor], tables: Iterable[torch.Tensor | None]
+) -> list[Context]:
+    """The first cache group's context, and those of the other groups."""
+    others = zip(slots, tables, strict=True)
+    return [context, *(replace(context, slot_mapping=s, block_tables=t) for s, t in others)]
 
 
 def _computed(size: Size, decoding: Decoding, logits: torch.Tensor) -> Computed:

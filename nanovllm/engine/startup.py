@@ -7,9 +7,9 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.engine.adapters.parts import adapter_parts
+from nanovllm.engine.cache.kv_pool import settle_length
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.guess.source import Source
-from nanovllm.engine.kv_pool import settle_length
 from nanovllm.engine.load import load_part
 from nanovllm.engine.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.placement import Placement, resolve_placement
@@ -71,11 +71,11 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         for _, model in shard.models:
             model.model.agree_on_few_rows()
         compile_steps(shard, config)
-        num_blocks = config.num_kvcache_blocks or fit_kv_blocks(shard, config)
+        num_blocks = (config.num_kvcache_blocks or 0) * len(shard.groups.groups)
+        num_blocks = num_blocks or fit_kv_blocks(shard, config)
         max_model_len = settle_length(
-            config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions,
-            shard.longest_window,
-        )  # fmt: skip
+            config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions
+        )
         settled = EngineConfig.settle(config, num_blocks, max_model_len)
         prepare(shard, settled, config)
     return settled

@@ -115,6 +115,8 @@ def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tens
     """
     if shard.guesser.longest:
         shard.catch_up(catch_up_inputs(prefill, shard, width))
+    num_groups = len(shard.groups.groups)
+    prefill = replace(prefill, slot_mapping=np.tile(prefill.slot_mapping, num_groups))
     if shard.adapters is not None:
         slots = np.zeros(len(prefill.input_ids), np.int32)
         shard.prefill_hidden(replace(prefill, adapter_slots=slots), width)

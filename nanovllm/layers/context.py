@@ -43,19 +43,25 @@ _current = threading.local()
 
 
 @contextmanager
-def attending(context: Context, backend: Any) -> Iterator[None]:
-    """A block whose layers attend by this metadata, which the attention backend plans for."""
-    backend.plan(context)
-    _current.context, _current.adapters = context, context.adapters
+def attending(contexts: Context | list[Context], backend: Any) -> Iterator[None]:
+    """A block whose layers attend by this metadata, which the attention backend plans for.
+
+    With several cache groups there is a context for each: they differ in slots and block tables.
+    """
+    if isinstance(contexts, Context):
+        contexts = [contexts]
+    for context in contexts:
+        backend.plan(context)
+    _current.contexts, _current.adapters = contexts, contexts[0].adapters
     try:
         yield
     finally:
-        del _current.context, _current.adapters
+        del _current.contexts, _current.adapters
 
 
-def get_context() -> Context:
-    """The current step's metadata."""
-    context: Context = _current.context
+def get_context(group: int = 0) -> Context:
+    """The current step's metadata, for the layers of a cache group."""
+    context: Context = _current.contexts[group]
     return context
 
 

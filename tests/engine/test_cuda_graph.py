@@ -218,8 +218,8 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
     """Check after every decode step which slots were written; return a counter of steps."""
     runner = llm.model_runner
     begin, block_size, steps = runner.begin, runner.shard.block_size, 0
-    cache = runner.shard.pool.cache
-    assert cache is not None
+    pool = runner.shard.pool
+    cache = pool.cache.view(*pool.cache.shape[:2], block_size, -1)
 
     @torch.inference_mode()
     def checking(batch: Batch) -> Any:
@@ -233,11 +233,10 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
             for seq in batch.seqs
         ]
         # A request that runs again may write the same values, so put others there.
-        cache.flatten(2, 3)[:, :, real] = 77.0
+        cache.flatten(1, 2)[:, real] = 77.0
         before = cache.clone()
         begun = begin(batch)
-        changed = (cache != before).any(-1).any(-1)  # [2, layers, blocks, block_size]
-        for written in changed.flatten(2).flatten(0, 1):
+        for written in (cache != before).any(-1).flatten(1):  # in each slot
             assert written.nonzero().flatten().tolist() == sorted(real)
         return begun
 
@@ -269,7 +268,7 @@ def poison(llm: LLM) -> None:
     state.temperatures[stale] = 2.0
     tables = torch.randint(0, num_blocks, state.block_tables.shape, dtype=torch.int32)
     for row in used:
-        size = ledger._num_blocks[row]
+        size = ledger._num_blocks[0, row]
         tables[row, :size] = state.block_tables[row, :size]
     state.block_tables.copy_(tables)
     stale[-1] = False  # the unused row is never given to a sequence

@@ -124,7 +124,7 @@ class DraftedSimulation(Simulation):
     def check_drafted_to(self, seq: Sequence, end: int) -> None:
         """The draft model has computed the first `end` tokens, as far as their blocks are held."""
         numbers = self.numbered(seq)
-        for place in range(seq.num_passed_blocks * self.block_size, min(end, self.most_drafted)):
+        for place in range(seq.num_passed_blocks[0] * self.block_size, min(end, self.most_drafted)):
             assert self.drafted.get(self.slot(seq, place)) == numbers[place], (seq, place)
 
     def guess(self, seq: Sequence, slots: list[Slot], most: int) -> list[int]:

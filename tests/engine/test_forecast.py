@@ -21,23 +21,30 @@ def make(num_tokens: int, more: int, known: bool = True, n: int = 1) -> Sequence
     return seq
 
 
+NO_LIMIT = (sys.maxsize,)  # of one group's blocks
+
+
 def running(
-    num_tokens: int, more: int, block_size: int, known: bool = True, most: int = sys.maxsize
+    num_tokens: int,
+    more: int,
+    block_size: int,
+    known: bool = True,
+    most: tuple[int, ...] = NO_LIMIT,
 ) -> Sequence:
     """A decoding sequence: all but its last token are computed."""
     seq = make(num_tokens, more, known)
     seq.num_cached_tokens = num_tokens - 1
-    seq.block_table = [0] * -(-(num_tokens - 1) // block_size)
-    seq.num_passed_blocks = max(0, len(seq.block_table) - most)
+    seq.block_tables = [[0] * -(-(num_tokens - 1) // block_size) for _ in most]
+    seq.num_passed_blocks = [max(0, len(seq.block_table) - limit) for limit in most]
     return seq
 
 
-def blocks(num_tokens: int, block_size: int, most: int) -> int:
-    return min(-(-num_tokens // block_size), most)
+def blocks(num_tokens: int, block_size: int, most: tuple[int, ...]) -> int:
+    return sum(min(-(-num_tokens // block_size), limit) for limit in most)
 
 
 def steps_until_full(
-    seqs: list[Sequence], joining: Sequence, num_blocks: int, block_size: int, most: int
+    seqs: list[Sequence], joining: Sequence, num_blocks: int, block_size: int, most: tuple[int, ...]
 ) -> float:
     """Simulate step by step: the number of steps until the pool is full."""
     state = [(seq.num_tokens, seq.max_num_tokens) for seq in seqs]
@@ -58,16 +65,21 @@ def steps_until_full(
     st.tuples(st.integers(2, 60), st.integers(1, 60)),
     st.integers(0, 60),
     st.sampled_from([1, 2, 4, 16]),
-    st.just(sys.maxsize) | st.integers(1, 20),
+    st.lists(st.just(sys.maxsize) | st.integers(1, 20), min_size=1, max_size=4).map(tuple),
 )
-@example([(20, 30), (3, 50)], (40, 60), 3, 2, 9)
-@example([(2, 1)], (3, 1), 0, 1, 2)  # at its window from the start
+@example([(20, 30), (3, 50)], (40, 60), 3, 2, (9,))
+@example([(2, 1)], (3, 1), 0, 1, (2,))  # at its window from the start
+@example([(20, 30), (3, 50)], (40, 60), 3, 2, (sys.maxsize, 9, 9))
 def test_a_forecast_of_known_lengths_is_exact(
-    others: list[tuple[int, int]], new: tuple[int, int], spare: int, block_size: int, most: int
+    others: list[tuple[int, int]],
+    new: tuple[int, int],
+    spare: int,
+    block_size: int,
+    most: tuple[int, ...],
 ) -> None:
     """It admits a request if and only if the pool lasts long enough in the simulation.
 
-    With windows a sequence grows to `most` blocks, which it may have already.
+    With windows a sequence grows to `most` blocks in a group, which it may have already.
     """
     seqs = [running(*lengths, block_size, most=most) for lengths in others]
     joining = make(*new)

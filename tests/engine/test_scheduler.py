@@ -32,7 +32,7 @@ def make_scheduler(
     num_blocks: int = 100, block_size: int = 4, window: int | None = None, **options: Any
 ) -> Scheduler:
     config = Config("m", kvcache_block_size=block_size, overlap=False, **options)
-    return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), window)
+    return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), (window,))
 
 
 def fresh(num_tokens: int) -> list[int]:

@@ -25,9 +25,9 @@ from hypothesis.stateful import (
 )
 
 from nanovllm.config import Config
-from nanovllm.engine import block_manager
 from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.cache import prefixes
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -86,7 +86,7 @@ class Simulation:
     def __init__(
         self,
         overlap: bool = False,
-        window: int | None = None,
+        windows: tuple[int | None, ...] = (None,),
         draft_seed: int | None = None,
         in_table: bool = False,
         forces: bool = False,
@@ -94,7 +94,7 @@ class Simulation:
     ) -> None:
         self.overlap = overlap
         self.rng = random.Random(draft_seed or 0)  # the same in each run
-        self.window = window or sys.maxsize
+        self.windows = [window or sys.maxsize for window in windows]
         self.in_flight: tuple[Batch, list[int], dict[Sequence, list[int]]] | None = None
         self.block_size = size = options["kvcache_block_size"]
         num_blocks: int = options["num_kvcache_blocks"]
@@ -112,16 +112,19 @@ class Simulation:
                 None if draft_seed is None else proposer, 0 if draft_seed is None else 3, Eager,
                 grammar=GrammarProposer(), most_forced=MOST_DRAFTS,
             )  # fmt: skip
-        self.scheduler = Scheduler(self.config, window, speculator)
+        self.scheduler = Scheduler(self.config, windows, speculator)
         self.arriving: dict[int, list[tuple[Sequence, range]]] = {}  # states, by id of a batch
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
-        self.most_held, self.longest = sys.maxsize, self.num_slots
-        if window is not None:
-            kept = max(window, size + 2)
-            self.most_held = max(len({(p + i) // size for i in range(kept)}) for p in range(size))
-            if self.most_held <= options["num_kvcache_blocks"]:
-                self.longest = 4 * self.num_slots
+        self.most_held = [
+            max(len({(p + i) // size for i in range(max(w, size + 2))}) for p in range(size))
+            if w < sys.maxsize
+            else sys.maxsize
+            for w in self.windows
+        ]
+        lengths = range(1, 4 * num_blocks + 1)
+        needed = (sum(min(n, most) for most in self.most_held) for n in lengths)
+        self.longest = size * sum(blocks <= num_blocks for blocks in needed)
         self.live: list[Sequence] = []  # in order of arrival
         self.tokens: dict[Sequence, list[int]] = {}  # prompt and what was sampled
         self.computed: dict[Sequence, list[int]] = {}  # and what the device has sampled already
@@ -247,7 +250,7 @@ class Simulation:
         """Empty the prefix cache, between any two steps."""
         self.scheduler.clear_cache()
         self.since_clear.clear()
-        assert all(value is None for value in self.scheduler.block_manager.hashes)
+        assert not any(self.scheduler.block_manager.published)
 
     def siblings(self) -> set[Sequence]:
         """Those that wait for another sequence to compute their prompt."""
@@ -327,10 +330,11 @@ class Simulation:
             assert sibling.token_ids == seq.token_ids
             assert sibling.num_scheduled_tokens == seq.num_tokens
             num_full = seq.num_tokens // self.block_size
-            own, shared = sibling.block_table[num_full:], sibling.block_table[:num_full]
-            assert shared == seq.block_table[:num_full]
-            assert len(own) == (seq.num_tokens % self.block_size > 0)
-            assert all(self.scheduler.block_manager.ref_counts[block] == 1 for block in own)
+            for table, other in zip(seq.block_tables, sibling.block_tables, strict=True):
+                own, shared = other[num_full:], other[:num_full]
+                assert shared == table[:num_full]
+                assert len(own) == (seq.num_tokens % self.block_size > 0)
+                assert all(self.scheduler.block_manager.ref_counts[block] == 1 for block in own)
 
     def check_reads(self, seq: Sequence) -> None:
         """Each cached position holds its token, computed after just the tokens before it.
@@ -341,10 +345,12 @@ class Simulation:
         if seq.num_possible_tokens:  # only the device knows
             end = len(self.computed[seq]) - 1
             assert 0 <= end - seq.num_cached_tokens <= seq.num_possible_tokens
-        first, prefixes = max(0, end + 1 - self.window), self.numbered(seq)
-        assert first >= seq.num_passed_blocks * self.block_size, "what it reads is given back"
-        for position in range(first, end):
-            assert self.memory.get(self.slot(seq, position)) == prefixes[position], (seq, position)
+        numbers = self.numbered(seq)
+        for group, window in enumerate(self.windows):
+            first = max(0, end + 1 - window)
+            assert first >= seq.num_passed_blocks[group] * self.block_size, "given back too early"
+            for position in range(first, end):
+                assert self.memory.get(self.slot(seq, position, group)) == numbers[position]
 
     def check_writes(self, batch: Batch) -> None:
         """No slot is written twice, none that others read, none that could be found as a hit."""
@@ -357,7 +363,7 @@ class Simulation:
         for block in {block for block, _ in slots}:
             shared = sum(block in sibling.held_blocks for _, sibling in batch.forks)
             assert manager.ref_counts[block] == 1 + shared  # they read it in later steps
-            assert manager.hashes[block] is None
+            assert manager.published[block] is None
 
     def check_state(self) -> None:
         """Between steps: counts agree, order is kept, and published blocks hold their tokens."""
@@ -375,20 +381,23 @@ class Simulation:
             if self.in_flight is None or not (
                 seq in self.in_flight[0].drafts or self.in_flight[0].num_drafts
             ):
-                assert seq.num_uncached_tokens > 1 or len(seq.held_blocks) <= self.most_held
+                for table, start, most in zip(
+                    seq.block_tables, seq.num_passed_blocks, self.most_held, strict=False
+                ):
+                    assert seq.num_uncached_tokens > 1 or len(table) - start <= most
         manager = scheduler.block_manager
         assert sum(count > 0 for count in manager.ref_counts) + manager.num_free_blocks == (
             manager.num_blocks
         )
-        for block, value in enumerate(manager.hashes):
-            if value is not None:
+        for block, published in enumerate(manager.published):
+            if published is not None:
                 prefix = self.memory[block, 0]
                 slots = {(block, offset) for offset in range(self.block_size)}
                 assert slots <= self.since_clear, "computed before the cache was emptied"
-                for offset, token_id in enumerate(manager.token_ids[block][1:], start=1):
+                for offset, token_id in enumerate(published.token_ids[1:], start=1):
                     prefix = self.prefixes[prefix, token_id]
                     assert self.memory[block, offset] == prefix
-                assert len(manager.token_ids[block]) == self.block_size
+                assert len(published.token_ids) == self.block_size
         self.check_order()
 
     def check_order(self) -> None:
@@ -398,7 +407,7 @@ class Simulation:
         """
         manager = self.scheduler.block_manager
         free = list(manager.free_queue)
-        cached = [block for block in free if manager.hashes[block] is not None]
+        cached = [block for block in free if manager.published[block] is not None]
         new = [block for block in range(manager.num_blocks) if block not in self.touched]
         used = {*free} - {*cached} - {*new}
         assert {*free[: len(used)]} == used and free[len(used) :] == new + cached
@@ -407,16 +416,21 @@ class Simulation:
         """The device computes: all of a step's writes happen together, after the reads."""
         for seq in batch.seqs:
             numbers = self.numbered(seq, batch.drafts.get(seq, []))[seq.num_cached_tokens :]
-            for slot, prefix in zip(self.written(batch, seq), numbers, strict=False):
+            self.keep(self.written(batch, seq), numbers)
+        for seq, sibling in batch.forks:  # a last block that is not full is copied
+            for offset in range(seq.num_tokens % self.block_size):
+                for table, other in zip(seq.block_tables, sibling.block_tables, strict=True):
+                    self.memory[other[-1], offset] = self.memory[table[-1], offset]
+                    if (table[-1], offset) in self.since_clear:
+                        self.since_clear.add((other[-1], offset))
+
+    def keep(self, slots: list[Slot], numbers: list[int]) -> None:
+        """Write the prefixes `numbers` to slots, which are those of one group after the other."""
+        size = len(slots) // len(self.windows)
+        for start in range(0, len(slots), size or 1):
+            for slot, prefix in zip(slots[start : start + size], numbers, strict=False):
                 self.memory[slot] = prefix
                 self.since_clear.add(slot)
-        for seq, sibling in batch.forks:  # a last block that is not full is copied
-            if seq.num_tokens % self.block_size:
-                for offset in range(seq.num_tokens % self.block_size):
-                    held = self.memory[seq.block_table[-1], offset]
-                    self.memory[sibling.block_table[-1], offset] = held
-                    if (seq.block_table[-1], offset) in self.since_clear:
-                        self.since_clear.add((sibling.block_table[-1], offset))
 
     def postprocess_late(
         self, batch: Batch, sampled: list[int], drawn: dict[Sequence, list[int]]
@@ -447,11 +461,16 @@ class Simulation:
         return more
 
     def slots_of_drafts(self, batch: Batch, seq: Sequence) -> list[Slot]:
-        """Where the device writes a row's last token and its drafts, at most."""
+        """Where the device writes a row's last token and its drafts, at most: in each group."""
         start = len(self.computed[seq]) - 1
-        limit = min(len(seq.block_table) * self.block_size, seq.max_num_tokens - 1)
-        end = min(start + 1 + batch.num_drafts, limit)
-        return [self.slot(seq, place) for place in range(start, end)]
+        tables = seq.block_tables
+        assert (
+            len({len(table) for table in tables}) == 1
+            and seq.room == len(tables[0]) * self.block_size
+        )
+        end = min(start + 1 + batch.num_drafts, seq.room, seq.max_num_tokens - 1)
+        groups = range(len(self.windows))
+        return [self.slot(seq, place, group) for group in groups for place in range(start, end)]
 
     def verify(
         self, batch: Batch, sampled: list[int]
@@ -463,11 +482,10 @@ class Simulation:
         outcome, drawn, width = [], {}, 1 + batch.num_drafts
         for index, seq in enumerate(batch.seqs):
             slots, tokens = self.slots_of_drafts(batch, seq), sampled[index * width :][:width]
-            drafts = self.guess(seq, slots, batch.num_drafts)[: max(0, len(slots) - 1)]
+            num_places = len(slots) // len(self.windows)
+            drafts = self.guess(seq, slots[:num_places], batch.num_drafts)[: max(0, num_places - 1)]
             numbers = self.numbered(seq, drafts)[len(self.computed[seq]) - 1 :]
-            for slot, prefix in zip(slots, numbers, strict=False):
-                self.memory[slot] = prefix
-                self.since_clear.add(slot)
+            self.keep(slots, numbers)
             count = 1 if slots else 0
             while 0 < count <= len(drafts) and tokens[count - 1] == drafts[count - 1]:
                 count += 1
@@ -485,7 +503,8 @@ class Simulation:
         for seq in batch.drafts:
             if seq in self.live:
                 assert seq.num_cached_tokens == seq.num_tokens - 1
-                assert len(seq.block_table) == -(-seq.num_cached_tokens // self.block_size)
+                num_blocks = -(-seq.num_cached_tokens // self.block_size)
+                assert all(len(table) == num_blocks for table in seq.block_tables)
 
     def drawn(self, batch: Batch, sampled: list[int]) -> dict[Sequence, list[int]]:
         """The tokens that each sequence gets: up to the first wrong draft, or to its end."""
@@ -546,13 +565,15 @@ class Simulation:
             numbers.append(number)
         return numbers
 
-    def slot(self, seq: Sequence, position: int) -> Slot:
-        return seq.block_table[position // self.block_size], position % self.block_size
+    def slot(self, seq: Sequence, position: int, group: int = 0) -> Slot:
+        table = seq.block_tables[group]
+        return table[position // self.block_size], position % self.block_size
 
     def written(self, batch: Batch, seq: Sequence) -> list[Slot]:
         start = seq.num_cached_tokens
         number = seq.num_scheduled_tokens + len(batch.drafts.get(seq, ()))
-        return [self.slot(seq, start + index) for index in range(number)]
+        groups = range(len(self.windows))
+        return [self.slot(seq, start + i, group) for group in groups for i in range(number)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -560,12 +581,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from(BLOCK_SIZES),
-        num_blocks=st.integers(2, 10),
+        num_blocks=st.integers(4, 12),
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(1, 40),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
-        window=st.one_of(st.none(), st.integers(1, 20)),
+        windows=st.one_of(
+            st.tuples(st.one_of(st.none(), st.integers(1, 20))),
+            st.tuples(st.none(), st.integers(1, 12)),
+            st.tuples(st.none(), st.none(), st.integers(1, 8)),
+            st.tuples(st.integers(6, 20), st.integers(1, 6)),
+        ),
         scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
         draft_seed=st.one_of(st.none(), st.integers(0, 99)),
         in_table=st.booleans(),
@@ -652,14 +678,19 @@ def walk(
     """A random walk that ends in a drain."""
     rng = random.Random(seed)
     block_size = rng.choice(BLOCK_SIZES)
+    num_blocks = rng.randint(2, 8) if block_size > 1 else rng.randint(4, 24)
+    one: tuple[int | None, ...] = (rng.choice([None, rng.randint(1, 12), rng.randint(1, 60)]),)
+    few, many = rng.randint(1, 9), rng.randint(1, 60)
+    mixes: list[tuple[int | None, ...]] = [(None, few), (None, many, few, few), (many + few, few)]
+    windows = rng.choice([one, one, *mixes])
     simulation = make(
         kvcache_block_size=block_size,
-        num_kvcache_blocks=rng.randint(2, 8) if block_size > 1 else rng.randint(4, 24),
+        num_kvcache_blocks=num_blocks * len(windows),
         max_num_seqs=rng.randint(2, 8),
         max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
         enable_prefix_caching=rng.random() < 0.9,
         overlap=rng.random() < 0.5,
-        window=rng.choice([None, rng.randint(1, 12), rng.randint(1, 60)]),
+        windows=windows,
         scheduling=rng.choice(["prefill-first", "mixed"]),
         draft_seed=rng.choice([None, seed]),
         in_table=seed % 2 == 0,
@@ -672,7 +703,7 @@ def walk(
     for _ in range(num_actions):
         action = rng.random()
         if not simulation.live or (action < arrivals and len(simulation.live) < 12):
-            max_model_len = rng.randint(2, num_slots)
+            max_model_len = rng.randint(2, max(2, num_slots))
             tokens = rng.choice(prompts)[: rng.randint(0, num_slots // 2)]
             tokens = tokens + rng.choices([0, 1], k=rng.randint(1, block_size))
             simulation.add(
@@ -710,9 +741,9 @@ SETTINGS = settings(
 
 def weaken_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use hashes of two bits: nearly every block collides with several others."""
-    strong = block_manager.hash_block
+    strong = prefixes.hash_block
     monkeypatch.setattr(
-        block_manager, "hash_block", lambda parent, token_ids: strong(parent, token_ids) % 4
+        prefixes, "hash_block", lambda parent, token_ids: strong(parent, token_ids) % 4
     )
 
 

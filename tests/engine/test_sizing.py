@@ -78,7 +78,7 @@ def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.M
     blocks: list[int] = []
 
     def note(shard: Shard, *_: Any) -> None:
-        blocks.append(shard.pool.cache.shape[2])
+        blocks.append(shard.pool.cache.shape[1])
 
     for name in ("reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)

@@ -60,7 +60,7 @@ def attend(
     num_blocks = 4 if cached else 0
     if cached or quantized:
         both = scales[:, :num_blocks] if quantized else ()
-        layer.set_cache(*caches[:, :num_blocks], *both)
+        layer.set_cache(0, *caches[:, :num_blocks], *both)
     slots = torch.tensor([3, 9, 0, -1, 5, 15, 1], device=qkv.device)
     ends = torch.tensor([0, TOKENS], dtype=torch.int32, device=qkv.device)
     context = Context(True, slots, cu_seqlens_q=ends, cu_seqlens_k=ends)
@@ -104,7 +104,7 @@ def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
     layer.weight_loader(layer.v_scale, torch.tensor([2.0**-7]), None)
     caches = torch.zeros(2, 4, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device).to(CODES)
     scales = torch.zeros(2, 4, KV_HEADS, BLOCK_SIZE, device=device, dtype=SCALES)
-    layer.set_cache(*caches, *scales)
+    layer.set_cache(0, *caches, *scales)
     layer.bind(Backend(TorchBackend(BLOCK_SIZE), kernels))
     one, zero = (f(TOKENS, 1, HEAD_DIM // 2, device=device) for f in (torch.ones, torch.zeros))
     slots = torch.arange(TOKENS, device=device)

@@ -295,7 +295,7 @@ def test_a_key_depends_on_seed_and_position_alone() -> None:
     assert first.seq_id != second.seq_id and noise_key(first) == noise_key(second)
     grown = make_sequence(4, seed=3)
     grown.token_ids.append(77)
-    grown.block_table, grown.num_cached_tokens = [4, 2], 3
+    grown.block_tables, grown.num_cached_tokens = [[4, 2]], 3
     assert noise_key(grown) == noise_key(first), "prompt tokens and generated ones count alike"
 
 

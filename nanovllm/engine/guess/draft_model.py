@@ -7,8 +7,8 @@ before (`catch_up`).
 
 import torch
 
+from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.guess.model_guesser import ModelGuesser, Places
-from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs
 from nanovllm.layers.context import Context, attending
@@ -46,7 +46,7 @@ class DraftModelGuesser(ModelGuesser):
     def __init__(
         self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int
     ) -> None:
-        super().__init__(model.attentions, config.head_dim, placement)
+        super().__init__(model.attentions, placement)
         self.model = config, model
         self.longest_window = config.longest_window
         self.longest = placement.max_positions

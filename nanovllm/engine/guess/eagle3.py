@@ -57,7 +57,7 @@ class Eagle3Guesser(ModelGuesser):
         placement: Placement,
         num_bytes: float = 0.0,
     ) -> None:
-        super().__init__(head.attentions, head.midlayer.self_attn.head_dim, placement)
+        super().__init__(head.attentions, placement)
         self.head, self.embedding = head, head.embed_tokens or embedding
         self.num_bytes = num_bytes
         self.most, self.dtype = 1 + placement.most_drafts, placement.dtype

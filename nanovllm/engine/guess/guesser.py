@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm.engine.kv_pool import KVPool
+from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.step.inputs import PrefillInputs
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.read_table import TableState

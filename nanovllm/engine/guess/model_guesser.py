@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.engine.cache.groups import single_group
+from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.guess.guesser import Guesser
-from nanovllm.engine.kv_pool import KVPool
 from nanovllm.engine.placement import Placement
 from nanovllm.engine.step_size import Size
 from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
@@ -38,10 +39,10 @@ class ModelGuesser(Guesser):
     kept: Kept | None = None  # what a head reads
     make_pool = KVPool
 
-    def __init__(self, layers: list[Attention], head_dim: int, placement: Placement) -> None:
+    def __init__(self, layers: list[Attention], placement: Placement) -> None:
         self.backend, self.ranks = placement.backend, placement.ranks
         self.pool = self.make_pool(
-            layers, placement.block_size, head_dim, placement.kv_dtype, placement.device
+            single_group(layers), placement.block_size, placement.kv_dtype, placement.device
         )
         self.pools = [self.pool]
         self.sampler = Sampler(placement.backend.kernels)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.grammar import GrammarProposer
@@ -173,7 +173,7 @@ class Speculator:
                     break
             end = seq.num_known_tokens - 1
             self._learn(batch, seq, num_drafts, max(0, end - before))
-            if not seq.block_table:
+            if not seq.block_tables:
                 continue  # it was preempted
             blocks.publish(seq, end)
             if seq.finish_reason is not None:
@@ -199,7 +199,7 @@ class Speculator:
         Right drafts count as cached tokens.
         """
         for seq, drafts in batch.drafts.items():
-            if not seq.block_table:  # aborted
+            if not seq.block_tables:  # aborted
                 continue
             seq.drop_pending()
             end = seq.num_tokens - 1

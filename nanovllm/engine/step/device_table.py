@@ -24,8 +24,9 @@ class TableLayout:
     """Where each column starts in one memory of 32-bit words, so that one list names all changes.
 
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
-    has room for `max_blocks` of `block_size` tokens, for `most_drafts`, and for a history of
-    `longest` tokens. Only with `adapters` is there a column for their slots.
+    has room for `max_blocks` of `block_size` tokens in each cache group, for `most_drafts`, and for
+    a history of `longest` tokens. Only with `adapters` is there a column for their slots. `parts`
+    has for each group what its block numbers are multiplied by.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class TableLayout:
         most_drafts: int = 0,
         longest: int = 0,
         adapters: bool = False,
+        parts: tuple[int, ...] = (1,),
     ) -> None:
         self.has_adapters = adapters
+        self.parts = parts
         self.block_size = block_size
         self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
         self.max_blocks, self.most_drafts, self.longest = max_blocks, most_drafts, longest
@@ -52,7 +55,7 @@ class TableLayout:
         self.seeds = self._add(2)
         self.temperatures = self._add(1)
         self.batch = self._add(1)
-        self.block_tables = self._add(max_blocks)
+        self.block_tables = self._add(len(parts) * max_blocks)  # those of one group after another
         self.drafts = self._add(most_drafts)
         self.limits = self._add(has_drafts)
         self.history = self._add(longest)
@@ -60,6 +63,10 @@ class TableLayout:
         self.chance = self.size
         self.size += 1
         assert self.size < 1 << 31, "offsets have 32 bits"
+
+    def block_table(self, group: int, row: int) -> int:
+        """Where a row's block table in a group starts."""
+        return self.block_tables + (group * self.num_rows + row) * self.max_blocks
 
     def _add(self, width: int) -> int:
         """A further column of `width` words for each row; returns where it starts."""
@@ -111,13 +118,17 @@ class DeviceTable:
             return column(start, width).view(layout.num_rows, width)
 
         most, has_drafts = layout.most_drafts, layout.most_drafts > 0
+        groups = len(layout.parts)
+        self.block_tables = column(layout.block_tables, groups * layout.max_blocks).view(
+            groups, layout.num_rows, layout.max_blocks
+        )
         self.state = TableState(
             tokens=column(layout.tokens, 2).view(torch.long),
             seeds=column(layout.seeds, 2).view(torch.long),
             lengths=column(layout.lengths),
             temperatures=column(layout.temperatures).view(torch.float32),
             batch=column(layout.batch),
-            block_tables=columns(layout.block_tables, layout.max_blocks),
+            block_tables=self.block_tables[0],
             drafts=DraftState(
                 tokens=columns(layout.drafts, most),
                 limits=column(layout.limits, has_drafts),

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from nanovllm.engine.block_manager import block_hashes
+from nanovllm.engine.cache.prefixes import block_hashes
 from nanovllm.engine.sequence import Sequence
 
 
@@ -42,7 +42,7 @@ class DraftedBlocks:
         last = self._last_tables.get(seq, [])
         self._last_tables[seq] = table
         hashes = block_hashes(seq, end // size, size)[: end // size]
-        num_full = num_own = seq.num_passed_blocks
+        num_full = num_own = seq.num_passed_blocks[0]
         for index in range(num_own, len(table)):
             note = self._notes.get(table[index])
             if index < len(hashes) and note == hashes[index]:
@@ -51,7 +51,7 @@ class DraftedBlocks:
                 break
             num_own = index + 1
         self.take(seq, num_own)
-        for index in range(seq.num_passed_blocks, len(hashes)):
+        for index in range(seq.num_passed_blocks[0], len(hashes)):
             self._notes[table[index]] = hashes[index]
         return max(num_full * size, min(num_seen, num_own * size))
 

@@ -19,6 +19,8 @@ from nanovllm.engine.step.transfer import Array
 class PrefillInputs:
     """T tokens of B sequences; `Context` describes the first fields.
 
+    `slot_mapping` has T slots for each cache group, one group after another.
+
     `table_rows` are the sequences' rows in the device table, and `sample_table_rows` those that the
     samples go to. `sampled_tokens` are the tokens to sample from, None for all; where forks share
     them, `shared_samples` says which of them each sample takes. `reported_tokens` are the tokens
@@ -128,7 +130,8 @@ def step_inputs(
     )
     starts = [seq.num_cached_tokens for seq in seqs]
     ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
-    tokens = token_arrays(seqs, starts, ends, block_size, batch.drafts)
+    parts = ledger.layout.parts
+    tokens = token_arrays(seqs, starts, ends, block_size, parts, batch.drafts)
     sampled, shared = _samples(batch, q_ends=tokens[3])
     prefill = PrefillInputs(
         *tokens,
@@ -153,11 +156,16 @@ def token_arrays(
     starts: list[int],
     ends: list[int],
     block_size: int,
+    parts: tuple[int, ...] = (1,),
     drafts: Mapping[Sequence, list[int]] = {},
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Ids, positions and slots of tokens and then drafts; where queries and keys end."""
+    """Ids, positions and slots of tokens and then drafts; where queries and keys end.
+
+    Slots are those of the first cache groups, whose block numbers are multiplied by `parts`.
+    """
     token_ids: list[int] = []
-    positions, slots = [], []
+    positions: list[Array] = []
+    slots: list[list[Array]] = [[] for _ in parts]
     q_ends, k_ends = [0], [0]
     for seq, start, end in zip(seqs, starts, ends, strict=True):
         token_ids += seq.token_ids[start:end]
@@ -166,14 +174,15 @@ def token_arrays(
             end += len(guessed)
         where = np.arange(start, end)
         positions.append(where)
-        table = np.asarray(seq.block_table)
-        slots.append(table[where // block_size] * block_size + where % block_size)
+        for of_group, table, part in zip(slots, seq.block_tables, parts, strict=False):
+            blocks = np.asarray(table)[where // block_size] * part
+            of_group.append(blocks * block_size + where % block_size)
         q_ends.append(len(token_ids))
         k_ends.append(k_ends[-1] + end)
     return (
         np.array(token_ids, np.int64),
         np.concatenate(positions, dtype=np.int64),
-        np.concatenate(slots, dtype=np.int64),
+        np.concatenate([part for of_group in slots for part in of_group], dtype=np.int64),
         np.array(q_ends, np.int32),
         np.array(k_ends, np.int32),
     )
@@ -222,8 +231,9 @@ def _adapter_slots(seqs: list[Sequence], q_ends: Array) -> Array:
 def _copied_blocks(batch: Batch, block_size: int) -> Array | None:
     """The last blocks that forks copy, because they are not full."""
     tails = [
-        (seq.block_table[-1], sibling.block_table[-1])
+        (table[-1], other[-1])
         for seq, sibling in batch.forks
         if seq.num_tokens % block_size
+        for table, other in zip(seq.block_tables, sibling.block_tables, strict=True)
     ]
     return np.array(tails, np.int32).ravel() if tails else None

@@ -23,7 +23,7 @@ UNKNOWN = -2  # in arrays: differs from every length and every row
 class Ledger:
     """Rows by sequence, and the values that the devices have.
 
-    It relies on how sequences keep their block tables: a list that grows, and a new list when they
+    It relies on how sequences keep each block table: a list that grows, and a new list when they
     start over. A token in flight stays in its row until a later step or the host has read it. So
     only running sequences need rows, and those that end in flight do not.
 
@@ -48,8 +48,9 @@ class Ledger:
         self._rows: dict[int, int] = {}  # by seq_id
         self._owners: dict[int, weakref.ref[Sequence]] = {}  # by row
         self._free = list(range(num_rows - 1))[::-1]
-        self._tables: list[list[int]] = [[]] * num_rows
-        self._num_blocks = np.zeros(num_rows, np.int64)
+        groups = range(len(self.layout.parts))
+        self._tables: list[list[list[int]]] = [[[]] * num_rows for _ in groups]
+        self._num_blocks = np.zeros((len(groups), num_rows), np.int64)
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._is_ahead = np.zeros(num_rows, bool)
@@ -59,7 +60,7 @@ class Ledger:
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
         self._slots = np.full(num_rows, NO_ADAPTER)  # of adapters
-        self._last_tables: list[list[int]] = []
+        self._last_tables: list[list[list[int]]] = [[] for _ in groups]
         self._last_rows: Array = np.zeros(0, np.int64)
 
     def decode(
@@ -133,30 +134,40 @@ class Ledger:
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
-        tables = [seq.block_table for seq in seqs]
-        sizes = np.fromiter(map(len, tables), np.int64, len(tables))
-        last = self._last_tables
-        if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
-            self._last_rows = self._rows_of(seqs)
-            for row, seq in zip(self._last_rows.tolist(), seqs, strict=True):
-                if self._tables[row] is not seq.block_table:
-                    self._change_table(seq, row)
-            self._last_tables = tables
-        rows = self._last_rows
-        known = self._num_blocks[rows]
-        for index in np.flatnonzero(known != sizes).tolist():
-            start = int(known[index])
-            first = self.layout.block_tables + int(rows[index]) * self.layout.max_blocks
-            self._change(first + start, tables[index][start:])
-            if self._drafted and self._is_ahead[rows[index]]:
-                self._drafted.take(seqs[index], start)
-            if self.layout.most_drafts:
-                limit = min(
-                    len(tables[index]) * self.layout.block_size, seqs[index].max_num_tokens - 1
-                )
-                self._change(self.layout.limits + int(rows[index]), [limit])
-        self._num_blocks[rows] = sizes
-        return rows, int(sizes.max())
+        width = 0
+        changed: set[int] = set()  # of these sequences, those with new blocks
+        for group in range(len(self.layout.parts)):
+            tables = [seq.block_tables[group] for seq in seqs]
+            last = self._last_tables[group]
+            if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
+                self._last_rows = self._rows_of(seqs)
+                for row, seq in zip(self._last_rows.tolist(), seqs, strict=True):
+                    if self._tables[group][row] is not seq.block_tables[group]:
+                        self._change_table(seq, row, group)
+                self._last_tables[group] = tables
+            rows, known = self._last_rows, self._num_blocks[group]
+            sizes = np.fromiter(map(len, tables), np.int64, len(tables))
+            new = np.flatnonzero(known[rows] != sizes).tolist()
+            for index in new:
+                self._append(seqs[index], int(rows[index]), group)
+            known[rows] = sizes
+            changed.update(new)
+            width = max(width, int(sizes.max()))
+        if self.layout.most_drafts:
+            for index in sorted(changed):
+                limit = min(seqs[index].room, seqs[index].max_num_tokens - 1)
+                self._change(self.layout.limits + int(self._last_rows[index]), [limit])
+        return self._last_rows, width
+
+    def _append(self, seq: Sequence, row: int, group: int) -> None:
+        """Send the blocks of a table that are new."""
+        start, parts = int(self._num_blocks[group][row]), self.layout.parts[group]
+        blocks = seq.block_tables[group][start:]
+        if parts > 1:
+            blocks = [block * parts for block in blocks]
+        self._change(self.layout.block_table(group, row) + start, blocks)
+        if self._drafted and not group and self._is_ahead[row]:
+            self._drafted.take(seq, start)
 
     def _change_batch(self, rows: Array) -> None:
         batch = np.full(self.layout.num_rows, self.layout.unused_row)
@@ -165,10 +176,10 @@ class Ledger:
         self._change_each(self.layout.batch + stale, batch[stale])
         self._batch, self._batch_rows = batch, rows
 
-    def _change_table(self, seq: Sequence, row: int) -> None:
+    def _change_table(self, seq: Sequence, row: int, group: int) -> None:
         """Send a new table: of a sequence that starts over, or has given back some blocks."""
-        self._tables[row] = seq.block_table
-        self._num_blocks[row] = 0
+        self._tables[group][row] = seq.block_tables[group]
+        self._num_blocks[group][row] = 0
         if self.layout.has_adapters:
             self._slots[row] = slot = adapter_slot(seq)
             self._change(self.layout.adapters + row, [slot])

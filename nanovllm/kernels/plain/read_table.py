@@ -102,3 +102,18 @@ def read_table(
         table.temperatures[rows],
         noise_keys(table.seeds[rows], lengths + 1),
     )
+
+
+def read_groups(
+    table: TableState, block_tables: torch.Tensor, decoding: Decoding, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [groups, B] and block tables [groups, sequences, width] of further cache groups.
+
+    `decoding` is what `read_table` returned; `block_tables` [groups, rows, any] are the table's.
+    """
+    num_seqs, width = decoding.block_tables.shape
+    tables = block_tables[:, :, :width].index_select(1, table.batch[:num_seqs])
+    blocks = (decoding.positions // block_size).view(1, num_seqs, -1)
+    blocks = tables.gather(2, blocks.expand(len(tables), -1, -1)).flatten(1).long()
+    slots = blocks * block_size + decoding.positions % block_size
+    return slots.where(decoding.context_lens > 0, -1), tables

@@ -38,7 +38,8 @@ class Attention(Layer):
         for name in ("k_scale", "v_scale") if has_scales else ():
             scale = torch.ones((), dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
-        self.num_kv_heads = num_kv_heads
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.group = 0
         self.kv = KVLayer(torch.empty(0), torch.empty(0), head_dim**-0.5, window)
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
@@ -62,12 +63,17 @@ class Attention(Layer):
 
     def set_cache(
         self,
+        group: int,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         k_scales: torch.Tensor | None = None,
         v_scales: torch.Tensor | None = None,
     ) -> None:
-        """Use these caches [blocks, block_size, KVH, D], with scales if they are quantized."""
+        """Use these caches [blocks, block_size, KVH, D], with scales if they are quantized.
+
+        The block tables of the cache group `group` say which blocks are a sequence's.
+        """
+        self.group = group
         self.kv = replace(
             self.kv, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales
         )
@@ -76,7 +82,7 @@ class Attention(Layer):
         self, qkv: torch.Tensor, rope: Rope | None, norms: Norms | None = None
     ) -> torch.Tensor:
         """qkv [T, H + 2 * KVH, D] -> [T, H, D]. Without `rope`, positions are not encoded."""
-        context = get_context()
+        context = get_context(self.group)
         if rope is None:
             q, k, v = self._norm_and_store(qkv, norms, context.slot_mapping)
         else:

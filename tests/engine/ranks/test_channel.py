@@ -199,7 +199,7 @@ def test_long_prompts_arrive_whole(
     seqs = []
     for index in range(num_prompts):
         seq = Sequence(rng.integers(0, 151_936, length).tolist(), SamplingParams())
-        seq.block_table = list(range(index, index + length // 16))
+        seq.block_tables = [list(range(index, index + length // 16))]
         seq.num_scheduled_tokens = length
         seqs.append(seq)
     ledger = Ledger(TableLayout(num_prompts, length // 16, 16))

@@ -34,7 +34,7 @@ def assert_equal(one: StepInputs, other: StepInputs) -> None:
 
 def make_seq(num_tokens: int, block_table: list[int], num_scheduled: int = 1) -> Sequence:
     seq = Sequence(list(range(num_tokens)), SamplingParams())
-    seq.block_table = block_table
+    seq.block_tables = [block_table]
     seq.num_scheduled_tokens = num_scheduled
     seq.num_cached_tokens = num_tokens - num_scheduled
     return seq

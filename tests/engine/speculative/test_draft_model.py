@@ -347,14 +347,14 @@ def test_drafts_keep_the_output_of_models_with(
             assert sum(speculator.accepted_at) >= least * speculator.num_drafted > 0 or not least
             audit_at_rest(llm)
             has_window = name == "a window" and draft == case.path
-            assert (llm.scheduler.window is not None) == has_window
+            assert (llm.scheduler.windows[0] is not None) == has_window
 
 
 @pytest.mark.parametrize("name", ["a window", "experts"])
 def test_other_models_draft_too(name: str, standard: Case, tmp_path: Path) -> None:
     with make(standard.path, make_model(tmp_path, seed=1, **MODELS[name])) as llm:
         assert_same(generate(llm, standard), standard.expected)
-        assert llm.scheduler.window is None
+        assert llm.scheduler.windows == (None,)
 
 
 def test_drafts_with_an_fp8_cache(standard: Case) -> None:
@@ -481,7 +481,7 @@ def test_the_pools_share_the_memory(model_dir: Path, small_dir: Path) -> None:
     with make(model_dir, small_dir, cpu_kvcache_gib=0.03) as llm:
         assert llm.config.num_kvcache_blocks == num_blocks * 2 // 3
         model, draft = llm.model_runner.shard, guesser_of(llm)
-        assert model.pool.cache.shape[2] == draft.pool.cache.shape[2] == num_blocks * 2 // 3
+        assert model.pool.cache.shape[1] == draft.pool.cache.shape[1] == num_blocks * 2 // 3
         assert speculator_of(llm).costs._guess == pytest.approx(0.6, abs=0.05)  # type: ignore
 
 

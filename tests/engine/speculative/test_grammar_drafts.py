@@ -11,7 +11,7 @@ from reference import HARD, SMALL_POOL, audit_at_rest, make_llm, make_prompts, r
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculative.grammar import GrammarProposer
 from nanovllm.engine.speculative.speculator import Speculator, speculator_of
@@ -270,7 +270,9 @@ def make_seq(tokens: list[int] | None = None, **params: Any) -> Sequence:
     """A sequence of 5 tokens, 50 at most, with these forced ones."""
     constraint = None if tokens is None else Known(tokens)
     asked = SamplingParams(**{"max_tokens": 45, **params})
-    return Sequence([1] * 5, asked, constraint=constraint)
+    seq = Sequence([1] * 5, asked, constraint=constraint)
+    seq.block_tables, seq.num_passed_blocks = [[]], [0]
+    return seq
 
 
 class Guesses:

@@ -7,7 +7,7 @@ from drafts import RandomProposer
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.pace import Outlook, Pace
@@ -120,7 +120,9 @@ def test_a_costly_guess_is_tried_again_as_long_as_it_could_pay(guess: float, tri
 
 def make_seq(num_tokens: int = 5, **params: object) -> Sequence:
     params = {"max_tokens": 20, **params}
-    return Sequence([1] * num_tokens, SamplingParams(**params))  # type: ignore[arg-type]
+    seq = Sequence([1] * num_tokens, SamplingParams(**params))  # type: ignore[arg-type]
+    seq.block_tables, seq.num_passed_blocks = [[]], [0]
+    return seq
 
 
 class Known(RandomProposer):

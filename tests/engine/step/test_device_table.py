@@ -14,7 +14,7 @@ from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.draw_inputs import noise_key
 from nanovllm.engine.step.inputs import StepInputs, step_inputs
 from nanovllm.engine.step.ledger import Ledger
-from nanovllm.kernels.plain.read_table import Decoding, TableState
+from nanovllm.kernels.plain.read_table import Decoding, TableState, read_groups
 from nanovllm.kernels.table import PLAIN
 
 BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5
@@ -24,8 +24,9 @@ CPU = torch.device("cpu")
 class Engine:
     """What an engine does with rows, without a model: a token is the number of its step."""
 
-    def __init__(self) -> None:
-        layout = TableLayout(MOST, MAX_BLOCKS, BLOCK_SIZE)
+    def __init__(self, parts: tuple[int, ...] = (1,)) -> None:
+        self.parts = parts  # of each cache group
+        layout = TableLayout(MOST, MAX_BLOCKS, BLOCK_SIZE, parts=parts)
         self.table, self.ledger = DeviceTable(layout, CPU), Ledger(layout)
         self.seqs: list[Sequence] = []
         self.next_block = 0
@@ -42,13 +43,27 @@ class Engine:
     def run(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
         seq.release_cache()
-        seq.block_table = []
+        seq.block_tables = [[] for _ in self.parts]
         self.grow(seq)
 
-    def grow(self, seq: Sequence) -> None:
-        while len(seq.block_table) * BLOCK_SIZE < seq.num_tokens:
-            self.next_block += 1
-            seq.block_table.append(self.next_block % 1000)
+    def grow(self, seq: Sequence, more: int = 0) -> None:
+        for table in seq.block_tables:
+            while len(table) * BLOCK_SIZE < seq.num_tokens + more:
+                self.next_block += 1
+                table.append(self.next_block % 1000)
+        seq.room = len(seq.block_table) * BLOCK_SIZE
+
+    def slots(self, seq: Sequence, place: int) -> list[int]:
+        """Where the token at a place is stored in each group."""
+        return [
+            table[place // BLOCK_SIZE] * part * BLOCK_SIZE + place % BLOCK_SIZE
+            for table, part in zip(seq.block_tables, self.parts, strict=True)
+        ]
+
+    def tables(self, seq: Sequence) -> list[list[int]]:
+        """What the device reads of its blocks in each group."""
+        tables = zip(seq.block_tables, self.parts, strict=True)
+        return [[block * part for block in table] for table, part in tables]
 
     def prefill(self, seqs: list[Sequence], size: int, num_decodes: int = 0) -> None:
         """Compute `size` tokens of each of these, or as many as are left."""
@@ -65,9 +80,10 @@ class Engine:
         )
         assert filled.tolist() == given
         if inputs.width:
-            tables = self.table.state.block_tables[:, : inputs.width][inputs.prefill.table_rows]
-            for seq, table in zip(seqs, tables.tolist(), strict=True):
-                assert table[: len(seq.block_table)] == seq.block_table
+            tables = self.table.block_tables[:, inputs.prefill.table_rows, : inputs.width]
+            for index, seq in enumerate(seqs):
+                found = tables[:, index, : len(seq.block_table)]
+                assert found.tolist() == self.tables(seq)
         self.leave_tokens(batch, torch.from_numpy(inputs.prefill.sample_table_rows))
 
     def verify(self, seqs: list[Sequence], size: int, rng: random.Random) -> None:
@@ -78,9 +94,7 @@ class Engine:
         for seq in rng.sample(seqs, rng.randint(1, len(seqs))):
             room = min(size, BLOCK_SIZE * MAX_BLOCKS - seq.num_tokens - 1)
             drafts[seq] = [-7 - index for index in range(rng.randint(1, max(1, room)))]
-            while len(seq.block_table) * BLOCK_SIZE < seq.num_tokens + len(drafts[seq]):
-                self.next_block += 1
-                seq.block_table.append(self.next_block % 1000)
+            self.grow(seq, len(drafts[seq]))
         for seq in seqs:
             self.grow(seq)
             seq.num_scheduled_tokens = 1
@@ -96,10 +110,8 @@ class Engine:
         ]
         assert prefill.input_ids.tolist() == [token for each in tokens for token in each]
         assert prefill.positions.tolist() == [place for _, place in places]
-        assert prefill.slot_mapping.tolist() == [
-            seq.block_table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
-            for seq, place in places
-        ]
+        slots = np.array([self.slots(seq, place) for seq, place in places])
+        assert prefill.slot_mapping.tolist() == slots.T.flatten().tolist()
         assert prefill.sampled_tokens.tolist() == list(range(len(places)))
         assert [
             (s, s.num_tokens - 1 + o)
@@ -119,7 +131,9 @@ class Engine:
             seq.token_ids += drawn[first : first + number].tolist()
             seq.num_cached_tokens = seq.num_tokens - 1
             if rng.random() < 0.5:  # blocks that only wrong drafts needed
-                seq.block_table = seq.block_table[: -(-seq.num_cached_tokens // BLOCK_SIZE)]
+                num_blocks = -(-seq.num_cached_tokens // BLOCK_SIZE)
+                seq.block_tables = [table[:num_blocks] for table in seq.block_tables]
+                seq.room = num_blocks * BLOCK_SIZE
 
     def decode(self, seqs: list[Sequence], padding: int) -> None:
         for seq in seqs:
@@ -163,21 +177,22 @@ class Engine:
     def assert_right(self, decoding: Decoding, seqs: list[Sequence]) -> None:
         size = len(seqs)
         where = [seq.num_cached_tokens for seq in seqs]
-        slots = [
-            seq.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            for seq, position in zip(seqs, where, strict=True)
-        ]
+        slots = [self.slots(seq, position) for seq, position in zip(seqs, where, strict=True)]
         assert len(set(decoding.rows[:size].tolist())) == size
         assert decoding.input_ids[:size].tolist() == [last_token(seq) for seq in seqs]
         assert decoding.positions[:size].tolist() == where
-        assert decoding.slot_mapping[:size].tolist() == slots
+        more = read_groups(
+            self.table.state, self.table.block_tables[1:], decoding, BLOCK_SIZE
+        )  # of the other groups
+        found = torch.cat([decoding.slot_mapping[None], more[0]])
+        assert found[:, :size].T.tolist() == slots and (found[:, size:] == -1).all()
         assert decoding.context_lens[:size].tolist() == [position + 1 for position in where]
         assert decoding.keys[:size].tolist() == [noise_key(seq) for seq in seqs]
         temperatures = np.array([seq.temperature for seq in seqs], np.float32)
         assert decoding.temperatures[:size].tolist() == temperatures.tolist()
-        for seq, table in zip(seqs, decoding.block_tables.tolist(), strict=False):
-            assert table[: len(seq.block_table)] == seq.block_table
-        assert (decoding.slot_mapping[size:] == -1).all()
+        tables = torch.cat([decoding.block_tables[None], more[1]])
+        for index, seq in enumerate(seqs):
+            assert tables[:, index, : len(seq.block_table)].tolist() == self.tables(seq)
         assert not decoding.context_lens[size:].any() and not decoding.input_ids[size:].any()
         assert not decoding.temperatures[size:].any()
 
@@ -203,7 +218,8 @@ DOINGS = {
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_equal_the_sequences(seed: int) -> None:
     """Tokens arrive a step late; sequences come, end, are preempted, have chunks; steps fail."""
-    engine, rng = Engine(), random.Random(seed)
+    rng = random.Random(seed)
+    engine = Engine(rng.choice([(1,), (1, 1), (1, 2, 1)]))
     known_tokens.clear()
     done: set[str] = set()
     for doing in rng.choices([*DOINGS], [*DOINGS.values()], k=500):
@@ -328,7 +344,7 @@ def test_a_row_has_no_token_of_its_earlier_owner() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 def test_keys_and_temperatures_fit_into_words(temperature: float, seed: int) -> None:
     seq = Sequence([1], SamplingParams(temperature=temperature, seed=seed), index=int(seed > 1))
-    seq.block_table, seq.num_scheduled_tokens = [0], 1
+    seq.block_tables, seq.num_scheduled_tokens = [[0]], 1
     layout = TableLayout(1, 1, BLOCK_SIZE)
     table, ledger = DeviceTable(layout, CPU), Ledger(layout)
     inputs = step_inputs(Batch([seq], is_prefill=False), BLOCK_SIZE, ledger, [])

@@ -7,8 +7,9 @@ import pytest
 import xxhash
 from waiting import little_work
 
-from nanovllm.engine import block_manager
-from nanovllm.engine.block_manager import BlockManager, hash_block
+from nanovllm.engine.cache import block_manager, prefixes
+from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.prefixes import hash_block
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -80,8 +81,8 @@ def test_a_blocks_hash_depends_on_all_blocks_before() -> None:
     """Equal tokens after different prefixes have different hashes."""
     manager = BlockManager(8, 2)
     first, second, _ = run(manager, [1, 2, 5, 6, 0]).block_table
-    assert manager.hashes[first] == hash_block(0, [1, 2])
-    assert manager.hashes[second] == hash_block(hash_block(0, [1, 2]), [5, 6])
+    assert manager.published[first].hash == hash_block(0, [1, 2])
+    assert manager.published[second].hash == hash_block(hash_block(0, [1, 2]), [5, 6])
     assert num_hits(manager, [1, 2, 5, 6, 0]) == 2
     assert num_hits(manager, [3, 4, 5, 6, 0]) == 0
     assert num_hits(manager, [1, 2, 1, 2, 0]) == 1
@@ -90,7 +91,7 @@ def test_a_blocks_hash_depends_on_all_blocks_before() -> None:
 
 def test_collision_of_different_tokens_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are compared, too: [3, 4] must not get the KV of [1, 2]."""
-    monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: 42)
+    monkeypatch.setattr(prefixes, "hash_block", lambda parent, token_ids: 42)
     manager = BlockManager(8, 2)
     one = run(manager, [1, 2, 0])
     other = run(manager, [3, 4, 0])
@@ -109,7 +110,7 @@ def test_collision_of_equal_tokens_after_different_prefixes_is_no_hit(
     the [5, 6] after [3, 4] have one hash and the same tokens, but different KV.
     """
     weak = {1: 7, 3: 7, 5: 8}
-    monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: weak[token_ids[0]])
+    monkeypatch.setattr(prefixes, "hash_block", lambda parent, token_ids: weak[token_ids[0]])
     manager = BlockManager(8, 2)
     one = run(manager, [1, 2, 5, 6, 0])
     run(manager, [3, 4, 5, 6, 0])
@@ -119,7 +120,7 @@ def test_collision_of_equal_tokens_after_different_prefixes_is_no_hit(
 
 def test_collision_along_one_prompt_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that repeats itself must not hit its first block as its second."""
-    monkeypatch.setattr(block_manager, "hash_block", lambda parent, token_ids: 42)
+    monkeypatch.setattr(prefixes, "hash_block", lambda parent, token_ids: 42)
     manager = BlockManager(8, 2)
     first = run(manager, [1, 2, 1, 2, 0])
     again = admit(manager, [1, 2, 1, 2, 0])
@@ -146,7 +147,7 @@ def test_generated_tokens_are_found_as_well() -> None:
     manager = BlockManager(8, 2)
     seq = run(manager, [1, 2, 3])
     seq.token_ids += [4, 5]
-    manager.append_block(seq)
+    manager.append_blocks(seq)
     compute(manager, seq)
     assert num_hits(manager, [1, 2, 3, 4, 5]) == 2
 
@@ -206,7 +207,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     """Nor is anything recorded under a hash."""
     manager = BlockManager(8, 2, enable_prefix_caching=False)
     run_and_free(manager, [1, 2, 3, 4, 5])
-    assert (num_hits(manager, [1, 2, 3, 4, 5]), manager.blocks_by_hash) == (0, {})
+    assert (num_hits(manager, [1, 2, 3, 4, 5]), manager.prefixes.by_hash) == (0, {})
     assert manager.num_free_blocks == 8
     manager.audit([])
 
@@ -352,7 +353,7 @@ def test_when_all_duplicates_are_evicted_nothing_is_found() -> None:
     for evictor in evictors:
         manager.free(evictor)
     assert num_hits(manager, [1, 2, 9]) == 0
-    assert manager.blocks_by_hash == {}
+    assert manager.prefixes.by_hash == {}
 
 
 def test_a_prompt_of_full_blocks_keeps_one_copy_of_its_last_block() -> None:
@@ -371,7 +372,7 @@ def test_a_freed_duplicate_leaves_the_cache_at_once() -> None:
     one, other = side_by_side(manager)
     table = one.block_table
     manager.free(one)
-    assert list(manager.free_queue)[:2] == table and manager.hashes[table[0]] is None
+    assert list(manager.free_queue)[:2] == table and manager.published[table[0]] is None
     assert admit(manager, [1, 2, 9]).block_table[0] == other.block_table[0]
 
 
@@ -382,7 +383,7 @@ def test_a_freed_duplicate_makes_the_cached_block_recent() -> None:
     seq = run(manager, [1, 2])  # block 1
     run_and_free(manager, [5, 6])  # block 2
     seq.token_ids += [3, 4]
-    manager.append_block(seq)  # block 3
+    manager.append_blocks(seq)  # block 3
     compute(manager, seq)
     manager.free(seq)
     assert list(manager.free_queue) == [1, 4, 5, 6, 7, 2, 3, 0]
@@ -473,9 +474,9 @@ def test_audit_finds(damage: str) -> None:
         tables = [[0, 1, 1]]
         manager.ref_counts[1] = 2
     elif damage == "stale":  # evicted, and still to be found
-        manager.hashes[0] = None
+        manager.published[0] = None
     else:  # published, and not to be found
-        manager.blocks_by_hash.clear()
+        manager.prefixes.by_hash.clear()
     with pytest.raises(AssertionError):
         manager.audit(tables)
 
@@ -504,7 +505,7 @@ def test_a_fork_shares_full_blocks_and_owns_its_tail(
     assert num_hits(manager, [*range(num_tokens), 99]) == num_shared
     sibling.token_ids += [50] * 4  # and then what it adds itself
     while len(sibling.block_table) * 4 < sibling.num_tokens:
-        manager.append_block(sibling)
+        manager.append_blocks(sibling)
     compute(manager, sibling)
     assert num_hits(manager, [*sibling.token_ids, 99]) == (num_tokens + 4) // 4
     manager.free(sibling)
@@ -540,7 +541,7 @@ def test_a_fork_without_room_changes_nothing() -> None:
 
 
 def windowed(num_blocks: int, window: int, block_size: int = 2) -> BlockManager:
-    return BlockManager(num_blocks, block_size, window=window)
+    return BlockManager(num_blocks, block_size, windows=(window,))
 
 
 @pytest.mark.parametrize(
@@ -567,13 +568,13 @@ def test_a_block_is_freed_exactly_when_the_window_has_passed_it(
     table = list(seq.block_table)
     seq.num_cached_tokens = num_cached
     manager.pass_by(seq)
-    assert (seq.num_passed_blocks, seq.block_table) == (passed, table)
+    assert (seq.num_passed_blocks[0], seq.block_table) == (passed, table)
     assert [manager.ref_counts[block] for block in table] == [
         int(index >= passed) for index in range(len(table))
     ]
     manager.audit([seq.held_blocks])
     manager.free(seq)
-    assert manager.num_free_blocks == 600 and seq.num_passed_blocks == 0
+    assert manager.num_free_blocks == 600 and seq.num_passed_blocks == []
     manager.audit([])
 
 
@@ -584,7 +585,7 @@ def test_blocks_behind_the_window_are_found_until_evicted() -> None:
     seq = admit(manager, prompt)
     seq.num_cached_tokens = 9
     manager.pass_by(seq)
-    assert (seq.num_passed_blocks, manager.num_free_blocks) == (3, 10)
+    assert (seq.num_passed_blocks[0], manager.num_free_blocks) == (3, 10)
     assert num_hits(manager, prompt) == 4
     evictors = [admit(manager, [token_id]) for token_id in range(90, 98)]
     assert evictors[7].block_table == [2], "last first: the third of the three"
@@ -600,7 +601,7 @@ def test_a_block_with_a_pending_token_is_not_published() -> None:
     seq.token_ids += [PENDING]
     seq.num_pending_tokens, seq.num_cached_tokens = 1, 6
     manager.pass_by(seq)
-    assert (seq.num_passed_blocks, seq.num_published_blocks) == (1, 2)
+    assert (seq.num_passed_blocks[0], seq.num_published_blocks) == (1, 2)
     assert num_hits(manager, [*range(5), PENDING, 9]) == 2
 
 
@@ -610,7 +611,7 @@ def test_hits_behind_the_window_are_not_taken() -> None:
     prompt = list(range(16))
     run_and_free(manager, prompt)
     seq = admit(manager, [*prompt, 99])
-    assert (seq.num_cached_tokens, seq.num_passed_blocks) == (16, 6)
+    assert (seq.num_cached_tokens, seq.num_passed_blocks[0]) == (16, 6)
     assert manager.num_free_blocks == 5, "two hits and a block for the last token"
     manager.audit([seq.held_blocks])
     assert num_hits(manager, prompt) == 5, "a tail is evicted before its prefix"
@@ -626,7 +627,7 @@ def test_hits_behind_the_window_become_recent() -> None:
     for token_id in range(90, 95):
         admit(manager, [token_id])
     assert (num_hits(manager, [*busy, 98]), num_hits(manager, other)) == (6, 4)
-    assert seq.num_passed_blocks == 4
+    assert seq.num_passed_blocks[0] == 4
 
 
 def test_with_a_window_the_tail_is_evicted_before_the_prefix() -> None:
@@ -645,8 +646,8 @@ def test_with_a_window_the_tail_is_evicted_before_the_prefix() -> None:
         assert num_hits(other, [*prompt, 99]) == min(6, 9 - num_evicted)
 
 
-def test_blocks_whose_prefix_is_evicted_are_reused_first() -> None:
-    """A sequence longer than the pool evicts its own prefix, and then nothing more."""
+def test_generated_blocks_behind_the_window_are_reused_first() -> None:
+    """A sequence longer than the pool evicts nothing but its own output."""
     manager = windowed(14, window=4)
     seq, other = admit(manager, list(range(6))), list(range(50, 58))
     for turn in range(100):
@@ -656,27 +657,145 @@ def test_blocks_whose_prefix_is_evicted_are_reused_first() -> None:
         manager.audit([seq.held_blocks])
         if turn == 5:
             run_and_free(manager, other)
-    assert num_hits(manager, [*range(6), 99]) == 1, "the first two blocks are freed together"
+    assert num_hits(manager, [*range(6), 99]) == 3
     assert num_hits(manager, [*other, 99]) == 4
     manager.free(seq)
     manager.audit([])
     assert num_hits(manager, [*other, 99]) == 4
 
 
-def test_blocks_after_an_evicted_prefix_are_not_published() -> None:
-    """No request could find them."""
+@pytest.mark.parametrize("num_tokens", [30, 31])
+@pytest.mark.parametrize("window", [1, 4, 5])
+def test_a_long_answer_is_found_up_to_its_last_full_block(num_tokens: int, window: int) -> None:
+    """Also where the sequence itself has passed a block that the next token after it reads."""
+    manager = windowed(20, window)
+    seq = admit(manager, [1, 2, 3])
+    while seq.num_tokens < num_tokens:
+        seq.token_ids.append(seq.num_tokens)
+        compute(manager, seq, manager.grow(seq, seq.num_tokens))
+        manager.pass_by(seq)
+    assert manager.published.count(None) > 12, "the blocks before are reused first"
+    manager.free(seq)
+    assert num_hits(manager, [*seq.token_ids, 99]) == num_tokens // 2
+
+
+def test_blocks_after_an_evicted_prefix_are_found() -> None:
+    """Only those in the window of the next token are needed."""
     manager = windowed(7, window=4)
     seq = admit(manager, list(range(12)))
     for end in range(2, 13, 2):
         seq.num_cached_tokens = manager.grow(seq, end)
         manager.pass_by(seq)
     evictors = [admit(manager, [90 + index]) for index in range(manager.num_free_blocks)]
-    assert manager.blocks_by_hash == {}
-    manager.free(evictors.pop())
+    for evictor in evictors:
+        manager.free(evictor)
+    assert num_hits(manager, [*range(4), 99]) == 0
     seq.token_ids += [1, 2]
     seq.num_cached_tokens = manager.grow(seq, 14)
     manager.publish(seq, 14)
-    assert (seq.num_published_blocks, manager.blocks_by_hash) == (7, {})
+    manager.audit([seq.held_blocks])
+    assert num_hits(manager, [*seq.token_ids, 99]) == 7
+
+
+# Several groups
+
+
+MIXED = (None, 4, 4)
+
+
+def test_each_group_has_a_table_of_blocks_of_its_own() -> None:
+    """The blocks come from one pool."""
+    manager = BlockManager(20, 2, windows=MIXED)
+    seq = run(manager, list(range(7)))
+    assert [len(table) for table in seq.block_tables] == [4, 4, 4] and seq.room == 8
+    assert manager.num_free_blocks == 8 and len(set(seq.held_blocks)) == 12
+    manager.audit([seq.held_blocks])
+    manager.free(seq)
+    assert manager.num_free_blocks == 20 and seq.room == 0
+    manager.audit([])
+
+
+def test_only_groups_with_a_window_free_what_is_behind_it() -> None:
+    """A token more than the window is kept, as one alone."""
+    manager = BlockManager(40, 2, windows=MIXED)
+    seq = run(manager, list(range(16)))
+    manager.pass_by(seq)
+    assert seq.num_passed_blocks == [0, 6, 6]
+    assert manager.num_free_blocks == 40 - 8 - 2 - 2
+    manager.audit([seq.held_blocks])
+
+
+def test_a_prefix_is_found_where_all_groups_have_what_the_next_token_reads() -> None:
+    """Where one group lacks a block in its window, an earlier prefix is taken."""
+    manager = BlockManager(40, 2, windows=MIXED)
+    prompt = list(range(12))
+    seq = run(manager, prompt)
+    tables = [list(table) for table in seq.block_tables]
+    manager.free(seq)
+    assert num_hits(manager, [*prompt, 99]) == 6
+    manager._unpublish(tables[1][5])  # the last block of a group with a window
+    manager.audit([])
+    assert num_hits(manager, [*prompt, 99]) == 5
+    manager._unpublish(tables[2][2])  # from here on two more blocks are needed
+    manager.audit([])
+    assert num_hits(manager, [*prompt, 99]) == 5
+    manager._unpublish(tables[1][3])
+    assert num_hits(manager, [*prompt, 99]) == 2
+    manager._unpublish(tables[0][1])  # without a window all blocks are needed
+    assert num_hits(manager, [*prompt, 99]) == 1
+
+
+def test_a_hit_holds_in_each_group_what_the_next_token_reads() -> None:
+    """Blocks behind the window stay free."""
+    manager = BlockManager(40, 2, windows=MIXED)
+    first = run(manager, list(range(12)))
+    tables = [list(table) for table in first.block_tables]
+    manager.free(first)
+    seq = admit(manager, [*range(12), 99])
+    assert (seq.num_cached_tokens, seq.num_passed_blocks) == (12, [0, 4, 4])
+    assert [
+        table[start:-1]
+        for table, start in zip(seq.block_tables, seq.num_passed_blocks, strict=True)
+    ] == [tables[0], tables[1][4:], tables[2][4:]]
+    assert manager.num_free_blocks == 40 - 7 - 3 - 3
+    manager.audit([seq.held_blocks])
+
+
+def test_growing_gives_all_groups_a_block_or_none() -> None:
+    """Two blocks are no help to three tables."""
+    manager = BlockManager(11, 2, windows=MIXED)
+    seq = admit(manager, list(range(6)))
+    assert manager.num_free_blocks == 2 and manager.grow(seq, 8) == 6
+    assert manager.num_free_blocks == 2
+    manager.audit([seq.held_blocks])
+
+
+def test_a_long_prompt_alone_in_the_smallest_pool_is_computed() -> None:
+    """It has the blocks of two windows at first, and of one where there is no room for two."""
+    length = block_manager.longest_sequence(18, 2, MIXED)
+    assert length == 24  # twelve blocks, and three for each window
+    manager = BlockManager(18, 2, windows=MIXED)
+    seq = admit(manager, list(range(length)))
+    while seq.num_cached_tokens < length:
+        end = manager.grow(seq, seq.num_cached_tokens + 3)
+        assert end > seq.num_cached_tokens
+        seq.num_cached_tokens = min(end, length)
+        manager.pass_by(seq)
+        manager.audit([seq.held_blocks])
+
+
+def test_a_fork_shares_the_blocks_of_all_groups() -> None:
+    manager = BlockManager(40, 4, windows=MIXED)
+    seq = admit(manager, list(range(10)))
+    sibling = Sequence(list(range(10)), SamplingParams())
+    free = manager.num_free_blocks
+    assert manager.fork(seq, sibling) and manager.num_free_blocks == free - 3
+    compute(manager, seq)
+    manager.audit([seq.held_blocks, sibling.held_blocks])
+    manager.free(seq)
+    manager.audit([sibling.held_blocks])
+    manager.free(sibling)
+    assert manager.num_free_blocks == 40
 
 
 def test_a_long_prompt_gets_blocks_for_two_windows() -> None:
@@ -704,4 +823,4 @@ def test_a_long_prompt_gets_blocks_for_two_windows() -> None:
 def test_longest_sequence(
     num_blocks: int, block_size: int, window: int | None, expected: int
 ) -> None:
-    assert block_manager.longest_sequence(num_blocks, block_size, window) == expected
+    assert block_manager.longest_sequence(num_blocks, block_size, (window,)) == expected

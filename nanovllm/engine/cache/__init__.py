@@ -1,0 +1,1 @@
+"""What layers keep between steps: blocks of tokens, cached prefixes, the pool."""

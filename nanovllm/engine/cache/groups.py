@@ -1,0 +1,102 @@
+"""CacheGroups: which layers share block tables, and how the pool's memory is divided among them.
+
+A block of the pool has a number of slots of equal size, and belongs to one group at a time. So all
+groups draw on the same blocks, and none is idle: a model whose layers mostly have a window gives
+most of its blocks to the others when contexts are long.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nanovllm.engine.cache.block_manager import Window
+from nanovllm.layers.attention.layer import Attention
+
+WASTE = 1.1  # of memory, at most, for the sake of fewer block tables
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers with a block table: they attend equally far back, and their blocks are equally large.
+
+    A slot holds `parts` tensors of one layer's block, keys or values. So block b of the pool is
+    block b * `parts` of a layer's cache.
+    """
+
+    layers: tuple[Attention, ...]
+    window: Window
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class CacheGroups:
+    """The groups of a model, and how many slots of how many elements a token takes in a block."""
+
+    groups: tuple[CacheGroup, ...]
+    num_slots: int
+    slot_size: int  # numbers for each token of a block
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """How far back each group attends."""
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """By how much each group's block numbers are multiplied in its block tables."""
+        return tuple(group.parts for group in self.groups)
+
+
+def single_group(layers: Sequence[Attention], window: Window = None) -> CacheGroups:
+    """One group of layers that are all alike."""
+    size = layers[0].num_kv_heads * layers[0].head_dim
+    return CacheGroups((CacheGroup(tuple(layers), window),), 2 * len(layers), size)
+
+
+def divide(layers: Sequence[Attention], longest: int, reach: Window = 0) -> CacheGroups:
+    """The groups of these layers, for sequences of up to `longest` tokens.
+
+    Layers of other models may read the first group's blocks: `reach` is how far back they attend.
+    """
+    windows = [_limited(layer.kv.window, longest) for layer in layers]
+    if reach != 0 and None not in windows:
+        most = None if reach is None else max(reach, *(window or 0 for window in windows))
+        windows = [most] * len(layers)
+    kinds: dict[tuple[float, int], list[Attention]] = {}
+    for layer, window in zip(layers, windows, strict=True):
+        reaches = math.inf if window is None else window
+        kinds.setdefault((reaches, layer.num_kv_heads * layer.head_dim), []).append(layer)
+    kinds = dict(sorted(kinds.items(), key=lambda kind: kind[0], reverse=True))
+    slot_size = math.lcm(*(size for _, size in kinds))
+    parts = [slot_size // size for _, size in kinds]
+    num_slots = _num_slots([*zip(map(len, kinds.values()), parts, strict=True)])
+    groups = []
+    for (reaches, size), alike in kinds.items():
+        window = None if reaches == math.inf else int(reaches)
+        most_layers = num_slots * (slot_size // size) // 2  # each has keys and values
+        for start in range(0, len(alike), most_layers):
+            some = tuple(alike[start : start + most_layers])
+            groups.append(CacheGroup(some, window, slot_size // size))
+    return CacheGroups(tuple(groups), num_slots, slot_size)
+
+
+def _limited(window: Window, longest: int) -> Window:
+    """The window; None if no sequence is longer."""
+    return None if window is None or window >= longest else window
+
+
+def _num_slots(kinds: Iterable[tuple[int, int]]) -> int:
+    """The slots of a block. A kind is a number of layers, and how many of their parts fill a slot.
+
+    With fewer slots a kind needs several groups, and with more slots some stay empty. Of all
+    numbers that waste little, the largest makes the fewest groups.
+    """
+    kinds = [*kinds]
+    in_one_group = [-(-2 * layers // parts) for layers, parts in kinds]
+    costs = {}  # by the number of slots: what all groups together take for a token
+    for number in range(2, max(in_one_group) + 1):
+        each = [number * parts // 2 for _, parts in kinds]
+        groups = [-(-layers // most) for (layers, _), most in zip(kinds, each, strict=True)]
+        costs[number] = number * sum(groups)
+    least = min(costs.values())
+    return max(number for number, cost in costs.items() if cost <= WASTE * least)

@@ -1,0 +1,155 @@
+"""Prefixes: the tree of token blocks that have been computed, each found by a chained hash.
+
+It knows token ids and hashes. Which KV blocks hold a prefix, it keeps for the block manager.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+def hash_block(parent_hash: int, token_ids: list[int]) -> int:
+    """Hash a full block: its tokens, chained to the hash of all blocks before it."""
+    data = parent_hash.to_bytes(8, "little") + array("i", token_ids).tobytes()
+    return xxhash.xxh64_intdigest(data)
+
+
+def block_hashes(seq: Sequence, num_blocks: int, block_size: int) -> list[int]:
+    """The hashes of the first blocks of `seq`, or of more; each is computed once."""
+    hashes = seq.block_hashes
+    for index in range(len(hashes), num_blocks):
+        parent = hashes[index - 1] if index else seq.root % (1 << 64)
+        tokens = seq.token_ids[index * block_size : (index + 1) * block_size]
+        hashes.append(hash_block(parent, tokens))
+    return hashes
+
+
+Blocks = tuple[tuple[int, ...], ...]  # of each cache group
+
+
+class Prefix:
+    """A block of tokens and all tokens before it.
+
+    `blocks` has for each cache group the published KV blocks of these tokens, oldest first.
+    `num_uses` counts these and the prefixes that continue this one. Those with equal hashes are
+    linked by `next`. (Tuples of numbers cost Python's garbage collector nothing.)
+    """
+
+    __slots__ = ("blocks", "hash", "next", "num_uses", "parent", "token_ids")
+
+    def __init__(
+        self,
+        parent: "Prefix | None",
+        value: int,
+        token_ids: tuple[int, ...],
+        column: list[int],
+        next_equal: "Prefix | None" = None,
+    ) -> None:
+        self.parent = parent
+        self.hash = value
+        self.token_ids = token_ids
+        self.blocks: Blocks = tuple([(block,) for block in column])
+        self.num_uses = len(column)
+        self.next = next_equal
+
+    def __repr__(self) -> str:
+        return f"Prefix({self.hash}, {self.token_ids}, {self.blocks}, {self.num_uses})"
+
+
+class Prefixes:
+    """All prefixes in use. Equal prefixes are one object, whatever their hashes collide with.
+
+    A sequence's first block continues a root: 0, or a number below it for an adapter.
+    """
+
+    def __init__(self) -> None:
+        self.roots: dict[int, Prefix] = {}
+        self.by_hash: dict[int, Prefix] = {}
+
+    def __iter__(self) -> Iterator[Prefix]:
+        for first in self.by_hash.values():
+            prefix: Prefix | None = first
+            while prefix is not None:
+                yield prefix
+                prefix = prefix.next
+
+    def root(self, number: int) -> Prefix:
+        """The prefix without tokens of this number."""
+        if (root := self.roots.get(number)) is None:
+            root = self.roots[number] = Prefix(None, number, (), [])
+        return root
+
+    def find(self, parent: Prefix, value: int, token_ids: tuple[int, ...]) -> Prefix | None:
+        """The prefix that continues `parent` with these tokens, whose hash is `value`."""
+        prefix = self.by_hash.get(value)
+        while prefix is not None:
+            if prefix.parent is parent and prefix.token_ids == token_ids:
+                return prefix
+            prefix = prefix.next
+        return None
+
+    def enter(
+        self, parent: Prefix, value: int, token_ids: tuple[int, ...], column: list[int]
+    ) -> Prefix:
+        """The same, made if there is none; `column` has for each group a block that holds it now.
+
+        It stays until its last use is given up.
+        """
+        first = self.by_hash.get(value)
+        prefix = first and self.find(parent, value, token_ids)
+        if prefix is not None:
+            both = zip(prefix.blocks, column, strict=True)
+            prefix.blocks = tuple((*blocks, block) for blocks, block in both)
+            prefix.num_uses += len(column)
+            return prefix
+        parent.num_uses += 1
+        prefix = self.by_hash[value] = Prefix(parent, value, token_ids, column, first)
+        return prefix
+
+    def remove(self, prefix: Prefix, group: int, block: int) -> None:
+        """Remove a block from a prefix.
+
+        A prefix without uses is removed, and then the one before it may have none.
+        """
+        blocks = tuple(other for other in prefix.blocks[group] if other != block)
+        prefix.blocks = (*prefix.blocks[:group], blocks, *prefix.blocks[group + 1 :])
+        prefix.num_uses -= 1
+        while not prefix.num_uses:
+            if prefix.parent is None:
+                del self.roots[prefix.hash]
+                return
+            self._unlink(prefix)
+            prefix = prefix.parent
+            prefix.num_uses -= 1
+
+    def _unlink(self, prefix: Prefix) -> None:
+        first = self.by_hash[prefix.hash]
+        if first is prefix:
+            if prefix.next is None:
+                del self.by_hash[prefix.hash]
+            else:
+                self.by_hash[prefix.hash] = prefix.next
+            return
+        while first.next is not prefix:
+            assert first.next is not None
+            first = first.next
+        first.next = prefix.next
+
+    def audit(self) -> None:
+        """Assert that each prefix is in use, and found by its hash."""
+        after: dict[int, int] = {}
+        known = {id(root) for root in self.roots.values()} | {id(prefix) for prefix in self}
+        for value, first in self.by_hash.items():
+            assert first.hash == value
+        for prefix in self:
+            assert prefix.next is None or prefix.next.hash == prefix.hash
+            assert id(prefix.parent) in known, "a lost parent"
+            after[id(prefix.parent)] = after.get(id(prefix.parent), 0) + 1
+        for prefix in self:
+            num_blocks = sum(map(len, prefix.blocks))
+            assert prefix.num_uses == num_blocks + after.get(id(prefix), 0) > 0, prefix
+        for root in self.roots.values():
+            assert root.num_uses == after.get(id(root), 0), root

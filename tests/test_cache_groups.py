@@ -1,0 +1,208 @@
+"""Models with full attention in some layers and windows in the others: each kind has own blocks.
+
+It costs more than 20 seconds: transformers computes the answers, to long prompts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from reference import (
+    Case,
+    assert_same,
+    audit_at_rest,
+    generate,
+    make_case,
+    make_crowd,
+    make_llm,
+    make_prompts,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.cache.block_manager import most_held
+
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
+
+WINDOW = 21
+FULL, SLIDING = "full_attention", "sliding_attention"
+KINDS = [SLIDING] * 3 + [FULL] + [SLIDING] * 2
+# Each layer is a group, and has the option's number of blocks. The longest request has 224 tokens:
+# 56 blocks of 4 of the full layer, and 6 of each other layer.
+SMALLEST: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=15)
+SMALL: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=26)
+NGRAMS = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=2)
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "a pool for everything": {},
+    "the smallest pool": SMALLEST,
+    "the smallest pool, budget 5": dict(SMALLEST, max_num_batched_tokens=5),
+    "the smallest pool, plain PyTorch": dict(SMALLEST, attention_backend="torch"),
+    "small pool": SMALL,
+    "small pool, no prefix cache": dict(SMALL, enable_prefix_caching=False),
+    "small pool, budget 16, overlap": dict(SMALL, max_num_batched_tokens=16, overlap=True),
+    "small pool, mixed, overlap": dict(
+        SMALL, scheduling="mixed", max_num_batched_tokens=30, overlap=True
+    ),
+    "blocks of 1": dict(kvcache_block_size=1, num_kvcache_blocks=70, max_num_batched_tokens=32),
+    "blocks of 16": dict(kvcache_block_size=16, num_kvcache_blocks=7, max_num_batched_tokens=50),
+    "n-grams": dict(speculative_config=NGRAMS),
+    "n-grams in the table": dict(SMALL, speculative_config=NGRAMS, attention_backend="torch"),
+    "n-grams, small pool, overlap": dict(SMALL, speculative_config=NGRAMS, overlap=True),
+    "two ranks, small pool": dict(SMALL, tensor_parallel_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Prompts of up to 200 tokens, and 24 tokens of output each."""
+    path = tmp_path_factory.mktemp("groups")
+    make_mixed(path)
+    return make_case(path, make_prompts())
+
+
+def make_mixed(path: Path, **overrides: Any) -> None:
+    make_model(
+        path, seed=1, use_sliding_window=True, sliding_window=WINDOW,
+        num_hidden_layers=len(KINDS), layer_types=KINDS, **overrides,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_greedy_output_equals_transformers_with(name: str, case: Case) -> None:
+    with make_llm(case.path, **SCENARIOS[name]) as llm:
+        assert llm.scheduler.windows == (None, *[WINDOW] * 5)
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
+def test_preemptions_keep_the_output(options: dict[str, Any], case: Case) -> None:
+    """Preempted sequences are computed again, shorter and longer than the window."""
+    crowd = make_case(case.path, make_crowd())
+    with make_llm(case.path, **SMALL, **options, max_num_batched_tokens=64) as llm:
+        assert_same(generate(llm, crowd), crowd.expected)
+        assert llm.scheduler.num_preemptions >= 100
+        audit_at_rest(llm)
+
+
+def test_hits_keep_the_output(case: Case) -> None:
+    """In a pool that holds everything, so that blocks behind a window are still cached."""
+    with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=1500) as llm:
+        for cached in (False, True):
+            outputs = generate(llm, case)
+            assert_same(outputs, case.expected)
+            if cached:
+                expected = [(len(prompt) - 1) // 4 * 4 for prompt in case.prompts]
+                assert [out["num_cached_tokens"] for out in outputs] == expected
+            audit_at_rest(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SMALL, dict(SMALL, overlap=True, max_num_batched_tokens=16)])
+def test_greedy_samples_of_a_prompt_are_equal(options: dict[str, Any], case: Case) -> None:
+    """They share the prompt's blocks in all groups, and copy the last one of each."""
+    order = sorted(range(len(case.prompts)), key=lambda index: -len(case.prompts[index]))[:20]
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=3)] * len(order)
+    with make_llm(case.path, **options) as llm:
+        outputs = llm.generate([case.prompts[index] for index in order], params, use_tqdm=False)
+        for index, out in zip(order, outputs, strict=True):
+            assert [sample["token_ids"] for sample in out["outputs"]] == [case.tokens[index]] * 3
+        audit_at_rest(llm)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("budget", [16, 16384])
+def test_freed_blocks_are_never_read(budget: int, case: Case) -> None:
+    """Free blocks are filled with NaN before every step; NaN times a weight of 0 is NaN, too."""
+    options = dict(SMALL, enable_prefix_caching=False, attention_backend="cpu")
+    with make_llm(case.path, **options, max_num_batched_tokens=budget) as llm:
+        begin, pool = llm.model_runner.begin, llm.model_runner.shard.pool
+
+        def poisoning(batch: Batch) -> Any:
+            free = list(llm.scheduler.block_manager.free_queue)
+            with torch.inference_mode():
+                pool.cache[:, free] = torch.nan
+            return begin(batch)
+
+        llm.model_runner.begin = poisoning  # type: ignore[method-assign]
+        assert_same(generate(llm, case), case.expected)
+
+
+def test_output_is_the_same_after_sleep(case: Case) -> None:
+    with make_llm(case.path, enable_sleep_mode=True, **SMALL) as llm:
+        assert_same(generate(llm, case), case.expected)
+        llm.sleep()
+        llm.wake_up()
+        assert_same(generate(llm, case), case.expected)
+
+
+def test_an_aborted_request_frees_the_blocks_of_all_groups(case: Case) -> None:
+    with make_llm(case.path, **SMALL) as llm:
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        ids = [llm.add_request([start] * 60, params) for start in range(3)]
+        for _ in range(5):
+            llm.step()
+        for request_id in ids:
+            llm.abort_request(request_id)
+        audit_at_rest(llm)
+
+
+def most_blocks(llm: LLM, length: int) -> int:
+    """The most blocks that one request of `length` tokens has had."""
+    used = []
+    params = SamplingParams(temperature=0, max_tokens=length - 10, ignore_eos=True)
+    llm.add_request([1] * 10, params)
+    while not llm.is_finished():
+        llm.step()
+        used.append(llm.stats()["blocks_used"])
+    return max(used)
+
+
+def test_no_block_is_kept_that_no_later_token_reads(case: Case) -> None:
+    """500 tokens take 125 blocks of the full layer, and a window of each other layer."""
+    with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=70) as llm:
+        assert most_blocks(llm, 500) == 125 + 5 * most_held(WINDOW, 4)
+
+
+def tokens_of_pool(path: Path, gib: float, length: int) -> int:
+    """How many tokens of sequences of this length a pool holds."""
+    with make_llm(path, cpu_kvcache_gib=gib, max_model_len=length) as llm:
+        blocks, size = llm.config.num_kvcache_blocks, llm.config.kvcache_block_size
+        windows = llm.scheduler.windows
+        each = sum(min(-(-length // size), most_held(window, size)) for window in windows)
+        return blocks * length // each
+
+
+def test_a_pool_holds_more_long_sequences(tmp_path: Path) -> None:
+    """Five layers with a window of 512 to one without: over 4 times as many at 32,768 tokens."""
+    sizes = []
+    for name, kinds in (("mixed", KINDS), ("full", [FULL] * 6)):
+        make_model(
+            tmp_path / name, use_sliding_window=True, sliding_window=512, num_hidden_layers=6,
+            layer_types=kinds, max_position_embeddings=32_768,
+        )  # fmt: skip
+        sizes.append(tokens_of_pool(tmp_path / name, 0.5, 32_768))
+    assert sizes[0] > 4 * sizes[1]
+
+
+def test_a_window_as_long_as_the_longest_sequence_is_none(tmp_path: Path) -> None:
+    make_mixed(tmp_path)
+    with make_llm(tmp_path, max_model_len=WINDOW) as llm:
+        assert llm.scheduler.windows == (None,)
+
+
+def test_the_pool_of_a_model_with_windows_bounds_its_length(tmp_path: Path) -> None:
+    """Each layer with a window takes six blocks, the others go to the one without."""
+    make_mixed(tmp_path)
+    with make_llm(tmp_path, kvcache_block_size=4, num_kvcache_blocks=10) as llm:
+        assert llm.config.max_model_len == 4 * (60 - 5 * 6)
+        params = SamplingParams(max_tokens=999, ignore_eos=True)
+        (out,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert len(out["token_ids"]) == 120 - 3
+    with pytest.raises(ValueError, match="max_model_len=121 does not fit"):
+        make_llm(tmp_path, kvcache_block_size=4, num_kvcache_blocks=10, max_model_len=121)
