@@ -13,8 +13,8 @@ from nanovllm.layers.experts import PROJECTIONS, RENAMES
 from nanovllm.layers.weights.choice import format_of, joined_format
 from nanovllm.layers.weights.format import Dense, Float32, WeightFormat
 from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.models.names import FUSED
 from nanovllm.models.quantization.rules import FIELD, NOT_QUANTIZED, Quantization
-from nanovllm.models.registry import FUSED
 
 CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
 SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these

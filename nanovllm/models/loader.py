@@ -14,8 +14,8 @@ from torch import nn
 from nanovllm.layers.layer import Layer, Loaded
 from nanovllm.layers.weights.format import tensor_of
 from nanovllm.models.bare import INDEX, full_name
-from nanovllm.models.config import read_json
 from nanovllm.models.decoder import Model
+from nanovllm.models.fields import read_json
 from nanovllm.models.formats import checkpoint_name, hint_for, stored_name
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
 from nanovllm.utils.bar import make_bar

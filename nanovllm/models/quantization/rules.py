@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.layers.weights.scheme import Scheme
-from nanovllm.models.registry import FUSED
+from nanovllm.models.names import FUSED
 from nanovllm.utils.checks import shorten
 
 HEAD = "lm_head"
