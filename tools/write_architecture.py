@@ -39,8 +39,8 @@ CORE: dict[str, list[str]] = {
     "startup": ["engine/startup", "engine/load", "engine/engine_config", "engine/placement",
                 "engine/device",
                 "engine/kv_pool", "models/config", "models/fields", "models/rope",
-                "models/windows", "models/shapes", "models/registry", "models/family",
-                "models/build", "models/loader", "layers/layer", "layers/backend", "layers/ranks"],
+                "models/registry", "models/family", "models/build", "models/loader",
+                "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 
 

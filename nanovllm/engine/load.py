@@ -53,7 +53,10 @@ def load_part(
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
     reads = model_config.quantization.files != "plain" and config.load_format != "dummy"
-    return Formats(model_config.quantization, read_types(path) if reads else None)
+    return Formats(
+        model_config.quantization,
+        read_types(path, model_config.quantization.names) if reads else None,
+    )
 
 
 def empty_model(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from nanovllm.layers.names import Names
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.weights.format import WeightFormat
 
@@ -11,6 +12,8 @@ from nanovllm.layers.weights.format import WeightFormat
 class Formats(Protocol):
     """How the weights of one module's layers are stored, by the names of checkpoints."""
 
+    @property
+    def names(self) -> Names: ...
     def inside(self, name: str) -> "Formats": ...
     def of(self, layer: str) -> WeightFormat: ...
     def in_float32(self, layer: str) -> WeightFormat: ...

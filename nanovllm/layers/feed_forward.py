@@ -74,7 +74,7 @@ class SparseMLP(FeedForward):
         )
         self.experts = Experts(
             num_experts, hidden_size, intermediate_size, make.ranks, make.whole_experts,
-            make.formats.of_experts(num_experts),
+            make.formats.of_experts(num_experts), make.formats.names.experts,
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import MAX_RANKS
-from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.models import registry
 from nanovllm.models.bare import causal_name, lacks_head
 from nanovllm.models.fields import eos_ids, fields_of
@@ -25,6 +24,7 @@ from nanovllm.models.shapes import (
     expert_matrices,
     gated_matrices,
 )
+from nanovllm.models.split import check_split
 from nanovllm.models.windows import longest
 from nanovllm.utils.checks import shorten
 
@@ -107,7 +107,7 @@ class ModelConfig:
             config,
             architecture=name,
             family=registry.reference(name),
-            quantization=choose_quantization(file, quantization, family.stores_fused),
+            quantization=choose_quantization(file, quantization, family.names),
         )
         config._refuse_huge()
         config._check_caches()
@@ -171,57 +171,16 @@ class ModelConfig:
 
         With `whole_experts`, the ranks split the list of experts instead of each expert.
         """
-        if whole_experts and not self._num_experts:
-            raise ValueError("enable_expert_parallel=True: this model has no experts")
-        if not self._fits(size, whole_experts):
-            sizes = (n for n in range(1, MAX_RANKS + 1) if self._fits(n, whole_experts))
-            fit = ", ".join(map(str, sizes))
-            widths = self._widths(whole_experts)
-            widths |= {"num_experts": self._num_experts} if whole_experts else {}
-            named = " and ".join(f"{name}={n}" for name, n in widths.items())
-            hint = ""
-            if self._num_experts and not whole_experts and self._fits(size, whole_experts=True):
-                hint = f", and {size} can with enable_expert_parallel=True"
-            raise ValueError(
-                f"tensor_parallel_size={size} cannot split num_attention_heads"
-                f"={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads} and"
-                f" {named}; {fit} can{hint}"
-            )
+        heads = f"num_attention_heads={self.num_attention_heads}"
+        heads += f", num_key_value_heads={self.num_key_value_heads}"
+        check_split(self.layers, heads, size, whole_experts)
         if size > 1:
             registry.check_importable(self.architecture)
-
-    @cached_property
-    def _kinds(self) -> list[LayerShape]:
-        """The layers whose shapes differ, those with experts first."""
-        found: dict[tuple[Any, ...], LayerShape] = {}
-        for layer in self.layers:
-            found.setdefault((layer.cache, layer.matrices), layer)
-        return sorted(found.values(), key=lambda layer: layer.experts is None)
-
-    @property
-    def _num_experts(self) -> int:
-        return min((kind.experts.total for kind in self._kinds if kind.experts), default=0)
-
-    def _fits(self, size: int, whole_experts: bool) -> bool:
-        """Whether `size` ranks can split the model."""
-        experts_fit = not whole_experts or self._num_experts >= size
-        widths = self._widths(whole_experts).values()
-        caches_fit = all(_splits(kind.cache, size) for kind in self._kinds)
-        return caches_fit and experts_fit and all(n % size == 0 for n in widths)
-
-    def _widths(self, whole_experts: bool) -> dict[str, int]:
-        """The widths of the feed-forward layers that the ranks split."""
-        widths: dict[str, int] = {}
-        for kind in self._kinds:
-            widths |= {} if whole_experts else kind.split_experts
-            widths |= kind.split
-        return widths
 
     def _check_caches(self) -> None:
         """Raise a ValueError unless all layers keep keys and values of the same heads."""
         heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-        for kind in self._kinds:
-            cache = kind.cache
+        for cache in {layer.cache for layer in self.layers}:
             if not isinstance(cache, KeysAndValues):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
             if (cache.num_heads, cache.num_kv_heads, cache.head_dim) != heads:
@@ -232,20 +191,12 @@ class ModelConfig:
     def _refuse_huge(self) -> None:
         """Raise a ValueError if no memory holds the largest matrices."""
         largest = max(
-            matrix.size_out * matrix.size_in
-            * (kind.experts.total if kind.experts and matrix.is_experts else 1)
-            for kind in self._kinds for matrix in kind.matrices
-        )  # fmt: skip
+            size_out * size_in * (layer.experts.total if layer.experts and is_experts else 1)
+            for layer in self.layers
+            for _, size_out, size_in, is_experts in layer.matrices
+        )
         if self.hidden_size * self.vocab_size + largest > MAX_PARAMETERS:
             raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
-
-
-def _splits(cache: CacheSpec, size: int) -> bool:
-    """Whether ranks can split what a layer keeps. Fewer key heads than ranks are replicated."""
-    if not isinstance(cache, KeysAndValues):
-        return True
-    kv_heads = cache.num_kv_heads
-    return cache.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def _architecture_name(raw: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ family says (`models/llama.py` and others).
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,8 +25,8 @@ from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.names import USUAL_NAMES, Names
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.names import FUSED
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
@@ -133,12 +133,11 @@ class Decoder(nn.Module):
 class Model(nn.Module):
     """What a checkpoint fills.
 
-    `packed_modules_mapping` maps a checkpoint's module to a fused one and its index there.
-    `tied_weights` has other names of tensors; a checkpoint has one of the two, or both with the
-    same values.
+    `names` says what checkpoints call its tensors. `tied_weights` has other names of tensors; a
+    checkpoint has one of the two, or both with the same values.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, int]]] = FUSED
+    names: Names = USUAL_NAMES
     tied_weights: Mapping[str, str] = {}
 
     @property
@@ -153,7 +152,7 @@ class Model(nn.Module):
                 try:
                     module.bind(backend)
                 except ValueError as error:
-                    parts = ", ".join(p for p, (fused, _) in FUSED.items() if name.endswith(fused))
+                    parts = ", ".join(self.names.parts(name.rpartition(".")[2]))
                     raise ValueError(f"{name}{parts and f' ({parts})'}: {error}") from None
 
 
@@ -166,6 +165,7 @@ class CausalLM(Model):
     def __init__(self, make: Build, decoder: Decoder, head: ParallelLMHead) -> None:
         super().__init__()
         self.make, self.model, self.lm_head = make, decoder, head
+        self.names = make.formats.names
         if head.is_tied:
             self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"}
 

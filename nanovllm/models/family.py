@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from nanovllm.layers.names import USUAL_NAMES, Names
+
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.build import Build
     from nanovllm.models.decoder import CausalLM
@@ -17,10 +19,9 @@ class Family(Generic[ConfigT]):
 
     `read` makes a `ModelConfig`, or a subclass of it, of the fields of a `config.json`. What it
     does not support is a ValueError that names the field. `build` makes the model of that, with
-    parameters that are not filled yet. With `stores_fused`, checkpoints have the fused layers
-    (qkv_proj, gate_up_proj) instead of their parts, and rules of quantized ones name those.
+    parameters that are not filled yet. `names` says what checkpoints call its tensors.
     """
 
     read: Callable[[Mapping[str, Any]], ConfigT]
     build: "Callable[[ConfigT, Build], CausalLM]"
-    stores_fused: bool = False
+    names: Names = USUAL_NAMES

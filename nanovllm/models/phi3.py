@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.layers.names import Names
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
@@ -35,4 +36,4 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(read, build, stores_fused=True)
+FAMILY = Family(read, build, Names(stores_fused=True))

@@ -27,6 +27,7 @@ from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.names import USUAL_NAMES
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights import matrix
 from nanovllm.layers.weights.scheme import ONLINE
@@ -34,7 +35,6 @@ from nanovllm.layers.weights.stored import Held
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import FUSED as FUSED_PARTS
 from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_dummy, load_model
 
@@ -111,7 +111,7 @@ def test_inputs_are_rounded_where_the_config_says_it(name: str, tmp_path: Path) 
     first_is_largest = []
     for module, weight, _ in matrices(load(path)):
         above, _, leaf = module.rpartition(".")
-        parts = [part for part, (fused, _) in FUSED_PARTS.items() if fused == leaf] or [leaf]
+        parts = USUAL_NAMES.parts(leaf) or [leaf]
         for each in weight if isinstance(weight, list) else [weight]:
             if not isinstance(each, QuantizedMatrix):
                 continue
