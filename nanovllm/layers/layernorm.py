@@ -63,6 +63,7 @@ class PlusOneRMSNorm(RMSNorm):
     """
 
     is_plain = False
+    initial = 0.0
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
