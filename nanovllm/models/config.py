@@ -102,7 +102,9 @@ class ModelConfig:
         family = registry.family_of(name)
         if file.get("is_causal") is False or file.get("use_bidirectional_attention"):
             raise ValueError("attention to later tokens (is_causal is false) is not supported")
-        config: ModelConfig = family.read(file)
+        config = family.read(file)
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"the family of {name} must read a ModelConfig, got {shorten(config)}")
         config = replace(
             config,
             architecture=name,

@@ -39,9 +39,11 @@ def sliding_windows(
 
 
 def longest(windows: Iterable[int | None]) -> int | None:
-    """The largest window; None if one of them is unlimited."""
+    """The largest window; None if one of them is unlimited, 0 if there are none."""
     known = list(windows)
-    return None if None in known else max(window for window in known if window is not None)
+    if None in known:
+        return None
+    return max((window for window in known if window is not None), default=0)
 
 
 def _windows(raw: Mapping[str, Any], can_have: Sequence[bool] | None) -> Windows:
