@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.command.info import describe
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 from nanovllm.layers.few_rows import operands_of
 from nanovllm.models import model_size, registry
 from nanovllm.models.build import build_model
@@ -309,7 +311,43 @@ def test_a_soft_cap_on_scores_is_refused_by_name(tmp_path: Path) -> None:
         make_llm(path)
 
 
+@dataclass(frozen=True)
+class State(CacheSpec):
+    """What no layer keeps yet."""
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        (KeysAndValues(8, 2, 16), "different numbers or sizes of heads"),
+        (KeysAndValues(4, 1, 16), "different numbers or sizes of heads"),
+        (KeysAndValues(4, 2, 32), "different numbers or sizes of heads"),
+        (State(), "layers that keep State are not supported"),
+    ],
+)
+def test_what_layers_cannot_keep_is_refused(
+    cache: CacheSpec, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the engine has caches for it."""
+    shape_of = sandwich_family.SandwichConfig.layer_shape
+
+    def other(self: Any, index: int) -> Any:
+        shape = shape_of(self, index)
+        return replace(shape, cache=cache) if index == 2 else shape
+
+    monkeypatch.setattr(sandwich_family.SandwichConfig, "layer_shape", other)
+    with pytest.raises(ValueError, match=says):
+        ModelConfig.parse(CONFIG)
+
+
 # The registry
+
+
+def test_a_family_must_read_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = sandwich_family.FAMILY
+    monkeypatch.setitem(registry._registered, NAME, replace(family, read=dict))
+    with pytest.raises(TypeError, match=f"the family of {NAME} must read a ModelConfig"):
+        ModelConfig.parse(CONFIG)
 
 
 @pytest.mark.parametrize(
